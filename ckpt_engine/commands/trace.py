@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, failed
 from ckpt_engine.commands.options import waited
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.prediction import MEASURED, Rates
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import human_bytes
@@ -70,10 +70,10 @@ def _rates(path: Path | None) -> Rates:
     if path is None:
         return MEASURED
     try:
-        return Rates.of(json.loads(path.read_text()), MEASURED)
+        return Rates.of(load_json(path.read_text()), MEASURED)
     except (OSError, UnicodeDecodeError) as error:
         said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         said = f"{path} is not JSON: {error}"
     except CkptEngineError as error:
         said = f"{path}: {error.problem.message}"

@@ -312,7 +312,7 @@ def body_of(data: bytes, most: int) -> dict[str, Any]:
         raise RefusedError(413, refusals.TOO_LARGE, said)
     try:
         body = load_asked(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object")

@@ -1,5 +1,6 @@
-"""Numbers that JSON does not have: NaN and the infinities. Callers may not send them; what engines say of them becomes
-null, since a log-probability of minus infinity is none that anybody could send. Pure.
+"""JSON of callers and engines, without what JSON does not have (NaN, infinities) and no deeper than can be written
+again. Callers may not send such numbers; what engines say of them becomes null, since a log-probability of minus
+infinity is none that anybody could send. Pure.
 
 Python reads and writes them without a word. An engine would take a temperature of NaN, and other callers' parsers
 refuse an answer with one in it, so what cannot be JSON ends here.
@@ -12,9 +13,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_engine.core.json_text import TOO_DEEP, load_json
 from ckpt_engine.gateway.large_json import LARGE_BYTES, dump_in_steps, load_in_steps
 
 NAMES = (b"NaN", b"Infinity")
+
+LEVELS = 200
+"""Of lists and objects within each other, at most: a writer, which begins with less of the stack left than the reader
+did, must not fail where that one did not."""
 
 
 def load_asked(data: bytes) -> Any:
@@ -26,12 +32,12 @@ def load_asked(data: bytes) -> Any:
             raise ValueError(f"{_where(data)}{text[:40]} is no number that JSON and a double can have")
         return value
 
-    return _load(data, number)
+    return _shallow(data, _load(data, number))
 
 
 def load_told(data: bytes) -> Any:
     """What an engine said, with null for what is not finite. Raises ValueError."""
-    return json.loads(data, parse_constant=lambda name: None)
+    return _shallow(data, load_json(data, parse_constant=lambda name: None))
 
 
 def dump(content: Any, large: bool = False) -> bytes:
@@ -50,7 +56,7 @@ def _dump(content: Any) -> bytes:
 def _load(data: bytes, number: Callable[[str], float]) -> Any:
     if len(data) >= LARGE_BYTES:
         return load_in_steps(data, number)
-    return json.loads(data, parse_constant=number, parse_float=number)
+    return load_json(data, parse_constant=number, parse_float=number)
 
 
 def passed(data: bytes) -> bytes:
@@ -59,10 +65,27 @@ def passed(data: bytes) -> bytes:
         return data
     found: list[str] = []
     try:
-        content = json.loads(data, parse_constant=found.append)
-    except (ValueError, RecursionError):
+        content = _shallow(data, load_json(data, parse_constant=found.append))
+    except ValueError:
         return data
     return dump(content) if found else data  # the names may stand in a text
+
+
+def _shallow(data: bytes, content: Any) -> Any:
+    """The content of a text. Raises ValueError if it has more than LEVELS."""
+    if data.count(b"[") + data.count(b"{") > LEVELS:
+        level = [content]
+        for _ in range(LEVELS):
+            level = [
+                inner
+                for each in level
+                for inner in (each.values() if isinstance(each, dict) else each)
+                if isinstance(inner, dict | list)
+            ]
+            if not level:
+                return content
+        raise ValueError(f"{TOO_DEEP}: it has more than {LEVELS} levels")
+    return content
 
 
 def _finite(value: Any) -> Any:

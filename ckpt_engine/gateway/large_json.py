@@ -12,6 +12,8 @@ from json.decoder import JSONArray  # type: ignore[attr-defined]  # the stubs la
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # nor this
 from typing import Any
 
+from ckpt_engine.core.json_text import TOO_DEEP
+
 LARGE_BYTES = 1 << 16
 """Of a body from which on it is read and written in this way."""
 
@@ -27,12 +29,15 @@ def values_of(data: bytes) -> int:
 
 
 def load_in_steps(data: bytes, number: Callable[[str], float]) -> Any:
-    """As json.loads does. number: parses floats, NaN and infinities. Raises ValueError and RecursionError."""
+    """As json.loads does. number: parses floats, NaN and infinities. Raises ValueError."""
     decoder: Any = json.JSONDecoder(parse_constant=number, parse_float=number)
     decoder.parse_array = _array
     decoder.scan_once = py_make_scanner(decoder)
-    content: Any = decoder.decode(data.decode(json.detect_encoding(data)))
-    return content
+    text = data.decode(json.detect_encoding(data))
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
 
 
 def dump_in_steps(content: Any) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
+from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import Settings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
@@ -165,7 +165,7 @@ def _held(headers: Mapping[str, str]) -> Identity | None:
 def _said(body: bytes) -> str:
     """The words of an error's body, in any of the forms that engines have."""
     try:
-        content = json.loads(body)
+        content = load_told(body)
     except ValueError:
         return body.decode(errors="replace")[:300]
     if isinstance(content, dict):
@@ -179,7 +179,7 @@ def _said(body: bytes) -> str:
 def _reason(body: bytes) -> str:
     """A gate's, for programs; empty: it is none's."""
     with contextlib.suppress(ValueError, AttributeError):
-        return str(json.loads(body).get("reason", ""))
+        return str(load_told(body).get("reason", ""))
     return ""
 
 

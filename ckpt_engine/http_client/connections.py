@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.http_client.connection import (
     ConnectError,
     Connection,
@@ -59,10 +59,7 @@ class Answer:
 
     def json(self) -> Any:
         """The content as JSON. Raises ValueError."""
-        try:
-            return json.loads(self.content)
-        except RecursionError as error:
-            raise ValueError("the JSON is nested too deeply") from error
+        return load_json(self.content)
 
 
 @lru_cache(1024)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import secrets
@@ -27,6 +26,7 @@ from starlette.routing import Route
 
 from ckpt_engine import CkptEngineError, Deadlines, UpdateReport, update_from_directory
 from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import forbidden, invalid, unauthenticated, unavailable
 from ckpt_engine.manager.browsers import host_of
@@ -264,8 +264,8 @@ async def _weight_dir(request: Request) -> str:
         if len(body) > BODY_BYTES:
             raise invalid(f"a body has at most {BODY_BYTES} bytes")
     try:
-        directory: Any = json.loads(body)["weight_dir"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        directory: Any = load_json(body)["weight_dir"]
+    except (ValueError, KeyError, TypeError):
         directory = None
     if not isinstance(directory, str) or not directory:
         raise invalid(

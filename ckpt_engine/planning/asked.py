@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.names import some
 from ckpt_engine.core.prediction import Rates
 from ckpt_engine.core.problems import invalid, not_found
@@ -101,8 +101,8 @@ def rates_of(asked: Asked) -> Rates:
         if not asked.rates.is_file():
             raise not_found(f"--rates: {asked.rates} is no file; docs/plan.md shows what it has")
         try:
-            told = json.loads(asked.rates.read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            told = load_json(asked.rates.read_text())
+        except (OSError, ValueError) as error:
             raise invalid(f"--rates: {asked.rates} cannot be read as JSON: {error}") from error
     return foresight.rates_of(told, asked.engine, network, asked.replicas)
 

@@ -3,7 +3,6 @@ config. Reads no weights, and needs no torch."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt_engine.core.dtypes import ITEMSIZES, itemsize
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.manifest import shape_problem
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.planning.shapes import Config, key_value_heads, optional, shapes_of
@@ -211,8 +211,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST:
             raise invalid(f"{path} has {path.stat().st_size} bytes, too many for a config or an index")
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        found = load_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise invalid(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise invalid(f"{path} holds no JSON object")

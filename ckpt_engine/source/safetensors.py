@@ -7,7 +7,6 @@ tensors do not tile the data exactly is refused.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError, itemsize
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.manifest import METADATA, check_name, shape_problem
 from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
 
@@ -165,8 +165,8 @@ def _is_path(name: str) -> bool:
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        content = load_json(raw.decode("utf-8"), object_pairs_hook=_once)
+    except ValueError as error:
         raise invalid(f"{path} is damaged: its JSON does not parse: {error}") from error
     if not isinstance(content, dict):
         raise invalid(f"{path} is damaged: its JSON is no object")

@@ -1,4 +1,5 @@
-"""Asks a server that always answers 503, or breaks off, through the actor's own class, while others say that it serves.
+"""Asks a server that always answers 503, breaks off, or nests JSON without end, through the actor's own class, while
+others say that it serves.
 
 The manager's word and other requests that find the URL again are faked: in truth they come at a moment that nobody can
 choose. Prints the error.
@@ -48,5 +49,10 @@ async def ask(said: bytes) -> None:
 
 
 if __name__ == "__main__":
-    for answer in (b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy", b""):
+    deep = b"data: " + b"[" * 100_000 + b"\n\n"
+    for answer in (
+        b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(deep), deep),
+    ):
         asyncio.run(ask(answer))

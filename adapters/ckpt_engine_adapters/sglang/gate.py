@@ -10,6 +10,7 @@ import json
 import os
 from typing import Any, ClassVar
 
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.words.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
 from ckpt_engine.words.routes import listed
 
@@ -178,8 +179,8 @@ class SglangGate(Gate):
 
     async def _memory(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            wanted = set(json.loads(await _body(receive) or b"{}").get("tags") or MEMORY)
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            wanted = set(load_json(await _body(receive) or b"{}").get("tags") or MEMORY)
+        except (ValueError, AttributeError, TypeError) as error:
             await answer_json(send, 400, {"detail": f"{path} takes a JSON object with a list of tags: {error}"})
             return
         wanted = wanted - self._released if path == RELEASE_ROUTE else wanted & self._released

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ckpt_engine.core.json_text import load_json
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,8 +70,8 @@ def decode(named_tensors: Sequence[tuple[str, Tensor]]) -> Instruction:
         )
     text = bytes(tensor.tolist())
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = load_json(text)
+    except ValueError as error:
         raise ValueError(f"an order is a JSON object: {error}") from error
     if not isinstance(found, dict) or found.keys() != {"action", "epoch"}:
         raise ValueError(f"an order has the keys action and epoch, not {text.decode(errors='replace')}")

@@ -6,7 +6,6 @@ each worker call into `transfer_engine.py`, and what came of it arrives over the
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from functools import partial
 
 from ckpt_engine.agent.http import HttpAdapter
 from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -200,7 +200,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     added, url = completed(options, "--model", model, port)
     transfer = value(options, "--weight-transfer-config")
     if transfer:
-        if json.loads(transfer).get("backend") != "ckpt_engine":
+        if load_json(transfer).get("backend") != "ckpt_engine":
             raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
     else:
         added += ["--weight-transfer-config", TRANSFER]

@@ -4,7 +4,6 @@ for the requests that run."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import httpx
 from verl.workers.rollout.replica import TokenOutput
 
 from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, error, invalid
 from ckpt_engine.integrations.verl.options import Options
 from ckpt_engine.v1 import manager_pb2
@@ -246,7 +246,10 @@ async def _events(response: httpx.Response, leg: _Leg) -> None:
         said = line.removeprefix("data: ")
         if said == line or said == "[DONE]":
             continue
-        event = json.loads(said)
+        try:
+            event = load_json(said)
+        except ValueError as wrong:
+            raise error(Problem.INTERNAL, f"the replica's event is not JSON ({wrong}): {said[:80]!r}") from wrong
         if "error" in event:
             raise error(Problem.INTERNAL, f"the replica broke off: {event['error']}")
         for choice in event.get("choices", ()):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ckpt_engine.core.arming import Answer, Word
+from ckpt_engine.core.json_text import load_json
 
 _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
 
@@ -27,7 +27,7 @@ class Voted(NamedTuple):
 def voted(data: bytes) -> Voted:
     """Raises ValueError for what no member of ours would say."""
     try:
-        asked = json.loads(data)
+        asked = load_json(data)
         found = Voted(
             int(asked["epoch"]),
             str(asked["verb"]),
@@ -36,7 +36,7 @@ def voted(data: bytes) -> Voted:
             tuple(map(str, asked.get("blamed", ()))),
             float(asked.get("hold", 0.0)),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"nothing that is said to a ballot: {error}") from error
     if found.verb not in _VERBS or not (math.isfinite(found.until) and math.isfinite(found.hold)):
         raise ValueError(

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from ckpt_engine.core.arming import Answer, Ballot, Ballots, Word
+from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.transport.collective.asking import Voted, answer_of, voted
 from ckpt_engine.transport.collective.frames import (
@@ -359,8 +360,8 @@ class Attendance:
     def _told(self, kind: bytes, asked: str, shape: type[Told]) -> Told:
         """What is answered to a question, which has to be JSON of one shape."""
         try:
-            found = json.loads(self._call(kind, "", asked.encode()))
-        except (ValueError, RecursionError) as error:
+            found = load_json(self._call(kind, "", asked.encode()))
+        except ValueError as error:
             raise self._nonsense(error) from error
         if not isinstance(found, shape):
             raise self._nonsense(f"no {shape.__name__}")
