@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.command import command_options, value
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import TOKEN_HEADER

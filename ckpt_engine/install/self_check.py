@@ -119,19 +119,25 @@ class _Seeded:
 class SelfCheck:
     """One worker's part in the check of its engine."""
 
-    def __init__(self, target: LoadTarget, installer: Installer, rank: int, world_size: int) -> None:
-        """installer: the worker's own, whose recordings are used."""
+    def __init__(self, target: LoadTarget, installer: Installer, slot: WorkerSlot, world_size: int) -> None:
+        """installer: the worker's own, whose recordings are used. slot: the worker's own, which is only read."""
         self._target, self._installer = target, installer
-        self._rank, self._world_size = rank, world_size
+        self._slot, self._world_size = slot, world_size
         self._installs = 0
 
     def load(self, order: worker_pb2.CheckOrder) -> worker_pb2.WorkerChecked:
-        """Loads the version of a seed. Raises nothing: what went wrong is in the answer."""
+        """Loads the version of a seed. A worker that holds a version refuses: made weights would be served under its
+        name. Raises nothing: what went wrong is in the answer."""
         checked = worker_pb2.WorkerChecked(fence=order.fence)
         recording = self._installer.recorded(order.manifest_digest)
         try:
+            if (held := self._slot.identity) is not None:
+                raise precondition(
+                    f"worker {self._slot.rank} holds version {held.version} of {held.lineage}; made weights would "
+                    "overwrite it: an engine is checked before its first update"
+                )
             if recording is None:
-                raise precondition(f"worker {self._rank} has not recorded this manifest")
+                raise precondition(f"worker {self._slot.rank} has not recorded this manifest")
             with torch.no_grad():
                 self._load(order, recording)
         except Exception as error:
@@ -151,7 +157,7 @@ class SelfCheck:
         with tempfile.TemporaryDirectory(prefix="ckpt-engine-check-") as folder:
             page = EnginePage(Path(folder) / "page")
             try:
-                self._install(page.claim(self._rank, self._world_size), order, recording, weights)
+                self._install(page.claim(self._slot.rank, self._world_size), order, recording, weights)
             finally:
                 page.close()
 

@@ -57,7 +57,7 @@ class EngineWorker:
         self.slot = self._page.claim(rank, world_size)
         self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id, self._deadlines.worker_attempt)
         self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
-        self._check = SelfCheck(target, self._installer, rank, world_size)
+        self._check = SelfCheck(target, self._installer, self.slot, world_size)
         self._model = model
         self._told = 0.0
 

@@ -241,7 +241,7 @@ class PrepareEngine:
 
 @dataclass(frozen=True)
 class ScoreEngine:
-    """adapter.score(tokens, more, seconds). Result: core.engine_check.Score."""
+    """adapter.score(tokens, more, seconds). Result: core.check_verdict.Score."""
 
     tokens: tuple[int, ...]
     more: int

@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 
 from ckpt_engine.agent.http import EngineClient
-from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.engine.adapter import (

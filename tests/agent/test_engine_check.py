@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from ckpt_engine.agent.engine import EngineFailedError
-from ckpt_engine.core.engine_check import ROUNDS, Score, failure
+from ckpt_engine.core.check_verdict import ROUNDS, Score, failure
 from ckpt_engine.v1 import manager_pb2
 from tests.agent.plain_manager import PlainManager
 from tests.agent.running_agent import Start, calls, install, prepare, ready

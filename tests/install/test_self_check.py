@@ -29,7 +29,7 @@ class Checked:
         assert not self.worker.prepare(checkpoint).HasField("problem")
         checkpoint.close()
         self.digest = blob_digest(checkpoint.manifest_bytes)
-        self.check = SelfCheck(target, self.worker.installer, 0, 1)
+        self.check = SelfCheck(target, self.worker.installer, self.worker.slot, 1)
 
     def load(self, seed: int, by_engine: bool) -> dict[str, Tensor]:
         order = worker_pb2.CheckOrder(
@@ -69,6 +69,25 @@ def test_the_state_word_says_that_it_holds_nothing(tmp_path: Path) -> None:
         assert not worker.worker.update(checkpoint).report.HasField("problem")
     finally:
         checkpoint.close()
+
+
+def test_a_worker_that_holds_a_version_takes_no_made_weights(tmp_path: Path) -> None:
+    """Its agent never orders that; but if it did, made weights would be served under the version's name."""
+    model = TensorParallel()
+    worker = Checked(ModuleTarget(model), model.checkpoint(), tmp_path)
+    checkpoint = Checkpoint(model.checkpoint(3))
+    assert not worker.worker.update(checkpoint).report.HasField("problem")
+    before = {name: tensor.clone() for name, tensor in state(model).items()}
+    for by_engine in (False, True):
+        order = worker_pb2.CheckOrder(
+            fence=worker.worker.fence(), manifest_digest=worker.digest, seed=1, by_engine=by_engine, deadline_seconds=60
+        )
+        assert "worker 0 holds version" in worker.check.load(order).problem.message
+    assert_same(state(model), before)
+    broken = worker.worker.slot
+    broken.dirty(broken.epoch)  # an install that did not end: there is no version that could be overwritten
+    worker.load(1, False)
+    checkpoint.close()
 
 
 def test_a_tensor_that_is_not_derived_anew_shows(tmp_path: Path) -> None:

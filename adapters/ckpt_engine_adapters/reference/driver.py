@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.agent.http import HttpAdapter
-from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,

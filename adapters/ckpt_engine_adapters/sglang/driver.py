@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_engine.agent.http import AFTERWARDS_SECONDS, HttpAdapter
-from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,

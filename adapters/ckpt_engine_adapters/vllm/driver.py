@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_engine.agent.http import HttpAdapter
-from ckpt_engine.core.engine_check import Score
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (

@@ -1,7 +1,7 @@
 """The check of an engine's version that no test has run, before its first update.
 
-It decides the steps: for each round of core/engine_check.py pause (which empties caches), have every worker load the
-round's weights, resume, ask for log-probabilities. The verdict is engine_check's, how weights are made and loaded
+It decides the steps: for each round of core/check_verdict.py pause (which empties caches), have every worker load the
+round's weights, resume, ask for log-probabilities. The verdict is check_verdict's, how weights are made and loaded
 install/self_check.py's. It runs while no worker holds a version, so the gate is closed to all others; whatever happens,
 the engine is resumed. A pass is kept on this host, for one version, architecture, quantisation, layout and device.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from ckpt_engine.core.engine_check import CONTINUED, PROMPT, ROUNDS, Score, failure
+from ckpt_engine.core.check_verdict import CONTINUED, PROMPT, ROUNDS, Score, failure
 from ckpt_engine.machines.agent.state import CLEAN, Replica, acknowledged
 from ckpt_engine.machines.events import (
     AgentTask,
