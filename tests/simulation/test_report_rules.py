@@ -351,6 +351,33 @@ def test_a_replica_whose_lost_agent_brings_it_up_is_told_as_what_it_is(story: St
     assert [each.replica for each in report.replicas if each.HasField("problem")] == []
 
 
+@pytest.mark.parametrize("superseded", [False, True])
+def test_a_replica_that_is_brought_to_the_version_later_is_told_as_what_it_is(story: Story, superseded: bool) -> None:
+    """An update left it out, and an attempt of its own succeeded; if another version came first, it stays as told."""
+    lost, other, group = story.replica(), story.replica(), story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    story.faults.cuts = {(lost.name, True), (lost.name, False)}
+    story.wait(20.0)
+    group.train()
+    first = story.update(group, 30.0)
+    assert not first.ok
+    assert outcomes(story.last_report())[lost.name] == UNREACHED
+    second = first
+    if superseded:
+        group.train()
+        second = story.update(group, 30.0)
+    story.faults.cuts = set()
+    story.wait(20.0)
+    assert story.held_by(lost) == second.identity
+    assert outcomes(story.ledger.reports[first.fence.epoch])[lost.name] == (UNREACHED if superseded else NEW)
+    report = story.ledger.reports[second.fence.epoch]
+    assert outcomes(report) == {lost.name: NEW, other.name: NEW}
+    assert report.ok
+    assert report.verified
+    (warning,) = report.warnings
+    assert f"replica {lost.name!r} was brought to it later" in warning
+
+
 # ---------------------------------------------------------------------------------------------------- warnings
 
 

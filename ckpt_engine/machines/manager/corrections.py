@@ -1,7 +1,8 @@
-"""Reports that call a replica quarantined since its agent was lost while it installed: told anew once it is known.
+"""Reports that could not know what becomes of a replica: corrected when it holds the version after all.
 
-The agent, or the one after it, goes on without the manager, and mostly brings the replica to the version. Whoever asks
-for the report afterwards, and the ledger, are told what it is then. The calls that have returned are not.
+An agent that was lost while it installed, or the one after it, goes on without the manager, and mostly brings the
+replica to the version. And a replica that an update left out or quarantined is brought to the version later. Later
+questions for the report, and the ledger, are answered with what it is then. Calls that have returned are not.
 """
 
 from __future__ import annotations
@@ -16,47 +17,71 @@ from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass
-class _Guess:
-    """session: of the agent that was told to install."""
+class _Open:
+    """A replica that a report does not call new and serving."""
 
     report: manager_pb2.UpdateReport
-    min_replicas: int | None
-    session: str
+    min_replicas: int | None  # as its goal asks for
+    session: str | None = None  # of an agent that was told to install and lost; None: what became of it is known
 
 
 @dataclass
 class Corrections:
-    """Corrects reports that had to guess how an update ended for a replica.
-
-    guesses: the last one of each replica.
-    """
+    """Corrects reports in memory and in the ledger."""
 
     state: State
-    guesses: dict[str, _Guess] = field(default_factory=dict)
+    open: dict[str, _Open] = field(default_factory=dict)  # by replica; the last update that reached it, or was for it
 
     def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, guessed: dict[str, str]) -> None:
-        """An update has ended; guessed: its replicas of which nobody knows what became, with the session that was told.
-        What an update before it left open of those that it reached stays as it was told."""
+        """An update has ended. guessed: its replicas of which nothing is known, with the session that was told to
+        install. What an update before it left open of those that it reached stays as it was told."""
         for outcome in report.replicas:
-            if outcome.outcome != manager_pb2.NOT_REACHED:
-                self.guesses.pop(outcome.replica, None)
-        for name, session in guessed.items():
-            self.guesses[name] = _Guess(report, min_replicas, session)
+            name, guess = outcome.replica, guessed.get(outcome.replica)
+            known = self.open.get(name)
+            if outcome.outcome == manager_pb2.NEW_SERVING:
+                self.open.pop(name, None)
+            elif guess is not None or known is None or known.session is None or _reached(outcome):
+                self.open[name] = _Open(report, min_replicas, guess)
+
+    def brought(self, outcome: manager_pb2.ReplicaOutcome) -> None:
+        """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
+        say; or not, and the report stays."""
+        known = self.open.get(outcome.replica)
+        serves = outcome.outcome == manager_pb2.NEW_SERVING
+        if known is None or (serves and known.report.identity != outcome.after):
+            self.open.pop(outcome.replica, None)
+        elif serves:
+            found = manager_pb2.ReplicaOutcome()
+            found.CopyFrom(outcome)
+            found.fence.CopyFrom(known.report.fence)
+            known.report.warnings.append(
+                f"replica {outcome.replica!r} was brought to it later, by attempt {outcome.fence.epoch}"
+            )
+            self._correct(known, found)
 
     def look(self, replica: Replica) -> None:
-        """Changes the report of a replica that was heard, in memory and in the ledger, once it is known what became of
-        it."""
-        guess = self.guesses.get(replica.name)
-        if guess is None:
+        """Changes the report of a replica that was heard, once it is known what became of it."""
+        known = self.open.get(replica.name)
+        if known is None or known.session is None:
             return
-        report = guess.report
-        found = what_became(replica, report.fence, report.identity, guess.session)
-        if found is None:
-            return
-        del self.guesses[replica.name]
+        report = known.report
+        found = what_became(replica, report.fence, report.identity, known.session)
+        if found is not None:
+            self._correct(known, found)
+
+    def _correct(self, known: _Open, found: manager_pb2.ReplicaOutcome) -> None:
+        report = known.report
         for outcome in report.replicas:
-            if outcome.replica == replica.name:
+            if outcome.replica == found.replica:
                 outcome.CopyFrom(found)
-        judge(report, guess.min_replicas)
-        task = CorrectOutcome(report, replica.name, self.state.deadlines.report)
-        self.state.run(("correct", report.fence.epoch, replica.name), task)
+        if found.outcome == manager_pb2.NEW_SERVING:
+            del self.open[found.replica]
+        else:
+            known.session = None
+        judge(report, known.min_replicas)
+        task = CorrectOutcome(report, found.replica, self.state.deadlines.report)
+        self.state.run(("correct", report.fence.epoch, found.replica), task)
+
+
+def _reached(outcome: manager_pb2.ReplicaOutcome) -> bool:
+    return outcome.outcome != manager_pb2.NOT_REACHED

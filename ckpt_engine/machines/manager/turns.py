@@ -127,7 +127,10 @@ class Turns:
     def _over(self, update: Update) -> None:
         """It has ended."""
         self.waits.over(update)
-        if update.report is not None:
+        if update.report is not None and update.goal.late is not None and not update.guessed:
+            for outcome in update.report.replicas:
+                self.corrections.brought(outcome)
+        elif update.report is not None:
             self.corrections.over(update.report, update.goal.min_replicas, update.guessed)
             for name in update.guessed:
                 self.heard(name)
