@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_engine.core.boxes import remainder
 from ckpt_engine.core.problems import CkptEngineError, internal
 from ckpt_engine.engine.target import LoadTarget, Weights
 from ckpt_engine.record.coverage import Owners, StorageSlice
-from ckpt_engine.record.origins import is_composite, written_by
+from ckpt_engine.record.origins import Watching, is_composite, written_by
 from ckpt_engine.record.recording import Handover
 from ckpt_engine.record.views import Undecodable
 from ckpt_engine.torch_storages import storage_key
@@ -87,7 +87,7 @@ class _Guarded:
         self.exhausted = True
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Watching):
     """Notes which boxes of the model are written to."""
 
     def __init__(self, owners: Owners) -> None:

@@ -6,12 +6,14 @@ has made of nothing of ours, has no origin here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
@@ -122,6 +124,16 @@ def _meta(spec: weights_pb2.TensorSpec) -> torch.Tensor:
         raise invalid(f"{spec.name}: {error.problem.message}", tensors=[spec.name]) from error
     except RuntimeError as error:
         raise invalid(f"{spec.name} of shape {list(spec.shape)}: {error}", tensors=[spec.name]) from error
+
+
+class Watching(TorchDispatchMode):
+    """Sees each operation of a loader while it is entered."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch keeps Dynamo from compiling what sees operations, for which it imports Dynamo: more than a
+        second of a processor. Where nothing has imported that yet, there is nothing to keep away."""
+        return "torch._dynamo" in sys.modules
 
 
 def memoryless(tensor: torch.Tensor) -> torch.Tensor:

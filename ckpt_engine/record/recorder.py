@@ -16,14 +16,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckpt_engine.core.boxes import Box, intersect, remainder
 from ckpt_engine.core.dtypes import widens
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.record.coverage import Owner, Owners
-from ckpt_engine.record.origins import Computed, NotRecordable, Origins, is_composite, memoryless, spell, written_by
+from ckpt_engine.record.origins import (
+    Computed,
+    NotRecordable,
+    Origins,
+    Watching,
+    is_composite,
+    memoryless,
+    spell,
+    written_by,
+)
 from ckpt_engine.record.recording import Copy, NeedBox
 from ckpt_engine.record.views import Undecodable, blocks, copy_of, row_major
 from ckpt_engine.torch_storages import storage_key
@@ -44,7 +52,7 @@ _ONLY_SHAPES = {_aten.empty_like.default, _aten.new_empty.default, _aten.is_pinn
 _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Watching):
     """One run of a loader.
 
     copies, needs: of the copies that move elements unchanged. casts: those among them that change the dtype and do not

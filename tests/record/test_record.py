@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -322,3 +324,36 @@ def test_recording_has_a_deadline() -> None:
     with pytest.raises(CkptEngineError) as caught:
         record(manifest(**shapes), target, time.monotonic() + 0.1)
     assert caught.value.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+
+
+BESIDE_DYNAMO = """
+import sys
+import torch
+from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.record.record import record
+from tests.record.test_record import manifest, needs
+
+class Model(torch.nn.Module):
+    turned = staticmethod(torch.t)
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(4, 3))
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.w.data.copy_(self.turned(tensor)[:, :3])
+
+plain = record(manifest(w=(5, 4)), ModuleTarget(Model()))
+assert "torch._dynamo" not in sys.modules
+Model.turned = staticmethod(torch.compile(torch.t, backend="eager"))
+compiled = record(manifest(w=(5, 4)), ModuleTarget(Model()))
+assert needs(plain) == needs(compiled) and plain.copies == compiled.copies, (plain, compiled)
+assert "torch._dynamo" in sys.modules
+"""
+
+
+def test_a_compiler_is_not_imported_and_may_be_used_by_a_loader() -> None:
+    """Its import takes as long as that of torch, in each worker that loads nothing else of it."""
+    run = subprocess.run([sys.executable, "-c", BESIDE_DYNAMO], stderr=subprocess.PIPE, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
