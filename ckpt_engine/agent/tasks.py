@@ -67,7 +67,7 @@ class TaskRunner:
             case events.FetchBlobs():
                 return tuple(await asyncio.gather(*(self._blobs.get(ref) for ref in task.refs)))
             case events.ReadWords():
-                if key[0] == "operation":  # it decides by them; between operations the last heard words do
+                if isinstance(key, tuple) and key[0] == "operation":  # it decides by them; else the last heard words do
                     await self._host.look(task.seconds / 2)
                 return self._state_words()
             case events.MarkEngine():

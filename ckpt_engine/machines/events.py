@@ -28,6 +28,7 @@ names can be taken from here too.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NewType, TypeAlias
 
@@ -105,8 +106,9 @@ from ckpt_engine.machines.part_tasks import (
 from ckpt_engine.core.sleeping import AWAKE, Sleeping
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
-Key: TypeAlias = tuple[str | int, ...]
-"""Names a timer or a task of one machine; opaque to the shell."""
+Key: TypeAlias = Hashable
+"""Names a timer or a task of one machine; opaque to the shell. Mostly a frozen dataclass that carries what the machine
+needs when it comes back; declared beside what sets it."""
 
 Peer = NewType("Peer", str)
 """Names one stream. The manager's shell makes them; an agent's or trainer's machine makes its own (`OpenStream`)."""

@@ -11,6 +11,7 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, TimerFired
 from ckpt_engine.machines.manager import gather, installing, recipients, update
+from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -60,9 +61,8 @@ def intents_are_not_written(patch: Patch) -> None:
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
         self._identity = weights_pb2.Identity(lineage=self.goal.lineage, version=self.goal.version, root=root)
-        assert self._compiled is not None
-        assert self._combined is not None
-        direct = recipients.Way(self._compiled, self._combined)
+        direct = self._pipeline.stage
+        assert isinstance(direct, Way)
         self._installing = installing.Installing(
             self.course, self._recipients, self._absences, self._identity, direct, None, self._collecting
         )

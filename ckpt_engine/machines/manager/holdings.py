@@ -60,12 +60,7 @@ class Holdings:
         """Where a version lies and its record; None if nobody holds it, or as long as that is not known. ranks: what is
         known of trainer ranks that hold it too; equally near, holders are read before them."""
         lineage = latest.identity.lineage
-        offers = tuple(
-            HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
-            for holder in self.state.members.connected_holders()
-            for held in holder.held
-            if held.identity == latest.identity
-        )
+        offers = self.state.members.offers(latest.identity)
         if not offers:
             self.by_lineage.pop(lineage, None)
             return None

@@ -7,7 +7,8 @@ from ckpt_engine.machines.events import RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.recipients import Recipients, Way
+from ckpt_engine.machines.manager.plan_pipeline import Way
+from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.v1 import manager_pb2, weights_pb2

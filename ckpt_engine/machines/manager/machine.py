@@ -49,6 +49,7 @@ from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.locating import located
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.operators import operate
+from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.recovery import Recovery
 from ckpt_engine.machines.manager.sleepers import Sleepers
@@ -393,6 +394,8 @@ class ManagerMachine:
                     for trainer in self._forgetting.taken_over():
                         self._goodbye(trainer, None, now)
                     self._forgetting.prune()
+            case PlanTask():
+                self._updates.planned(done.key, done, now)
             case ("merge", str() as lineage, int() as number):
                 self._publications.merged(lineage, number, done)
             case ("join", str() as lineage, int() as number):

@@ -13,7 +13,7 @@ from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
-from ckpt_engine.machines.events import Peer, SourceOffer
+from ckpt_engine.machines.events import HeldOffer, Peer, SourceOffer
 from ckpt_engine.machines.manager.relay_words import RelayWords
 from ckpt_engine.machines.manager.shut_ways import ShutWays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -195,6 +195,15 @@ class Members:
     def connected_holders(self) -> list[Holder]:
         """The holders that have a session, by the id of what they offer."""
         return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
+
+    def offers(self, identity: weights_pb2.Identity) -> tuple[HeldOffer, ...]:
+        """What connected holders offer of a version."""
+        return tuple(
+            HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
+            for holder in self.connected_holders()
+            for held in holder.held
+            if held.identity == identity
+        )
 
     def replica(self, name: str) -> Replica:
         """The replica of this name. Raises NOT_FOUND, naming those that there are."""

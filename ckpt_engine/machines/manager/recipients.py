@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 from ckpt_engine.core.problems import deadline, precondition
-from ckpt_engine.machines.events import Combined, Compiled, PlanWorker
+from ckpt_engine.machines.events import PlanWorker
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica, Unfit
+from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.report import already_there, left_out, what_became
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -18,14 +18,6 @@ Problem = weights_pb2.Problem
 HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
 """Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
 is published. If no replica can, it is what is published that is wrong, and the update is refused."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """What replicas are installed with. combined: what the readers of these plans must find."""
-
-    compiled: Compiled
-    combined: Combined
 
 
 class Recipients:

@@ -12,8 +12,9 @@ from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import Compiled, Done
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
+from ckpt_engine.machines.manager.plan_pipeline import PlanTask, Way
 from ckpt_engine.machines.manager.prefetch import Prefetch
-from ckpt_engine.machines.manager.recipients import Recipients, Way, with_words
+from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import away
 from ckpt_engine.machines.manager.routes import Routes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -197,7 +198,7 @@ class Relaying:
         if self._course.phase == "joining":
             self._routes.take(body, now)
 
-    def done(self, step: str, number: int, done: Done, now: float) -> None:
-        """A task ended."""
+    def planned(self, task: PlanTask, done: Done, now: float) -> None:
+        """A task of a route's pipeline ended."""
         if self._course.phase == "joining":
-            self._routes.done(step, number, done, now)
+            self._routes.planned(task, done, now)

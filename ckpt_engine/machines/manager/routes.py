@@ -13,24 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from ckpt_engine.core.problems import deadline, unavailable
-from ckpt_engine.machines.events import (
-    Combined,
-    CombineSeals,
-    Compiled,
-    CompilePlans,
-    Done,
-    HeldOffer,
-    Joined,
-    JoinSources,
-    Published,
-)
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
-from ckpt_engine.machines.manager.recipients import Recipients, Way
-from ckpt_engine.machines.manager.sealing import Sealing, refs_of
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Way
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.sealing import Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -38,21 +28,13 @@ Problem = weights_pb2.Problem
 
 @dataclass
 class Route:
-    """The relays that together serve some replicas, and how far their plans have come.
+    """The relays that together serve some replicas, and how far their plans have come."""
 
-    fillings: of its relays. way: what their replicas are installed with, once it is known. problem: why not. out:
-    relays that failed on it; others go on in its place if `replaced`.
-    """
-
-    fillings: tuple[Filling, ...]
-    published: Published | None = None
-    compiled: Compiled | None = None
-    sealing: Sealing | None = None
-    way: Way | None = None
-    problem: Problem | None = None
-    unfit: dict[str, Problem] = field(default_factory=dict)
-    out: dict[str, Problem] = field(default_factory=dict)
-    replaced: bool = False
+    fillings: tuple[Filling, ...]  # of its relays
+    pipeline: PlanPipeline
+    unfit: dict[str, Problem] = field(default_factory=dict)  # replicas that no plan can be made for
+    out: dict[str, Problem] = field(default_factory=dict)  # relays that failed on it
+    replaced: bool = False  # others go on in its place
 
     @property
     def relays(self) -> set[str]:
@@ -72,14 +54,15 @@ class Route:
     @property
     def over(self) -> bool:
         """Whether nothing more comes of it."""
-        return self.way is not None or self.problem is not None or self.replaced
+        return isinstance(self.pipeline.stage, Way | Failed)
 
     @property
     def unread(self) -> dict[str, Problem]:
         """The relays of it that nobody reads, with the reason."""
-        if self.way is not None or self.replaced:
+        stage = self.pipeline.stage
+        if isinstance(stage, Way) or self.replaced:
             return self.out
-        why = self.problem or next(iter(self.unfit.values()), None)
+        why = stage.problem if isinstance(stage, Failed) else next(iter(self.unfit.values()), None)
         return {} if why is None else dict.fromkeys(self.relays, why) | self.out
 
 
@@ -109,34 +92,19 @@ class Routes:
     def send(self, now: float) -> None:
         """Tells, again, the relays that have not digested."""
         for route in self._routes:
-            if route.sealing is not None and not route.over:
-                route.sealing.send(self._course.left(now))
+            route.pipeline.send(self._course.left(now))
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
         """Takes an answer of a relay."""
-        for number, route in enumerate(tuple(self._routes)):
-            if route.sealing is None or route.over or not route.sealing.missing():
-                continue
-            asked = route.sealing.asked(body)
-            problem = route.sealing.take(body)
-            if problem is not None:
-                self._again(route, dict.fromkeys(asked, problem), problem, now)
-            self._combine(number, route, now)
+        for route in tuple(self._routes):
+            if route.pipeline.take(body):
+                self._go_on(route, now)
 
-    def done(self, step: str, number: int, done: Done, now: float) -> None:
-        """A task of one route ended."""
-        route = self._routes[number]
-        if route.over:
-            return
-        if done.problem is not None:
-            self._again(route, {}, done.problem, now)
-        elif step == "join":
-            self._plan(number, route, cast(Joined, done.result), now)
-        elif step == "plan":
-            self._seal(number, route, cast(Compiled, done.result), now)
-        else:
-            assert route.compiled is not None
-            route.way = Way(route.compiled, cast(Combined, done.result))
+    def planned(self, task: PlanTask, done: Done, now: float) -> None:
+        """A task of a pipeline ended, which may be of one route."""
+        for route in tuple(self._routes):
+            if route.pipeline.done(task, done):
+                self._go_on(route, now)
 
     def overdue(self, seconds: float, now: float) -> None:
         """Ends the routes whose time is over, `seconds` after the update began. They begin anew without the relays that
@@ -144,19 +112,19 @@ class Routes:
         self._course.begin("joining", self._state.deadlines.plan, now)
         problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
         for route in tuple(self._routes):
-            silent = [] if route.sealing is None else [source.source for source in route.sealing.missing()]
-            if not route.over and silent:
+            silent = [source.source for source in route.pipeline.missing()]
+            if silent:
                 self._again(route, dict.fromkeys(silent, problem), problem, now)
             elif not route.over:
-                route.problem = problem
+                route.pipeline.stage = Failed(problem)
 
     def ways(self) -> dict[str, Way]:
         """The way of each replica that is installed from relays only."""
         return {
-            name: route.way
+            name: way
             for route in self._routes
-            if route.way is not None
-            for name in {name for name, _ in route.way.compiled.plans}
+            if isinstance(way := route.pipeline.stage, Way)
+            for name in {name for name, _ in way.compiled.plans}
         }
 
     def gone(self, relay: str, why: str, now: float) -> None:
@@ -176,24 +144,14 @@ class Routes:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch, or that are still needed."""
-        refs: list[manager_pb2.BlobRef] = []
-        for route in self._routes:
-            refs += [route.published.manifest] if route.published is not None else []
-            refs += refs_of(route.compiled, route.sealing, None if route.way is None else route.way.combined)
-        return refs
+        return [ref for route in self._routes for ref in route.pipeline.blobs()]
 
     def _join(self, fillings: tuple[Filling, ...], now: float) -> None:
-        route = Route(fillings)
-        tables = route.tables
-        offers = tuple(
-            HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
-            for holder in self._state.members.connected_holders()
-            for held in holder.held
-            if held.table.digest in tables and held.identity == self._identity
-        )
+        route = Route(fillings, PlanPipeline(self._state))
+        offers = self._state.members.offers(self._identity)
         self._routes.append(route)
-        task = JoinSources(self._identity, offers, self._record, self._course.left(now))
-        self._course.run(f"join {len(self._routes) - 1}", task)
+        read = tuple(offer for offer in offers if offer.table.digest in route.tables)
+        route.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
 
     def _again(self, route: Route, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
         """Goes on without those that failed; with each alone if nobody can say who did. Ends it if nobody is left."""
@@ -201,41 +159,41 @@ class Routes:
         parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
         route.out |= failed
         route.replaced = bool(parts)
-        route.problem = None if parts else why
+        route.pipeline.stage = Failed(why)
         for part in parts:
             self._join(part, now)
 
-    def _plan(self, number: int, route: Route, joined: Joined, now: float) -> None:
+    def _go_on(self, route: Route, now: float) -> None:
+        """Goes on if a stage of a route's pipeline has ended."""
+        match route.pipeline.stage:
+            case Failed(problem, sources):
+                self._again(route, dict.fromkeys(sources, problem), problem, now)
+            case Joined() as joined:
+                self._plan(route, joined, now)
+            case Planned(published, compiled):
+                self._seal(route, published, compiled, now)
+            case Sealing() if not route.pipeline.missing():
+                route.pipeline.combine(self._course.left(now))
+
+    def _plan(self, route: Route, joined: Joined, now: float) -> None:
         route.out |= joined.refused
         if joined.published is None or joined.record is None:
             refused = next(iter(joined.refused.values()), None)
-            route.problem = refused or unavailable("what it holds is not told any more").problem
+            route.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
             return
-        route.published = joined.published
         workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in route.replicas)
-        task = CompilePlans(joined.published, workers, self._course.left(now), joined.record, self._identity.root)
-        self._course.run(f"plan {number}", task)
+        seconds, root = self._course.left(now), self._identity.root
+        route.pipeline.run(CompilePlans(joined.published, workers, seconds, joined.record, root))
 
-    def _seal(self, number: int, route: Route, compiled: Compiled, now: float) -> None:
-        assert route.published is not None
-        route.compiled, route.unfit = compiled, dict(compiled.unfit)
+    def _seal(self, route: Route, published: Published, compiled: Compiled, now: float) -> None:
+        route.unfit = dict(compiled.unfit)
         if not compiled.plans:
-            route.problem = (
-                next(iter(compiled.unfit.values()), None) or unavailable("nobody is left to read it").problem
-            )
+            unfit = next(iter(compiled.unfit.values()), None)
+            route.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
             return
-        route.sealing = Sealing(self._course, route.published, compiled, keep=True, fence=self._course.filling)
-        route.sealing.send(self._course.left(now))
-        self._combine(number, route, now)
-
-    def _combine(self, number: int, route: Route, now: float) -> None:
-        if route.over or route.sealing is None or route.sealing.missing():
-            return
-        assert route.published is not None
-        assert route.compiled is not None
-        seconds = self._course.left(now)
-        task = CombineSeals(route.published, route.compiled, route.sealing.digests(), seconds)
-        self._course.run(f"combine {number}", task)
+        sealing = Sealing(self._course, published, compiled, self._course.filling, keep=True)
+        route.pipeline.seal(sealing, self._course.left(now))
+        self._go_on(route, now)
 
 
 def _connected(fillings: Iterable[Filling]) -> list[tuple[Filling, ...]]:

@@ -6,11 +6,12 @@ Of what is sealed already (`keep`) only digests are asked for: of ranks that kee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
-from ckpt_engine.machines.events import Combined, Compiled, Published, SourceOffer
+from ckpt_engine.machines.events import Compiled, Published, SourceOffer
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -20,60 +21,45 @@ SOURCES_TOLD = 64
 """Sources whose sealing a timeline tells, the slowest ones."""
 
 
+@dataclass(frozen=True)
 class Sealing:
-    """Who has sealed and who has not. Begins once the plans are compiled. reader: the replica that digests what files
-    hold whose owner is gone; empty: none. fence: if it is another one than that of the update."""
+    """Which sources have sealed. Begins once the plans are compiled."""
 
-    def __init__(
-        self,
-        course: Course,
-        published: Published,
-        compiled: Compiled,
-        keep: bool,
-        reader: str = "",
-        fence: weights_pb2.Fence | None = None,
-    ) -> None:
-        self._course = course
-        self._fence = fence or course.fence
-        self._state = course.state
-        self._published = published
-        self._compiled = compiled
-        self._keep = keep
-        self._reader = reader
-        self._answers: dict[str, manager_pb2.Sealed] = {}
-        course.awaited["sealing"] = lambda: [source.source for source in self.missing()]
+    course: Course
+    published: Published
+    compiled: Compiled
+    fence: weights_pb2.Fence  # that the sources are told
+    keep: bool
+    reader: str = ""  # the replica that digests what files hold whose owner is gone; empty: none
+    digests: dict[str, manager_pb2.BlobRef] = field(default_factory=dict)  # of those that have sealed, by source
 
     def missing(self) -> list[SourceOffer]:
         """Sources that have something to digest, and have not sealed."""
-        asked = (source for source in self._published.sources if source.source in self._compiled.atoms)
-        return [source for source in asked if source.source not in self._answers]
-
-    def digests(self) -> dict[str, manager_pb2.BlobRef]:
-        """The digests of those that have sealed, by source."""
-        return {source: answer.digests for source, answer in self._answers.items()}
+        asked = (source for source in self.published.sources if source.source in self.compiled.atoms)
+        return [source for source in asked if source.source not in self.digests]
 
     def send(self, seconds: float) -> None:
         """Tells, again, everybody who has not answered."""
-        lineage, version = self._course.goal.lineage, self._course.goal.version
-        if not self._keep:
-            self._state.versions.sealed_anew(lineage)
+        state, lineage, version = self.course.state, self.course.goal.lineage, self.course.goal.version
+        if not self.keep:
+            state.versions.sealed_anew(lineage)
         for source in self.missing():
-            atoms = self._compiled.atoms[source.source]
-            member = self._state.members.source(lineage, source)
+            atoms = self.compiled.atoms[source.source]
+            member = state.members.source(lineage, source)
             if member is not None:
                 seal = manager_pb2.Seal(
-                    fence=self._fence,
+                    fence=self.fence,
                     version=version,
                     atoms=atoms,
-                    keep=self._keep,
+                    keep=self.keep,
                     deadline_seconds=seconds,
                 )
-                self._state.send(member, seal)
-            elif self._reader:
+                state.send(member, seal)
+            elif self.reader:
                 command = manager_pb2.SealForReaders(
-                    fence=self._fence, table=source.table, atoms=atoms, deadline_seconds=seconds
+                    fence=self.fence, table=source.table, atoms=atoms, deadline_seconds=seconds
                 )
-                self._state.send_to(self._reader, command)
+                state.send_to(self.reader, command)
 
     def overdue(self, seconds: float) -> Problem:
         """Who was silent for too long, `seconds` after the update began."""
@@ -82,31 +68,28 @@ class Sealing:
         ranks = [source.rank for source in silent if source.rank is not None]
         return deadline(f"{message}the update began", ranks=ranks).problem
 
-    def asked(self, body: manager_pb2.Sealed) -> list[str]:
-        """The sources that have not sealed and whose answer this is."""
-        missing = (source.source for source in self.missing())
-        return [source for source in missing if self._compiled.atoms[source] == body.atoms]
-
-    def take(self, body: manager_pb2.Sealed) -> Problem | None:
-        """Takes an answer; the problem if it is one.
+    def asked(self, body: manager_pb2.Sealed) -> list[SourceOffer]:
+        """The sources that have not sealed and whose answer this is.
 
         An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
         """
-        answered = [source for source in self.missing() if source.source in self.asked(body)]
-        if not answered:
-            return None
+        return [source for source in self.missing() if self.compiled.atoms[source.source] == body.atoms]
+
+    def take(self, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> Problem | None:
+        """Takes an answer; the problem if it is one. answered: whose it is."""
         if body.HasField("problem"):
             problem = Problem()
             problem.CopyFrom(body.problem)
             problem.ranks[:] = problem.ranks or [source.rank for source in answered if source.rank is not None]
             return problem
-        known = self._state.communicators.get(self._course.goal.lineage)
+        communicators, lineage = self.course.state.communicators, self.course.goal.lineage
+        known = communicators.get(lineage)
         if known is not None and body.broken_communicator == known[1]:
-            del self._state.communicators[self._course.goal.lineage]
-        self._answers.update((source.source, body) for source in answered)
+            del communicators[lineage]
+        self.digests.update((source.source, body.digests) for source in answered)
         if body.not_finite:
-            self._course.not_finite |= {source.source: body for source in answered}
-        note_sealed(self._course.timeline, body, answered)
+            self.course.not_finite |= {source.source: body for source in answered}
+        note_sealed(self.course.timeline, body, answered)
         return None
 
 
@@ -139,11 +122,3 @@ def _on_gpus(source: SourceOffer) -> bool:
 
 def _seconds(told: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
     return told.copy_seconds + told.digest_seconds
-
-
-def refs_of(compiled: Compiled | None, sealing: Sealing | None, combined: Combined | None) -> list[manager_pb2.BlobRef]:
-    """Blobs that members may fetch, or that the next step needs."""
-    refs = [] if compiled is None else [*compiled.plans.values(), *compiled.atoms.values()]
-    refs += [] if sealing is None else sealing.digests().values()
-    refs += [] if combined is None else combined.expected.values()
-    return refs + ([] if combined is None or combined.record is None else [combined.record])

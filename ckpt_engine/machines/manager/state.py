@@ -49,7 +49,8 @@ class State:
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
     lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica. sharing: who uses which holder.
+    collectives in a row ended badly because of a replica. sharing: who uses which holder. pipelines: how many
+    there were.
     """
 
     members: Members
@@ -64,6 +65,7 @@ class State:
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
     sharing: Sharing = field(default_factory=Sharing)
     blames: dict[str, int] = field(default_factory=dict)
+    pipelines: int = 0
 
     @classmethod
     def from_ledger(

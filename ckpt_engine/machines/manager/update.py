@@ -13,21 +13,21 @@ Every message that somebody must act on is sent again until it is answered, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
-from ckpt_engine.machines.events import Combined, CombineSeals, Compiled, CompilePlans, Done
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Way
 from ckpt_engine.machines.manager.ranks import Ranks
-from ckpt_engine.machines.manager.recipients import Recipients, Way
+from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
-from ckpt_engine.machines.manager.sealing import Sealing, refs_of
+from ckpt_engine.machines.manager.sealing import Sealing
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -53,9 +53,8 @@ class Update:
         self.course.awaited["preparing"] = lambda: [f"replica {name}" for name in self._recipients.unprepared()]
         self._collecting = Collecting(self.course, self._recipients)
         self._absences = Absences(state, goal, self._recipients, self.course.timer, self.course.cancel)
-        self._compiled: Compiled | None = None
-        self._sealing: Sealing | None = None
-        self._combined: Combined | None = None
+        self._pipeline = PlanPipeline(state)
+        self.course.awaited["sealing"] = lambda: [source.source for source in self._pipeline.missing()]
         self._identity: weights_pb2.Identity | None = None
         self._relaying: Relaying | None = None
         self._ranks = Ranks(self.course, self._refuse)
@@ -84,8 +83,7 @@ class Update:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
-        refs = [*self._recipients.blobs(), *refs_of(self._compiled, self._sealing, self._combined)]
-        refs += self._collecting.blobs()
+        refs = [*self._recipients.blobs(), *self._pipeline.blobs(), *self._collecting.blobs()]
         refs += [] if self._relaying is None else self._relaying.blobs()
         return refs + ([] if self.goal.record is None else [self.goal.record])
 
@@ -169,14 +167,13 @@ class Update:
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Something of a member that carries a fence; other fences than this one's are of the past."""
-        problem = None
         match body:
             case manager_pb2.Prepared() if isinstance(member, Replica) and body.fence == self.fence:
                 if self.phase == "preparing":
                     self._recipients.take_prepared(member, body)
             case manager_pb2.Sealed() if body.fence in (self.fence, self.course.filling):
-                if self.phase == "sealing" and self._sealing is not None:
-                    problem = self._sealing.take(body)
+                if self.phase == "sealing":
+                    self._pipeline.take(body)
                 elif self._relaying is not None:
                     self._relaying.sealed(body, now)
             case manager_pb2.RelayFilled() | manager_pb2.RelayProgress() if self._relaying is not None:
@@ -190,33 +187,23 @@ class Update:
                 self.course.progress(member.name, body)
                 if self.cut:
                     self.course.hurry(body, now)
-        if problem is not None:
-            self._refuse(problem)
-        else:
-            self._go_on(now)
+        self._go_on(now)
+
+    def planned(self, task: PlanTask, done: Done, now: float) -> None:
+        """A task of a pipeline ended, which may be of this update."""
+        if not self._pipeline.done(task, done) and self._relaying is not None:
+            self._relaying.planned(task, done, now)
+        self._go_on(now)
 
     def done(self, step: str, done: Done, now: float) -> None:
-        """A task of this update ended."""
-        name, _, number = step.partition(" ")
-        if number and self._relaying is not None:
-            self._relaying.done(name, int(number), done, now)
-            self._go_on(now)
-        elif step == "report":
+        """Another task of this update ended."""
+        if step == "report":
             self._end()
-        elif step == "plan" and self._recipients.prepare_again(done.problem):
-            self.course.begin("preparing", self.state.deadlines.prepare, now)
-            self._send_missing(now)
         elif done.problem is not None:
             if step == "intent" and not done.answered and self._identity is not None:
                 # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
                 self.state.versions.take_number(self._identity)
             self._refuse(done.problem)
-        elif step == "plan":
-            self._compiled = cast(Compiled, done.result)
-            self._seal(self._compiled, now)
-        elif step == "combine":
-            self._combined = cast(Combined, done.result)
-            self._decide_identity(self._combined.root, now)
         elif step == "intent" and self._installing is not None:
             self._install(now)
 
@@ -242,8 +229,8 @@ class Update:
         """Sends again what has not been answered."""
         if self.phase == "preparing":
             self._recipients.prepare(self.course.left(now))
-        elif self.phase == "sealing" and self._sealing is not None:
-            self._sealing.send(self.course.left(now))
+        elif self.phase == "sealing":
+            self._pipeline.send(self.course.left(now))
         elif self.phase in ("filling", "joining") and self._relaying is not None:
             self._relaying.send(now)
         elif self.phase == "installing" and self._installing is not None:
@@ -256,17 +243,29 @@ class Update:
         """Goes on to the next phase, if all answers of this one are there."""
         if self.phase == "preparing" and not self._recipients.unprepared():
             self._plan(now)
-        elif self.phase == "sealing" and self._sealing is not None and not self._sealing.missing():
-            assert self._compiled is not None
-            self.course.begin("combining", self.state.deadlines.plan, now)
-            digests = self._sealing.digests()
-            task = CombineSeals(self.goal.published, self._compiled, digests, self.course.left(now))
-            self.course.run("combine", task)
+        elif self.phase in ("planning", "sealing", "combining"):
+            self._go_on_planning(now)
         elif self.phase in ("queueing", "filling", "joining") and self._relaying is not None:
             if self._relaying.over(now):
                 self._intend(now)
         elif self._installing is not None and self.phase == "installing" and not self._installing.waiting_for():
             self._installing.finish(now)
+
+    def _go_on_planning(self, now: float) -> None:
+        """Goes on if a stage of the pipeline, each of which is a phase, has ended."""
+        match self._pipeline.stage:
+            case Failed(problem) if self.phase == "planning" and self._recipients.prepare_again(problem):
+                self.course.begin("preparing", self.state.deadlines.prepare, now)
+                self._send_missing(now)
+            case Failed(problem):
+                self._refuse(problem)
+            case Planned(compiled=compiled):
+                self._seal(compiled, now)
+            case Sealing() if not self._pipeline.missing():
+                self.course.begin("combining", self.state.deadlines.plan, now)
+                self._pipeline.combine(self.course.left(now))
+            case Way(combined=combined):
+                self._decide_identity(combined.root, now)
 
     def _plan(self, now: float) -> None:
         if self._too_few():
@@ -274,8 +273,7 @@ class Update:
         self.course.begin("planning", self.state.deadlines.plan, now)
         goal, root = self.goal, b"" if self.goal.sealed is None else self.goal.sealed.root
         workers, members = self._recipients.workers(), self._collecting.replicas
-        task = CompilePlans(goal.published, workers, self.course.left(now), goal.record, root, members)
-        self.course.run("plan", task)
+        self._pipeline.run(CompilePlans(goal.published, workers, self.course.left(now), goal.record, root, members))
 
     def _seal(self, compiled: Compiled, now: float) -> None:
         kept, near = self.goal.sealed is not None, set().union(*near_relays(self.state, self._recipients).values())
@@ -287,8 +285,9 @@ class Update:
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
         reader = self.goal.replicas[0] if kept else ""
-        self._sealing = Sealing(self.course, self.goal.published, compiled, keep=kept, reader=reader)
-        self._send_missing(now)
+        sealing = Sealing(self.course, self.goal.published, compiled, self.fence, kept, reader)
+        self._pipeline.seal(sealing, self.course.left(now))
+        self._go_on(now)
 
     def _too_few(self, because: Problem | None = None) -> bool:
         """Whether the update is refused since those that are left are not enough. because: what that comes from."""
@@ -305,14 +304,16 @@ class Update:
         self._identity = weights_pb2.Identity(lineage=goal.lineage, version=goal.version, root=root)
         if self._refused_identity(now):
             return
-        record = (None if self._combined is None else self._combined.record) or goal.record
+        way = self._pipeline.stage
+        assert isinstance(way, Way)
+        record = way.combined.record or goal.record
         needed = goal.sealed is None or bool(self._recipients.cut_off)
         if record is None or not needed:
             self._intend(now)
             return
         self._relaying = self._ranks.relaying = Relaying(self.course, self._recipients, self._identity, record)
         before = None if self._before is None else self._before._relaying
-        if self._compiled is not None and self._relaying.start(self._compiled, before, now):
+        if self._relaying.start(way.compiled, before, now):
             self._send_missing(now)
         else:
             self._intend(now)
@@ -329,9 +330,9 @@ class Update:
 
     def _intend(self, now: float) -> None:
         """Records the intent, once every replica of the update before this one has an outcome."""
+        direct = self._pipeline.stage
         assert self._identity is not None
-        assert self._compiled is not None
-        assert self._combined is not None
+        assert isinstance(direct, Way)
         if self._before is not None or self._ranks.undecided:
             self.course.begin("leaving" if self._before is None else "waiting", self.goal.end - now, now)
             return
@@ -341,7 +342,6 @@ class Update:
                 return
         if self._refused_identity(now):
             return
-        direct = Way(self._compiled, self._combined)
         self._installing = Installing(
             self.course, self._recipients, self._absences, self._identity, direct, self._relaying, self._collecting
         )
@@ -366,8 +366,8 @@ class Update:
         if self.phase == "preparing":
             self._recipients.overdue(seconds)
             self._go_on(now)
-        elif self.phase == "sealing" and self._sealing is not None:
-            self._refuse(self._sealing.overdue(seconds))
+        elif isinstance(self._pipeline.stage, Sealing):
+            self._refuse(self._pipeline.stage.overdue(seconds))
         elif self._relaying is not None:
             self._relaying.overdue(seconds, now)
             self._go_on(now)

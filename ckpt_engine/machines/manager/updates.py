@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.machines.events import Call, Done
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Member
+from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2
@@ -123,6 +124,11 @@ class Updates:
         for update in found:
             update.done(step, done, now)
         return bool(found)
+
+    def planned(self, task: PlanTask, done: Done, now: float) -> None:
+        """A task of a pipeline ended, which may be of one of them."""
+        for update in self.all():
+            update.planned(task, done, now)
 
     def _near(self, goal: Goal) -> list[Update]:
         return [update for update in self.going if update.goal.meets(goal)]
