@@ -38,7 +38,7 @@ class Manager:
         self.versions.begin(what, self.epoch, order, None)
 
     def restarted(self) -> Versions:
-        return Versions.from_ledger(self.epoch, list(self.intents.values()), self.meant)
+        return Versions.from_ledger(list(self.intents.values()), self.meant)
 
 
 def held(versions: Versions) -> dict[str, tuple[str, int] | None]:

@@ -27,6 +27,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.holding import Kind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.hosts import RELAYS_READ, ways
+from tests.simulation.mechanism import Mechanism
 from tests.simulation.nodes import LeadingAgentShell, SpreadEngine
 from tests.simulation.weights import HeldSource, ref_of
 from tests.simulation.world import BrokenPromiseError
@@ -50,6 +51,7 @@ class Invariants:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = scenario.world
+        self.mechanism = Mechanism(scenario)
         self.outcomes: dict[str, int] = {}
         self._installs: dict[tuple[AgentShell, int], float] = {}
         self._highest_intent: dict[int, int] = {}  # by the manager's generation
@@ -112,6 +114,7 @@ class Invariants:
             all_live = all_live and worker.alive
             self._order_of_marks(engine, worker)
             if worker.state == CLEAN:
+                self.mechanism.word(worker)
                 self._holds_what_it_says(engine, worker)
                 all_clean = all_clean and (worker.identity is first or worker.identity == first)
             else:
@@ -224,7 +227,7 @@ class Invariants:
         if engine.words().open and not engine.gate_open:
             raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
-            wanted = self._recorded(outcome.fence)
+            wanted = self.mechanism.recorded(outcome.fence)
             if outcome.after not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
         if outcome.label_problem:
@@ -242,10 +245,9 @@ class Invariants:
         """Every command of a manager, before it is performed."""
         if self.scenario.chaos is not None:
             self.scenario.chaos.seen(command)
+        self.mechanism.command(manager, command)
         match command:
             case events.Send(peer, manager_pb2.Install() as body):
-                if body.identity not in self._recorded(body.fence):
-                    raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
                 self._install_fence(manager, peer, body.fence)
                 self._installed.add(body.fence.epoch)
                 self._late_sources(manager, body)
@@ -284,17 +286,10 @@ class Invariants:
             case events.Run(_, events.RecordOutcome(report)):
                 self._report(manager, report)
             case events.EmitEvent(_, event) if event.report.held:
-                if event.report.identity not in self._recorded(event.report.fence):
+                if event.report.identity not in self.mechanism.recorded(event.report.fence):
                     raise BrokenPromiseError(f"callers of epoch {event.report.fence.epoch} return without its intent")
             case events.FinishCall(call, problem) if problem is not None:
                 self.world.note(f"{call} refused: {problem.message}")
-
-    def _recorded(self, fence: weights_pb2.Fence) -> list[weights_pb2.Identity]:
-        """One intent; more only if an old copy of the ledger was put back."""
-        found = self.scenario.truth.recorded.get((fence.cluster, fence.epoch), [])
-        if len(found) > 1 and not self.scenario.ledgers_replaced:
-            raise BrokenPromiseError(f"epoch {fence.epoch} was given out twice")
-        return found
 
     def _late_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """A late replica may serve an older version, so it is not sent to ranks that have sealed another one since."""
@@ -376,7 +371,7 @@ class Invariants:
     def _fill_fence(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:
         """Nobody prepares or seals under the fence of an install."""
         self._spent(manager, fence)
-        if self._recorded(fence) and not self.scenario.ledgers_replaced:
+        if self.mechanism.recorded(fence) and not self.scenario.ledgers_replaced:
             raise BrokenPromiseError(f"epoch {fence.epoch} is that of an install, and is used for filling")
 
     def _spent(self, manager: ManagerShell, fence: weights_pb2.Fence) -> None:

@@ -90,7 +90,8 @@ class OpenCall:
 
 
 class ManagerShell(Shell):
-    """One manager process. watch: called with every command before it is performed (for invariants)."""
+    """One manager process. For invariants, watch: called with every command before it is performed; took: called with
+    every event once it was taken and its commands were performed."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class ManagerShell(Shell):
         ledger: Ledger,
         deadlines: Deadlines,
         watch: Callable[[ManagerShell, Any], None],
+        took: Callable[[ManagerShell, object], None],
         machine: type[ManagerMachine] = ManagerMachine,
     ) -> None:
         self.generation = ledger.open()
@@ -112,7 +114,7 @@ class ManagerShell(Shell):
         )
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
-        self.truth, self.ledger, self.watch = truth, ledger, watch
+        self.truth, self.ledger, self.watch, self.took = truth, ledger, watch, took
         self.blobs = Blobs(world)
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
@@ -128,6 +130,18 @@ class ManagerShell(Shell):
             used = {ref.digest for refs in self.machine.blobs_in_use().values() for ref in refs}
             self.blobs.drop(used, self.world.now - KEEP_SECONDS)
             self.machine.status()
+
+    def feed(self, event: object) -> None:
+        """Hands an event to the machine, performs what it says, and lets invariants look."""
+        taken = self._held is None
+        super().feed(event)
+        if taken and self.alive:
+            self.took(self, event)
+
+    @property
+    def clock(self) -> float:
+        """The time as its machine knows it."""
+        return self.world.now * self._rate + self._began
 
     def accept(self, member: MemberShell, at_member: Peer) -> Stream:
         """A member dials in."""

@@ -20,6 +20,7 @@ from tests.simulation.collective import Booth, Communicator, Part
 from tests.simulation.engine import Engine
 from tests.simulation.hosts import HOST, IN_COLLECTIVES
 from tests.simulation.manager import ManagerShell
+from tests.simulation.mechanism import check_sleep_is_changed_by_fenced_commands_only
 from tests.simulation.parts import rank_part
 from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
@@ -268,6 +269,7 @@ class AgentShell(MemberShell):
         installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)
         if installs and self.engine.hold.epoch != operation.fence.epoch:
             raise BrokenPromiseError(f"{self.engine.name} is asked to pause before its gate keeps requests")
+        check_sleep_is_changed_by_fenced_commands_only(self, task)
         if installs and whole:
             self._all_are_ready(operation.install)
         yield from self.engine.call(task)

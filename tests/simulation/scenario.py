@@ -213,6 +213,7 @@ class Scenario:
             self.ledger,
             self.deadlines,
             self.invariants.watch,
+            self.invariants.mechanism.took,
             self.machines.manager,
         )
 

@@ -174,6 +174,10 @@ class Blobs:
         self._touched[ref.digest] = self._world.now
         return self._held[ref.digest]
 
+    def peek(self, digest: bytes) -> bytes:
+        """The bytes of a blob, for invariants: whoever looks so keeps it no longer."""
+        return self._held[digest]
+
     def forget(self, ref: manager_pb2.BlobRef) -> None:
         """As if it had been stored with another manager."""
         self._held.pop(ref.digest, None)
@@ -199,6 +203,8 @@ class Truth:
         self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
         self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
+        self.sleep_fences: set[tuple[str, int]] = set()  # of all commands to sleep or wake
+        self.uncalled: set[tuple[str, int]] = set()  # fences of intents that bring up a late replica
         self.models: dict[str, str] = {}  # by lineage
         self.passing: dict[bytes, Any] = {}  # relays, by the locator under which they pass on
         self.collectives = Collectives(world)

@@ -46,6 +46,10 @@ class Attempts:
     no_source_told: Peer | None = None  # the session that heard NO_SOURCE
     no_source: bool = False  # when it was looked last
 
+    def due(self, now: float) -> bool:
+        """Whether the next one may be made now."""
+        return self.next <= now
+
 
 @dataclass
 class CatchUp:
@@ -78,7 +82,7 @@ class CatchUp:
             published, record = found
             if _given_up(replica, attempts):
                 continue
-            if attempts.next > now:
+            if not attempts.due(now):
                 waits.append(attempts.next - now)
                 continue
             goal = Goal(
@@ -195,8 +199,11 @@ class CatchUp:
         seal another version since must digest all again, so they are no part of that: every second attempt reads them.
         """
         offered = self._offered(latest)
-        stays = offered is not None and all(source.stays_sealed for source in offered.sources)
-        if offered is None or not stays or any(self._taken_back(latest, source) for source in offered.sources):
+        if (
+            offered is None
+            or not stays_sealed(offered)
+            or any(self._taken_back(latest, source) for source in offered.sources)
+        ):
             return self.holdings.of(latest)
         there = all(self._is_there(latest, source) for source in offered.sources)
         told = offered == latest.published and not latest.sealed_since and latest.record is not None
@@ -246,5 +253,11 @@ class CatchUp:
         return frozenset(ranks + [each.session_id for each in members.holders.values() if each.filling is not None])
 
 
+def stays_sealed(published: Published) -> bool:
+    """Whether it may be read outside the call in which it was sealed: no rank changes it before it seals again."""
+    return all(source.stays_sealed for source in published.sources)
+
+
 def _given_up(replica: Replica, attempts: Attempts) -> bool:
+    """Whether no other attempt is made before something changes: it serves, and each attempt may pause it."""
     return replica.serving and attempts.count >= CATCH_UP_ATTEMPTS

@@ -80,7 +80,7 @@ class State:
     ) -> State:
         """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
-        state.versions = Versions.from_ledger(epoch, intents, meant or {}, highest, identities)
+        state.versions = Versions.from_ledger(intents, meant or {}, highest, identities)
         return state
 
     # -- epochs

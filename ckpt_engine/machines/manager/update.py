@@ -201,8 +201,7 @@ class Update:
             self._end()
         elif done.problem is not None:
             if step == "intent" and not done.answered and self._identity is not None:
-                # It may be on the disk all the same, and what is there counts after a restart: its number is taken.
-                self.state.versions.take_number(self._identity)
+                self.state.versions.doubt(self._identity)
             self._refuse(done.problem)
         elif step == "intent" and self._installing is not None:
             self._install(now)

@@ -68,12 +68,13 @@ class Versions:
     """Which version each lineage, and each replica, is to have.
 
     meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
-    replica that has said hello, its pool; of one that has left, only if an update was for it. ledger_epoch: what the
-    ledger knew of when the manager began. highest: of each lineage the version with the highest number, which need not
+    replica that has said hello, its pool; of one that has left, only if an update was for it. known_until: the
+    epoch of the last intent that the ledger had when the manager began; epochs above it may have been spent ahead, so
+    what a word says of those is news. highest: of each lineage the version with the highest number, which need not
     be its latest one. roots: of versions that were meant for installing, by lineage and number.
     """
 
-    ledger_epoch: int = 0
+    known_until: int = 0
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
     pools: dict[str, str] = field(default_factory=dict)
@@ -84,7 +85,6 @@ class Versions:
     @classmethod
     def from_ledger(
         cls,
-        epoch: int,
         intents: Sequence[Intended],
         meant: Mapping[str, Meant],
         highest: Sequence[weights_pb2.Identity] = (),
@@ -98,7 +98,7 @@ class Versions:
             )
             for intent in intents
         }
-        versions = cls(epoch, latest, dict(meant))
+        versions = cls(max((intent.epoch for intent in intents), default=0), latest, dict(meant))
         for identity in (*(intent.identity for intent in intents), *highest):
             versions.take_number(identity)
         for identity in (*identities, *highest, *(intent.identity for intent in intents)):
@@ -114,6 +114,11 @@ class Versions:
             return False
         self.highest[identity.lineage] = identity
         return True
+
+    def doubt(self, identity: weights_pb2.Identity) -> None:
+        """Nobody knows whether its intent was written. It may be on the disk all the same, and what is there counts
+        after a restart: its number is taken."""
+        self.take_number(identity)
 
     def remember(self, identity: weights_pb2.Identity) -> None:
         """The ledger, or the words of a worker, say that this version has this root. Who said so first is believed."""
@@ -212,7 +217,7 @@ class Versions:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
         lineage = identity.lineage
         known = self.latest.get(lineage)
-        if epoch <= self.ledger_epoch or (known is not None and epoch < known.epoch):
+        if epoch <= self.known_until or (known is not None and epoch < known.epoch):
             return
         self.revision += 1
         if known is None:

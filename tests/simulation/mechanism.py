@@ -1,0 +1,449 @@
+"""Desired and observed: what DESIGN.md ("One mechanism") wants to be true, checked over the code as it is.
+
+An *attempt* is an Install command, its *commit* the intent that it carries out: its own, or for a late replica the one
+that decided what it is to serve. Each function that begins with `check_` is one statement. What today's code does not
+promise has a name in `Today`; each time that it happens is counted, and README.md says which step of the redesign ends
+it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
+from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
+from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.catch_up import CATCH_UP, Attempts, _given_up
+from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.versions import Latest, everybody
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.weights import HeldSource
+from tests.simulation.world import BrokenPromiseError
+
+if TYPE_CHECKING:
+    from tests.simulation.manager import ManagerShell
+    from tests.simulation.members import AgentShell
+    from tests.simulation.scenario import Scenario
+
+Version = tuple[str, int, bytes]
+"""Lineage, number and root."""
+
+DRIFT = 1.04
+
+
+class Today(Enum):
+    """What the code as it is does not promise."""
+
+    LOST_READER = "a call ends while a replica reads the trainer that has had no session for a lease"
+    CALLER_LEFT = "a replica is told to read live memory although a rank has left the call since the intent"
+    WORD_OF_A_LINEAGE = "what one replica holds and the ledger has lost, others of its lineage are to serve, too"
+    NUMBERS_OF_A_LOST_LEDGER = "a number has another root after the ledger was replaced by an older one"
+
+
+@dataclass
+class Attempt:
+    """What a replica was told to install, by one manager."""
+
+    epoch: int
+    live: frozenset[str]  # sessions of trainer ranks whose changing memory it reads
+    end: float  # when its deadline has passed
+
+
+def version_of(identity: weights_pb2.Identity) -> Version:
+    """As a key."""
+    return identity.lineage, identity.version, identity.root
+
+
+class Mechanism:
+    """Watches one scenario. excused: how often today's code did what it does not promise to avoid. reasons: how often
+    a replica stood still for which reason, counted at changes of the manager."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.excused: Counter[Today] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self._attempts: dict[tuple[int, str], Attempt] = {}  # by the manager's generation and replica
+        self._ended: set[tuple[int, int]] = set()  # by generation, epochs of which all outcomes were recorded
+        self._commits: dict[tuple[str, int], int] = {}  # by the fence of an attempt, the epoch of its commit
+        self._seals: dict[str, int] = {}  # by a rank's session, the fill fence for which it was last told to seal
+        self._plans: dict[bytes, frozenset[bytes]] = {}  # the tables that a plan reads
+        self._roots: dict[tuple[str, int], bytes] = {}  # by number
+        self._served: dict[bytes, weights_pb2.Identity] = {}  # by boot id
+        self._desired: dict[tuple[int, str], Version | None] = {}  # by generation and replica
+        self._tries: dict[str, tuple[Attempts, int, float]] = {}
+        self._sessions: dict[events.Call, str] = {}  # of the ranks that call
+        self._left: dict[str, int] = {}  # by session, the highest epoch that was given out when its caller went
+        self._changes = (0, 0)
+
+    # -- commands of the manager, before they are performed
+
+    def command(self, manager: ManagerShell, command: Any) -> None:
+        """Looks at one."""
+        match command:
+            case events.Send(peer, manager_pb2.Install() as body):
+                self._install(manager, manager.machine._members.by_peer[peer].name, body)
+            case events.Send(peer, manager_pb2.SleepWake() as body):
+                self.scenario.truth.sleep_fences.add((body.fence.cluster, body.fence.epoch))
+                self.check_one_attempt_a_replica(manager, manager.machine._members.by_peer[peer].name, body.fence.epoch)
+            case events.Send(peer, manager_pb2.Seal() as body) if not body.keep:
+                self._seals[manager.machine._members.by_peer[peer].session_id] = body.fence.epoch
+            case events.Run(_, events.RecordIntent() as task):
+                self._intent(manager, task)
+            case events.Run(_, events.RecordOutcome(report)):
+                self._ended.add((manager.generation, report.fence.epoch))
+            case events.FinishCall(call, None, None) if call in manager.calls:
+                request = manager.calls[call].request
+                if isinstance(request, manager_pb2.UpdateWeightsRequest):
+                    self.check_a_call_ends_when_nothing_reads_its_memory(manager, request.session_id)
+
+    def _intent(self, manager: ManagerShell, task: events.RecordIntent) -> None:
+        update = next(each for each in manager.machine._updates.all() if _installs(each, task.epoch))
+        latest = manager.machine._state.versions.latest.get(task.identity.lineage)
+        cluster, late = manager.ledger.cluster, update.goal.late is not None
+        self._commits[cluster, task.epoch] = latest.epoch if late and latest is not None else task.epoch
+        if late:
+            self.scenario.truth.uncalled.add((cluster, task.epoch))
+            self.check_desired_is_the_newest_commit(manager, update.goal.replicas[0], task.identity)
+        else:
+            self.check_min_replicas_before_the_commit(update)
+
+    def _install(self, manager: ManagerShell, name: str, body: manager_pb2.Install) -> None:
+        update = manager.update_of(body.fence)
+        known = self._attempts.get((manager.generation, name))
+        self.check_attempts_go_toward_a_durable_commit(body)
+        if known is None or known.epoch != body.fence.epoch:
+            self.check_one_attempt_a_replica(manager, name, body.fence.epoch)
+            self.check_no_attempt_toward_an_older_commit(name, body.fence)
+            self.check_a_number_names_one_root(body.identity)
+            if update is not None:
+                self.check_nobody_wakes_what_sleeps(manager, name, update)
+            end = self.scenario.world.now + body.deadline_seconds * DRIFT
+            known = Attempt(body.fence.epoch, self._live(manager, body), end)
+            self._attempts[manager.generation, name] = known
+        if known.live:
+            self.check_live_memory_is_read_by_its_own_seal(update, name, known.live)
+            self.check_live_memory_is_read_while_its_ranks_call(manager, name, known)
+
+    def _live(self, manager: ManagerShell, body: manager_pb2.Install) -> frozenset[str]:
+        """Sessions of the ranks whose memory, which does not stay sealed, its plans read."""
+        tables: set[bytes] = set()
+        for worker in body.workers:
+            digest = worker.plan.digest
+            if digest not in self._plans:
+                plan = json.loads(manager.blobs.peek(digest))
+                self._plans[digest] = frozenset(map(bytes.fromhex, plan.values()))
+            tables |= self._plans[digest]
+        sources = [self.scenario.truth.sources[table] for table in tables]
+        live = [each for each in sources if not isinstance(each, HeldSource) and not each.stays_sealed]
+        ranks = manager.machine._members.trainers
+        keys = {(each.lineage, each.rank) for each in live}
+        return frozenset(ranks[key].session_id if key in ranks else "gone" for key in keys)
+
+    def check_attempts_go_toward_a_durable_commit(self, body: manager_pb2.Install) -> None:
+        """A replica is told to install only what an intent on the disk says, under that intent's fence."""
+        if body.identity not in self.recorded(body.fence):
+            raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
+
+    def recorded(self, fence: weights_pb2.Fence) -> list[weights_pb2.Identity]:
+        """One intent; more only if an old copy of the ledger was put back."""
+        found = self.scenario.truth.recorded.get((fence.cluster, fence.epoch), [])
+        if len(found) > 1 and not self.scenario.ledgers_replaced:
+            raise BrokenPromiseError(f"epoch {fence.epoch} was given out twice")
+        return found
+
+    def check_one_attempt_a_replica(self, manager: ManagerShell, name: str, epoch: int) -> None:
+        """A replica is told to install, to sleep or to wake when the attempt before has an outcome, and not before."""
+        before = self._attempts.get((manager.generation, name))
+        if before is not None and before.epoch != epoch and (manager.generation, before.epoch) not in self._ended:
+            raise BrokenPromiseError(f"{name} is told to do {epoch} while {before.epoch} goes on")
+        sleepers = manager.machine._sleepers
+        if sleepers is None or sleepers.over or sleepers.fence.epoch in (0, epoch):
+            return
+        if name in sleepers._names and name not in sleepers._results:
+            raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
+
+    def check_no_attempt_toward_an_older_commit(self, name: str, fence: weights_pb2.Fence) -> None:
+        """No attempt is made toward a commit that is older than the one in the workers' words."""
+        agent = self.scenario.agents[name]
+        if agent.engine is None or not agent.engine.alive or agent.cluster_served != fence.cluster:
+            return
+        toward = self._commits.get((fence.cluster, fence.epoch), fence.epoch)
+        for worker in agent.engine.workers:
+            held = self._commits.get((fence.cluster, worker.epoch), 0)
+            if held > toward:
+                raise BrokenPromiseError(f"{name} has words of commit {held}, and is told to install {toward}")
+
+    def check_min_replicas_before_the_commit(self, update: Update) -> None:
+        """A version is committed only if as many replicas can be installed into as its caller wants."""
+        able = len(update._recipients.prepared())
+        if able < update.goal.least:
+            raise BrokenPromiseError(f"an intent for {able} replicas, {update.goal.least} were asked for")
+
+    def check_desired_is_the_newest_commit(
+        self, manager: ManagerShell, name: str, identity: weights_pb2.Identity
+    ) -> None:
+        """A replica alone is brought to a version of that lineage whose commit for it, or for its pool, is newest."""
+        ledger = manager.ledger
+        if manager.generation != ledger.generation or self.scenario.ledgers_replaced:
+            return
+        pool = manager.machine._members.replicas[name].pool
+        meant = [ledger.meant[key] for key in (name, everybody(pool)) if key in ledger.meant]
+        if meant and max(meant)[1] != identity.lineage:
+            raise BrokenPromiseError(f"{name} is brought to {identity}, its last update was of {max(meant)}")
+
+    def check_nobody_wakes_what_sleeps(self, manager: ManagerShell, name: str, update: Update) -> None:
+        """A replica that sleeps is installed into only by an update that somebody called for."""
+        if update.goal.late is not None and manager.machine._members.replicas[name].asleep:
+            raise BrokenPromiseError(f"{name} sleeps, and is brought to {update.goal.late}")
+
+    def check_live_memory_is_read_by_its_own_seal(self, update: Update | None, name: str, live: frozenset[str]) -> None:
+        """Memory that does not stay sealed is read only by installs of the update for which it was sealed last."""
+        if update is None or update.goal.sealed is not None:
+            raise BrokenPromiseError(f"{name} is told to read live memory by an update that sealed nothing")
+        if others := {self._seals.get(session, 0) for session in live} - {update.fence.epoch, 0}:
+            raise BrokenPromiseError(f"{name} reads what was sealed for {others}, not for {update.fence.epoch}")
+
+    def check_live_memory_is_read_while_its_ranks_call(
+        self, manager: ManagerShell, name: str, attempt: Attempt
+    ) -> None:
+        """Memory that does not stay sealed is read only while every one of its ranks waits in the call."""
+        requests = (call.request for call in manager.calls.values())
+        inside = {each.session_id for each in requests if isinstance(each, manager_pb2.UpdateWeightsRequest)}
+        for session in attempt.live - inside:
+            if self._left.get(session, 0) < attempt.epoch:
+                raise BrokenPromiseError(f"{name} is told to read memory of {session}, which left before {attempt}")
+            self._excuse(Today.CALLER_LEFT)
+
+    def check_a_call_ends_when_nothing_reads_its_memory(self, manager: ManagerShell, session: str) -> None:
+        """A call ends when no attempt reads what its rank offers live any more, or at the attempt's deadline."""
+        for (generation, name), attempt in self._attempts.items():
+            if generation != manager.generation or session not in attempt.live:
+                continue
+            agent = self.scenario.agents[name]
+            operation = agent.machine.replica.operation
+            reads = operation is not None and operation.kind == "install" and operation.fence.epoch == attempt.epoch
+            if not agent.alive or not reads or self.scenario.world.now >= attempt.end:
+                continue
+            replica = manager.machine._members.replicas.get(name)
+            if replica is None or replica.peer is None or replica.session_id != agent.machine._session_id:
+                self._excuse(Today.LOST_READER)
+            else:
+                raise BrokenPromiseError(f"a call ends while {name} reads its memory for epoch {attempt.epoch}")
+
+    # -- words of workers
+
+    def word(self, worker: Any) -> None:
+        """Looks at what a worker that calls itself clean says, if it says something new."""
+        if self._served.get(worker.boot_id) is not worker.identity:
+            self._served[worker.boot_id] = worker.identity
+            self.check_a_number_names_one_root(worker.identity)
+
+    def check_a_number_names_one_root(self, identity: weights_pb2.Identity) -> None:
+        """Whatever is installed or held under one number of a lineage has one root."""
+        known = self._roots.setdefault((identity.lineage, identity.version), identity.root)
+        if known == identity.root:
+            return
+        if not self.scenario.ledgers_replaced:
+            raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} has two roots")
+        self._excuse(Today.NUMBERS_OF_A_LOST_LEDGER)
+
+    # -- what the manager is like after an event
+
+    def took(self, manager: ManagerShell, event: object) -> None:
+        """The manager has taken one event, and its commands were performed."""
+        match event:
+            case events.UpdateCall(call, request):
+                self._sessions[call] = request.session_id
+            case events.CallCancelled(call) if call in self._sessions:
+                self._left[self._sessions.pop(call)] = manager.machine._state.epoch
+        changes = manager.generation, manager.machine.changes
+        if changes == self._changes:
+            return
+        self._changes = changes
+        self.check_whatever_waits_holds_nothing(manager)
+        self.check_nothing_uncalled_is_in_the_way(manager)
+        self.check_tries_have_a_pace_and_an_end(manager)
+        for name, replica in manager.machine._members.replicas.items():
+            latest = manager.machine._state.versions.of(name)
+            self.check_a_word_teaches_of_its_replica_only(manager, replica, latest, event)
+            if latest is not None and replica.peer is not None and replica.receives:
+                self.check_it_stands_still_for_a_reason(manager, replica, latest)
+
+    def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
+        """Only what goes on has holders, or a place among those that wait for them."""
+        machine = manager.machine
+        sharing, going = machine._state.sharing, {update.number for update in machine._updates.going}
+        if not (sharing.uses or sharing.waits or sharing.reading or sharing.beside):
+            return
+        asked = {-number for number in machine._turns.rollbacks.waiting}
+        left = (sharing.uses.keys() | sharing.reading | sharing.beside.keys()) - going
+        left |= sharing.waits.keys() - going - asked
+        if left:
+            raise BrokenPromiseError(f"{sorted(left)} are over, and have holders or wait for some")
+
+    def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
+        """What nobody called for gives way to every update that lacks nothing else."""
+        late = [update for update in manager.machine._updates.late() if not update.cut]
+        for update in late:
+            for coming in manager.machine._turns.coming():
+                if coming.goal.meets(update.goal) or coming.goal.holders & update.goal.holders:
+                    raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
+
+    def check_tries_have_a_pace_and_an_end(self, manager: ManagerShell) -> None:
+        """Workers are tried again when their next try is due, and a replica that serves a few times only."""
+        for name, attempts in manager.machine._catch_up.attempts.items():
+            known = self._tries.get(name)
+            if known is not None and known[0] is attempts and known[1] == attempts.count:
+                if known[2] != attempts.next:
+                    self._tries[name] = attempts, attempts.count, attempts.next
+                continue
+            self._tries[name] = attempts, attempts.count, attempts.next
+            if known is None or known[0] is not attempts or attempts.count < known[1]:
+                continue
+            replica = manager.machine._members.replicas.get(name)
+            if known[1] >= CATCH_UP_ATTEMPTS and replica is not None and replica.serving:
+                raise BrokenPromiseError(f"{name} is tried for the {attempts.count}th time")
+            if known[2] > manager.clock:
+                raise BrokenPromiseError(f"{name} is tried {known[2] - manager.clock:.2f} s too early")
+
+    def check_a_word_teaches_of_its_replica_only(
+        self, manager: ManagerShell, replica: Replica, latest: Latest | None, event: object
+    ) -> None:
+        """What a replica is to serve changes with a commit, with its own words and with its pool, and with nothing
+        else."""
+        key = manager.generation, replica.name
+        desired = None if latest is None else version_of(latest.identity)
+        before = self._desired.get(key, desired)
+        self._desired[key] = desired
+        if before == desired:
+            return
+        match event:
+            case events.Done(("update", _, "intent")):
+                return
+            case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
+                return
+            case events.Message(_, manager_pb2.ReplicaHello()) if before and desired and before[0] == desired[0]:
+                self._excuse(Today.WORD_OF_A_LINEAGE)
+            case _:
+                raise BrokenPromiseError(f"{replica.name} is to serve {desired} after {before}, because of {event}")
+
+    def check_it_stands_still_for_a_reason(self, manager: ManagerShell, replica: Replica, latest: Latest) -> None:
+        """A replica that is connected and does not hold what it is to serve is being brought to it, or there is a timer
+        for that, or a reason that is told."""
+        if replica.holds(latest.identity):
+            return
+        reason = next((said for said, holds in REASONS.items() if holds(manager, replica, latest)), "")
+        self.reasons[reason] += 1
+        if not reason:
+            raise BrokenPromiseError(
+                f"{replica.name} is to serve {latest.identity}, and nothing happens: "
+                f"{manager.machine._catch_up.attempts.get(replica.name)}"
+            )
+
+    def _excuse(self, what: Today) -> None:
+        self.excused[what] += 1
+
+
+def check_sleep_is_changed_by_fenced_commands_only(agent: AgentShell, task: events.EngineTask) -> None:
+    """An engine is put to sleep by a Sleep command only, and one that is to rest is woken by a Wake command or by an
+    install that somebody called for."""
+    operation, truth = agent.machine.replica.operation, agent.cluster.truth
+    if operation is None or not isinstance(task, events.SleepEngine | events.WakeEngine | events.DiscardEngine):
+        return
+    fence = operation.fence.cluster, operation.fence.epoch
+    if operation.kind == "sleep":
+        if fence not in truth.sleep_fences:
+            raise BrokenPromiseError(f"{agent.name} sleeps or wakes under {fence}, which no such command has")
+    elif not isinstance(task, events.WakeEngine):
+        raise BrokenPromiseError(f"{agent.name} is put to sleep by {operation.kind}")
+    elif _rests(agent) and (operation.kind != "install" or fence in truth.uncalled):
+        raise BrokenPromiseError(f"{agent.name} is to rest, and is woken by {operation.kind} of {fence}")
+
+
+def _rests(agent: AgentShell) -> bool:
+    """Whether its mark says that nobody wakes it without being asked to."""
+    marked = AWAKE if agent.engine is None else agent.engine.mark.sleeping
+    return bool(marked.tags) and not (marked.rousing and WEIGHTS not in marked.tags)
+
+
+# ------------------------------------------------------------------------------- why a replica is not brought up now
+
+Judge = Callable[["ManagerShell", Replica, Latest], object]
+
+
+def _installs(update: Update, epoch: int) -> bool:
+    return update.installs is not None and update.installs.epoch == epoch
+
+
+def everybody_in(pool: str) -> str:
+    """What the ledger calls all of a pool."""
+    return everybody(pool)
+
+
+def _goals(manager: ManagerShell) -> Iterable[Any]:
+    turns = manager.machine._turns
+    return (*(update.goal for update in turns.updates.going), *(coming.goal for coming in turns.coming()))
+
+
+def _nobody_can_be_read(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+    """It was told so in this session, and no connected holder that is believed holds the version."""
+    attempts = manager.machine._catch_up.attempts.get(replica.name)
+    if attempts is None or not attempts.no_source or attempts.no_source_told != replica.peer:
+        return False
+    joining = manager.machine._holdings.by_lineage.get(latest.identity.lineage)
+    refused = {} if joining is None or joining.joined is None else joining.joined.refused
+    holders = manager.machine._members.connected_holders()
+    held = [each.source for each in holders for held in each.held if held.identity == latest.identity]
+    return not set(held) - refused.keys()
+
+
+def _used_up(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+    attempts = manager.machine._catch_up.attempts.get(replica.name)
+    return attempts is not None and _given_up(replica, attempts)
+
+
+def _due_later(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+    attempts = manager.machine._catch_up.attempts.get(replica.name)
+    return attempts is not None and attempts.next > manager.clock and CATCH_UP in manager._timers
+
+
+def _holders_in_use(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+    sharing = manager.machine._state.sharing
+    return bool(sharing.uses or sharing.waits)
+
+
+REASONS: dict[str, Judge] = {
+    "running: an update that is for it": lambda manager, replica, latest: any(
+        replica.name in goal.replicas for goal in _goals(manager)
+    ),
+    "told: its engine is not there": lambda manager, replica, latest: not replica.workers,
+    "told: asleep": lambda manager, replica, latest: replica.asleep,
+    "told: its engine can never load it": lambda manager, replica, latest: manager.machine._catch_up._never_loads(
+        replica, latest
+    ),
+    "timer: the manager was restarted": lambda manager, replica, latest: not manager.machine._settled,
+    "told: the ledger cannot be written": lambda manager, replica, latest: manager.machine._state.ledger_problem,
+    "running: epochs are made durable": lambda manager, replica, latest: manager.machine._state.spending,
+    "running: its pool's turn is another one's": lambda manager, replica, latest: any(
+        goal.pool == replica.pool or goal.lineage == latest.identity.lineage for goal in _goals(manager)
+    ),
+    "running: a call to sleep or wake": lambda manager, replica, latest: (
+        manager.machine._sleepers is not None and not manager.machine._sleepers.over
+    ),
+    "timer: CATCH_UP": _due_later,
+    "told: it serves, and was tried as often as that allows": _used_up,
+    "running: a look at what holders hold": lambda manager, replica, latest: manager.machine._holdings.looking(latest),
+    "timer: that look is repeated": lambda manager, replica, latest: (
+        ("join", latest.identity.lineage) in manager._timers
+    ),
+    "told: nobody can be read": _nobody_can_be_read,
+    "running: holders that another update uses": _holders_in_use,
+}
+"""What today's code counts as a reason, in the order in which it is asked: something that runs and whose end makes the
+manager look again, a timer, or what status, or the replica's own log, tells people."""

@@ -1,0 +1,399 @@
+"""The rules of "one mechanism" (DESIGN.md) that the code has already, taken out one by one: a story must notice each.
+
+Stories of their own instead of seeds: most of these rules are needed in rare moments, and a search for them takes
+minutes. What notices is in mechanism.py and invariants.py. README.md has the rules that the code does not have yet, and
+`Today` what it does not promise; for these a story shows that it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.machines.events import Key
+from ckpt_engine.machines.manager import catch_up
+from ckpt_engine.machines.manager.catch_up import CATCH_UP, Attempts, CatchUp
+from ckpt_engine.machines.manager.giving_way import GivingWay
+from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.ranks import Ranks
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.sharing import Sharing
+from ckpt_engine.machines.manager.sleepers import Sleepers
+from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import EVERYBODY, Latest, Versions
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.simulation.ledgers import LedgerFaults
+from tests.simulation.mechanism import Today
+from tests.simulation.mistakes import Mistake, Patch, name_of
+from tests.simulation.story import Problem, Story, refused
+from tests.simulation.world import BrokenPromiseError
+
+# ---------------------------------------------------------------------------------------------------------- live memory
+
+
+def only_what_stays_sealed_is_read_outside_its_call(patch: Patch) -> None:
+    """A late replica reads the trainer's own memory."""
+    patch.setattr(catch_up, "stays_sealed", lambda published: True)
+
+
+def a_rank_that_leaves_its_call_is_not_read(patch: Patch) -> None:
+    """The update goes on as if it waited still."""
+    patch.setattr(Ranks, "caller_left", lambda self, rank: self._goal.calls.pop(rank))
+
+
+# ------------------------------------------------------------------------------------------------- commits and attempts
+
+
+def a_word_teaches_what_its_replica_is_to_serve(patch: Patch) -> None:
+    """What one replica holds all are to serve."""
+    original = Versions.learn
+
+    def learn(self: Versions, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
+        original(self, name, identity, epoch)
+        original(self, EVERYBODY, identity, epoch)
+
+    patch.setattr(Versions, "learn", learn)
+
+
+def no_attempt_goes_back_behind_a_word(patch: Patch) -> None:
+    """What the ledger does not know of is not believed."""
+    patch.setattr(Versions, "learn", lambda self, name, identity, epoch: None)
+
+
+def a_replica_is_to_serve_the_newest_commit_for_it(patch: Patch) -> None:
+    """What was for its whole pool counts, and what named it does not."""
+    patch.setattr(Versions, "_meant_for", lambda self, name: self.meant.get(self._everybody_with(name), (0, "")))
+
+
+def an_unanswered_intent_takes_its_number(patch: Patch) -> None:
+    """The number is used again."""
+    patch.setattr(Versions, "doubt", lambda self, identity: None)
+
+
+# ----------------------------------------------------------------------------------------------------------------- seal
+
+
+def ranks_seal_when_all_needs_are_known(patch: Patch) -> None:
+    """They seal for those that have answered by then."""
+    original = Recipients.unprepared
+    patch.setattr(Recipients, "unprepared", lambda self: [] if self.prepared() else original(self))
+
+
+def replicas_are_counted_before_the_commit(patch: Patch) -> None:
+    """A version is committed for however few can be installed into."""
+    patch.setattr(Recipients, "too_few", lambda self: None)
+
+
+# ------------------------------------------------------------------------------------------------------------ admission
+
+
+def what_is_over_lets_go_of_its_holders(patch: Patch) -> None:
+    """It has them for ever."""
+    original = Sharing.over
+
+    def over(self: Sharing, number: int) -> None:
+        uses = self.uses.get(number, frozenset())
+        original(self, number)
+        self.uses[number] = uses
+
+    patch.setattr(Sharing, "over", over)
+
+
+def what_nobody_called_for_gives_way(patch: Patch) -> None:
+    """An update waits until a late replica is brought up."""
+    patch.setattr(GivingWay, "_give_way", lambda self, now: None)
+
+
+def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:
+    """It is told to a replica into which an update installs."""
+    patch.setattr(Sleepers, "meets", lambda self, goal: False)
+
+
+# -------------------------------------------------------------------------------------------------------------- backoff
+
+
+def what_serves_is_tried_a_few_times(patch: Patch) -> None:
+    """A replica that serves is tried, and perhaps paused, for ever."""
+    patch.setattr(catch_up, "_given_up", lambda replica, attempts: False)
+
+
+def a_next_try_has_its_time(patch: Patch) -> None:
+    """It follows at once."""
+    patch.setattr(Attempts, "due", lambda self, now: True)
+
+
+def there_is_a_timer_for_the_next_try(patch: Patch) -> None:
+    """Somebody else's event must bring it about."""
+    original = State.set_timer
+
+    def set_timer(self: State, key: Key, seconds: float) -> None:
+        if key != CATCH_UP:
+            original(self, key, seconds)
+
+    patch.setattr(State, "set_timer", set_timer)
+
+
+def who_waits_is_told_why(patch: Patch) -> None:
+    """Nobody hears that nothing can be read."""
+    patch.setattr(CatchUp, "_say_no_source", lambda self, replica, latest, attempts: None)
+
+
+# ------------------------------------------------------------------------------------------------------- sleep and wake
+
+
+def what_sleeps_is_not_brought_up(patch: Patch) -> None:
+    """The manager does not look whether it sleeps."""
+
+    original = CatchUp._hindrance
+
+    def hindrance(self: CatchUp, replica: Replica, latest: Latest) -> str:
+        asleep, replica.asleep = replica.asleep, False
+        try:
+            return original(self, replica, latest)
+        finally:
+            replica.asleep = asleep
+
+    patch.setattr(CatchUp, "_hindrance", hindrance)
+
+
+def what_is_to_rest_says_so(patch: Patch) -> None:
+    """An agent tells its manager that a sleeping engine may be brought up."""
+    patch.setattr(Sleeping, "resting", False)
+
+
+# -------------------------------------------------------------------------------------------------------------- stories
+
+
+def cut_off(story: Story, name: str, cut: bool = True) -> None:
+    cuts = {(name, True), (name, False)}
+    story.faults.cuts = story.faults.cuts | cuts if cut else story.faults.cuts - cuts
+
+
+def phase_is(story: Story, said: str) -> Callable[[], bool]:
+    return lambda: said in story.phase
+
+
+def a_replica_comes_late_to_live_memory(story: Story) -> None:
+    story.replica()
+    assert story.update(story.ranks()).ok
+    story.replica()
+    story.wait(5.0)
+
+
+def a_rank_leaves_before_the_intent(story: Story) -> None:
+    story.replica()
+    trainer = story.ranks().trainers[0]
+    results = story.call(trainer)
+    story.until(phase_is(story, "preparing"))
+    story.leave()
+    story.wait(5.0)
+    assert story.cluster.manager is not None
+    assert not story.ledger.intents
+    assert not results
+
+
+def a_word_of_what_the_ledger_has_lost(story: Story) -> None:
+    """One replica comes back, with a version of another run, to a manager that has the others."""
+    taken, _ = story.replica(), story.replica()
+    assert story.update(story.ranks()).ok
+    ledger = LedgerFaults(story)
+    assert story.update(story.ranks("another run"), replicas=[taken.name]).ok
+    cut_off(story, taken.name)
+    ledger.copy_is_put_back()
+    story.wait(8.0)
+    cut_off(story, taken.name, cut=False)
+    story.wait(8.0)
+
+
+def a_ledger_knows_an_older_version(story: Story) -> None:
+    """And a holder has that one."""
+    story.replica()
+    group = story.ranks()
+    older = story.update(group).identity
+    ledger = LedgerFaults(story)
+    assert story.trained(group).ok
+    ledger.copy_is_put_back()
+    story.join_holder().hold(older)
+    story.wait(15.0)
+
+
+def a_run_takes_a_replica_over(story: Story) -> None:
+    """Whose engine starts again."""
+    taken, _ = story.replica(), story.replica()
+    assert story.update(story.ranks(kind="snapshot")).ok
+    version = story.update(story.ranks("another run", kind="snapshot"), replicas=[taken.name]).identity
+    story.engine_again(taken)
+    story.wait(5.0)
+    assert story.held_by(taken) == version
+
+
+def a_disk_answers_too_late(story: Story) -> None:
+    """The intent is there all the same, when the next update is called for."""
+    story.replica()
+    group = story.ranks()
+    assert story.update(group).ok
+    group.train()
+    results = story.call(group.trainers[0])
+    story.until(phase_is(story, "recording"))
+    story.faults.slow = 1.0
+    story.wait(4.0)
+    story.faults.slow = 0.0
+    story.wait(30.0)
+    refused(results[0], Problem.DEADLINE_EXCEEDED)
+    assert len(story.ledger.intents) == 2
+    assert story.trained(group).ok
+
+
+def two_replicas_get_their_first_version(story: Story) -> None:
+    both = [story.replica(), story.replica()]
+    group = story.ranks()
+    story.faults.delay = 0.5
+    assert len(story.update(group, 15.0).replicas) == len(both)
+
+
+def a_replica_has_another_model(story: Story) -> None:
+    other, _ = story.replica(), story.replica()
+    assert other.engine is not None
+    other.engine.models = {"model B"}
+    refused(story.update(story.ranks(), min_replicas=2), Problem.FAILED_PRECONDITION, "2 are required")
+
+
+def an_update_by_way_of_a_relay(story: Story) -> None:
+    story.replica()
+    story.relay()
+    assert story.update(story.ranks(), prefetch=manager_pb2.ALWAYS).ok
+
+
+def an_update_is_called_while_a_replica_is_brought_up(story: Story) -> None:
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    story.faults.read_late = 1.0
+    story.join_replica(manager_pb2.STANDALONE)
+    story.until(phase_is(story, "bringing up"))
+    assert story.cluster.manager is not None
+    group.train()
+    results = story.call(group.trainers[0])
+    story.wait(0.5)
+    story.faults.read_late = 0.0
+    story.wait(20.0)
+    assert len(results) == 1
+
+
+def sleep_is_called_for_in_an_install(story: Story) -> None:
+    agent, group = story.replica(), story.ranks()
+    story.call(group.trainers[0])
+    story.until(phase_is(story, "installing"))
+    assert story.cluster.manager is not None
+    asked = story.cluster.manager.sleep_or_wake(False, [agent.name])
+    story.wait(5.0)
+    refused(asked.value, Problem.ABORTED, "in use")
+
+
+def tries_fail(story: Story) -> None:
+    """Of a replica that was away when the version came that it is to serve, and serves the one before."""
+    away, _ = story.replica(), story.replica()
+    group = story.ranks(kind="snapshot")
+    before = story.update(group).identity
+    cut_off(story, away.name)
+    group.train()
+    story.update(group, 25.0, min_replicas=1)
+    story.faults.worker_early = 1.0
+    cut_off(story, away.name, cut=False)
+    story.wait(60.0)
+    assert story.held_by(away) == before
+
+
+def nothing_can_be_read(story: Story) -> None:
+    story.replica()
+    group = story.ranks()
+    assert story.update(group).ok
+    late = story.replica()
+    story.wait(2.0)
+    assert story.held_by(late) is None
+
+
+def a_replica_sleeps(story: Story) -> None:
+    """With its weights discarded, and a source at hand."""
+    agent, group = story.replica(manager_pb2.HYBRID), story.ranks(kind="snapshot")
+    assert story.update(group).ok
+    assert story.cluster.manager is not None
+    asked = story.cluster.manager.sleep_or_wake(False, [agent.name], level=2)
+    story.wait(5.0)
+    assert isinstance(asked.value, manager_pb2.SleepResponse)
+    assert story.held_by(agent) is None
+
+
+RULES: dict[Mistake, Callable[[Story], None]] = {
+    only_what_stays_sealed_is_read_outside_its_call: a_replica_comes_late_to_live_memory,
+    a_rank_that_leaves_its_call_is_not_read: a_rank_leaves_before_the_intent,
+    a_word_teaches_what_its_replica_is_to_serve: a_word_of_what_the_ledger_has_lost,
+    no_attempt_goes_back_behind_a_word: a_ledger_knows_an_older_version,
+    a_replica_is_to_serve_the_newest_commit_for_it: a_run_takes_a_replica_over,
+    an_unanswered_intent_takes_its_number: a_disk_answers_too_late,
+    ranks_seal_when_all_needs_are_known: two_replicas_get_their_first_version,
+    replicas_are_counted_before_the_commit: a_replica_has_another_model,
+    what_is_over_lets_go_of_its_holders: an_update_by_way_of_a_relay,
+    what_nobody_called_for_gives_way: an_update_is_called_while_a_replica_is_brought_up,
+    a_call_to_sleep_waits_for_installs: sleep_is_called_for_in_an_install,
+    what_serves_is_tried_a_few_times: tries_fail,
+    a_next_try_has_its_time: tries_fail,
+    there_is_a_timer_for_the_next_try: tries_fail,
+    who_waits_is_told_why: nothing_can_be_read,
+    what_sleeps_is_not_brought_up: a_replica_sleeps,
+    what_is_to_rest_says_so: a_replica_sleeps,
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_a_story_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    RULES[rule](Story())
+    rule(monkeypatch)
+    with pytest.raises(BrokenPromiseError):
+        RULES[rule](Story())
+
+
+# ----------------------------------------------------------------------------------- what today's code does not promise
+
+
+def test_a_call_ends_today_while_a_lost_replica_reads() -> None:
+    story = Story()
+    agent, group = story.replica(), story.ranks()
+    story.faults.read_late = 1.0
+    results = story.call(group.trainers[0])
+    story.until(lambda: agent.engine is not None and agent.engine.paused)
+    cut_off(story, agent.name)
+    story.until(lambda: results, 19.0)
+    assert story.invariants.mechanism.excused[Today.LOST_READER]
+
+
+def test_live_memory_is_read_today_although_its_rank_has_left_since_the_intent() -> None:
+    story = Story()
+    story.replica()
+    group = story.ranks()
+    story.faults.read_late = 1.0
+    story.call(group.trainers[0])
+    story.until(phase_is(story, "installing"))
+    story.leave()
+    story.wait(2.0)
+    assert story.invariants.mechanism.excused[Today.CALLER_LEFT]
+
+
+def test_a_word_decides_today_what_others_of_its_lineage_are_to_serve() -> None:
+    story = Story()
+    knows, other = story.replica(), story.replica()
+    group = story.ranks()
+    assert story.update(group).ok
+    ledger = LedgerFaults(story)
+    cut_off(story, other.name)
+    group.train()
+    assert story.update(group, 25.0, min_replicas=1).ok
+    cut_off(story, other.name, cut=False)
+    cut_off(story, knows.name)
+    ledger.copy_is_put_back()
+    story.wait(8.0)
+    cut_off(story, knows.name, cut=False)
+    story.wait(8.0)
+    assert story.invariants.mechanism.excused[Today.WORD_OF_A_LINEAGE]
