@@ -9,6 +9,7 @@ import pytest
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.events import Message, Peer, Send, SetTimer, Start, Stop, TimerFired
+from ckpt_engine.machines.manager.catch_up import CatchUpRetry
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.session import Session
@@ -48,5 +49,5 @@ def test_a_manager_keeps_nothing_of_an_event_that_raised(monkeypatch: pytest.Mon
     hello = manager_pb2.TrainerHello(digest_format=DIGEST_FORMAT, lineage="run", world_size=1, session_id="session")
     with pytest.raises(ZeroDivisionError):
         machine.handle(Message(Peer("stream"), hello), 0.0)
-    commands = machine.handle(TimerFired(("catch up",)), 1.0)
+    commands = machine.handle(TimerFired(CatchUpRetry()), 1.0)
     assert not [command for command in commands if isinstance(command, Send)]

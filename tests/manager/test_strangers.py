@@ -13,8 +13,9 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.forgetting import MOST_LOST
+from ckpt_engine.machines.manager.forgetting import MOST_LOST, ForgetTimer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.members import ReplicaId
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
@@ -159,7 +160,7 @@ def test_replicas_that_no_update_reached_are_bounded_and_forgotten() -> None:
         crowd.visit(number, 0.0)
     assert crowd.names() == {f"stranger {number}" for number in range(100, MOST_LOST + 100)}
     assert len(crowd.timers) < MOST_LOST + 10, "timers of those that were forgotten go with them"
-    for key in [key for key in crowd.timers if key[0] == "forget"]:
+    for key in [key for key in crowd.timers if isinstance(key, ForgetTimer)]:
         crowd.feed(events.TimerFired(key), crowd.deadlines.forget)
     assert not crowd.names()
 
@@ -172,7 +173,7 @@ def test_a_replica_that_may_hold_a_version_is_kept() -> None:
     for number in range(2, MOST_LOST + 100):
         crowd.visit(number, 0.0)
     assert {"stranger 0", "stranger 1"} < crowd.names()
-    assert not {key for key in crowd.timers if key[:2] in (("forget", "stranger 0"), ("forget", "stranger 1"))}
+    assert not {ForgetTimer(ReplicaId(f"stranger {number}")) for number in range(2)} & crowd.timers.keys()
 
 
 def test_one_that_comes_back_is_not_forgotten() -> None:
@@ -186,4 +187,4 @@ def test_one_that_comes_back_is_not_forgotten() -> None:
     for number in range(1, MOST_LOST + 100):
         crowd.visit(number, 2.0)
     assert "stranger 0" in crowd.names()
-    assert not [key for key in crowd.timers if key[:2] == ("forget", "stranger 0")]
+    assert ForgetTimer(ReplicaId("stranger 0")) not in crowd.timers

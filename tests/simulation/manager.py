@@ -12,6 +12,7 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, preco
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.state import EpochRetry
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -227,7 +228,7 @@ class ManagerShell(Shell):
             fence = state.next_fill()
             manifest = self.blobs.put(b"model A")
             state.send_to(name, manager_pb2.Prepare(fence=fence, manifest=manifest, deadline_seconds=1.0))
-            self.feed(events.TimerFired(("spend again",)))  # hands the commands out
+            self.feed(events.TimerFired(EpochRetry()))  # hands the commands out
 
     def cancel_call(self, call: Call) -> None:
         """Its caller has gone."""

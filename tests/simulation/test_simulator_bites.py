@@ -9,8 +9,9 @@ import pytest
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
-from ckpt_engine.machines.events import HoldRequests, TimerFired
+from ckpt_engine.machines.events import HoldRequests, Key, TimerFired
 from ckpt_engine.machines.manager import gather, installing, recipients, update
+from ckpt_engine.machines.manager.course import CourseTimer
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
@@ -98,8 +99,8 @@ def installs_are_not_repeated(patch: Patch) -> None:
     """A lost Install is never sent again, nor is anything else; the agent's own timers fire as always."""
     original = update.Update.timer
 
-    def timer(self: update.Update, step: str, now: float) -> None:
-        if step != "resend":
+    def timer(self: update.Update, step: Key, now: float) -> None:
+        if step is not CourseTimer.RESEND:
             original(self, step, now)
 
     patch.setattr(update.Update, "timer", timer)

@@ -8,13 +8,22 @@ back when its agent is connected and has found the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.members import Holder, Member, Replica, absence
+from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, member_id
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import describe
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAbsent:
+    """The timer of an update that ends waiting for a lost member."""
+
+    member: MemberId
 
 
 class Absences:
@@ -25,8 +34,8 @@ class Absences:
         state: State,
         goal: Goal,
         recipients: Recipients,
-        timer: Callable[[str, float], None],
-        cancel: Callable[[str], None],
+        timer: Callable[[Key, float], None],
+        cancel: Callable[[Key], None],
     ) -> None:
         self._state = state
         self._goal = goal
@@ -50,27 +59,24 @@ class Absences:
         if isinstance(member, Replica):
             self._wait_for(member, self._patience(member, now))
         else:
-            self._timer(absence(member), self._state.deadlines.lease)
+            self._timer(MemberAbsent(member_id(member)), self._state.deadlines.lease)
 
     def back(self, member: Member) -> None:
         """Notes that a member is connected again."""
         if not isinstance(member, Replica) or member.engine is not None:
-            self._cancel(absence(member))
+            self._cancel(MemberAbsent(member_id(member)))
         if isinstance(member, Replica) and member.engine is not None:
             self._recipients.awaited.discard(member.name)
             self._overdue.discard(member.name)
 
-    def not_back(self, step: str) -> Member | None:
-        """The member that has stayed away until the timer of this step fired."""
-        ranks = self._state.members.ranks(self._goal.lineage).values()
-        replicas = (self._state.members.replicas.get(name) for name in self._goal.replicas)
-        holders = self._state.members.holders.values()
-        members: tuple[Member | None, ...] = (*ranks, *holders, *replicas)
-        found = (member for member in members if member is not None and absence(member) == step)
-        away = next((member for member in found if not _is_there(member)), None)
-        if isinstance(away, Replica):
-            self._overdue.add(away.name)
-        return away
+    def overdue(self, absent: MemberAbsent) -> Member | None:
+        """The member that has stayed away until its timer fired; None: it is there, or forgotten."""
+        member = self._state.members.get(absent.member)
+        if member is None or _is_there(member):
+            return None
+        if isinstance(member, Replica):
+            self._overdue.add(member.name)
+        return member
 
     def begin(self, names: Iterable[str], now: float) -> None:
         """Waits for those of these replicas that may come back, and leaves out those that have been away for too
@@ -96,7 +102,7 @@ class Absences:
 
     def _wait_for(self, replica: Replica, seconds: float) -> None:
         self._recipients.awaited.add(replica.name)
-        self._timer(absence(replica), seconds)
+        self._timer(MemberAbsent(member_id(replica)), seconds)
 
     def _patience(self, replica: Replica, now: float) -> float:
         """For how long it may still come back; not positive: no more."""

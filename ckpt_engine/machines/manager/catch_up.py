@@ -14,7 +14,7 @@ from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.machines.events import HeldOffer, Key, Peer, Published, SourceOffer
+from ckpt_engine.machines.events import HeldOffer, Peer, Published, SourceOffer
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
@@ -23,7 +23,10 @@ from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest, describe
 from ckpt_engine.v1 import manager_pb2
 
-CATCH_UP: Key = ("catch up",)
+
+@dataclass(frozen=True, slots=True)
+class CatchUpRetry:
+    """Key of the timer of the next attempt that must wait."""
 
 TURN = "its turn comes when nothing else goes on in its pool"
 
@@ -105,7 +108,7 @@ class CatchUp:
             attempts.next = now + self._backoff(replica.name, attempts.count)
             return goal
         if waits:
-            self.state.set_timer(CATCH_UP, min(waits))
+            self.state.set_timer(CatchUpRetry(), min(waits))
         return None
 
     def standstill(self, replica: Replica, latest: Latest, now: float) -> tuple[str, float | None]:

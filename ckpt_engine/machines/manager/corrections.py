@@ -16,6 +16,14 @@ from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2
 
 
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Key of the task that corrects a report in the ledger. Its end changes nothing: the replica's outcome stands."""
+
+    epoch: int
+    replica: str
+
+
 @dataclass
 class _Open:
     """A replica that a report does not call new and serving."""
@@ -80,7 +88,7 @@ class Corrections:
             known.session = None
         judge(report, known.min_replicas)
         task = CorrectOutcome(report, found.replica, self.state.deadlines.report)
-        self.state.run(("correct", report.fence.epoch, found.replica), task)
+        self.state.run(Correction(report.fence.epoch, found.replica), task)
 
 
 def _reached(outcome: manager_pb2.ReplicaOutcome) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline
@@ -25,7 +27,38 @@ SAID = {
 """What phases are called whose names do not say it."""
 
 TIMED = frozenset({"preparing", "sealing", "queueing", "filling", "joining"})
-"""Phases in which others are waited for, so that a timer of that name ends them."""
+"""Phases in which others are waited for, so that a timer ends them."""
+
+
+class CourseTimer(Enum):
+    """Timers of an update as a whole."""
+
+    END = auto()  # of its time
+    HALF = auto()  # of its time for preparing
+    RESEND = auto()  # of what was not answered
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnd:
+    """The timer that ends one of the TIMED phases."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTimer:
+    """Key of a timer of one update."""
+
+    number: int  # of the update
+    step: Key  # which of its timers: a value of the part that set it
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTask:
+    """Key of a task of one update."""
+
+    number: int  # of the update
+    step: Key  # which of its tasks: a value of the part that runs it
 
 
 class Course:
@@ -82,8 +115,8 @@ class Course:
         self.started = self.timeline.began = now
         if self.goal.called is not None:
             self.note("gathering", self.goal.called)
-        self.timer("end", self.goal.end - self.state.deadlines.report / 2 - now)
-        self.timer("resend", self.state.deadlines.resend)
+        self.timer(CourseTimer.END, self.goal.end - self.state.deadlines.report / 2 - now)
+        self.timer(CourseTimer.RESEND, self.state.deadlines.resend)
         self.begin("preparing", self.state.deadlines.prepare, now)
 
     def begin(self, phase: str, seconds: float, now: float) -> None:
@@ -93,9 +126,9 @@ class Course:
         end = self.goal.end - self.state.deadlines.report
         self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
         if phase in TIMED:
-            self.timer(phase, self._phase_end - now)
+            self.timer(PhaseEnd(phase), self._phase_end - now)
         if phase == "preparing":
-            self.timer("half", (self.goal.end - now) / 2)
+            self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
     def share(self, relays: frozenset[str]) -> bool:
@@ -139,7 +172,7 @@ class Course:
         if said is None or heard != self._heard:
             self._heard = heard
             left = self.goal.end - self.state.deadlines.report / 2 - now
-            self.timer("end", min(self.state.deadlines.resume, left))
+            self.timer(CourseTimer.END, min(self.state.deadlines.resume, left))
 
     def left(self, now: float) -> float:
         """Seconds for a task of this phase."""
@@ -148,7 +181,7 @@ class Course:
     def over(self) -> None:
         """Ends the course: nothing is left to do."""
         self.phase = "over"
-        for step in ("end", "resend", "half", *TIMED):
+        for step in (*CourseTimer, *map(PhaseEnd, TIMED)):
             self.cancel(step)
 
     def answer(self, report: manager_pb2.UpdateReport) -> None:
@@ -185,17 +218,14 @@ class Course:
         for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(progress=progress))
 
-    def run(self, step: str, task: ManagerTask) -> None:
+    def run(self, step: Key, task: ManagerTask) -> None:
         """Starts a task of this update."""
-        self.state.run(self._key(step), task)
+        self.state.run(UpdateTask(self.number, step), task)
 
-    def timer(self, step: str, seconds: float) -> None:
+    def timer(self, step: Key, seconds: float) -> None:
         """Sets or replaces a timer of this update."""
-        self.state.set_timer(self._key(step), seconds)
+        self.state.set_timer(UpdateTimer(self.number, step), seconds)
 
-    def cancel(self, step: str) -> None:
+    def cancel(self, step: Key) -> None:
         """Forgets it."""
-        self.state.cancel_timer(self._key(step))
-
-    def _key(self, step: str) -> Key:
-        return ("update", self.number, step)
+        self.state.cancel_timer(UpdateTimer(self.number, step))

@@ -22,16 +22,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckpt_engine.machines.events import Key
-from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
+from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id
 from ckpt_engine.machines.manager.state import State
 
 MOST_LOST = 1024
 """Replicas without a session that have workers and were never prepared for a version: far more than an outage takes
 before a first update."""
 
-HOLDER, REPLICA = -1, -2
-"""In place of a rank, in the key of a timer."""
+
+@dataclass(frozen=True, slots=True)
+class ForgetTimer:
+    """Key of the timer after which a lost member is forgotten."""
+
+    member: MemberId
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Forgetting:
             if _reached(member):
                 return None
             self.unreached[member.name] = None
-        self.state.set_timer(_key(member), self.state.deadlines.forget)
+        self.state.set_timer(ForgetTimer(member_id(member)), self.state.deadlines.forget)
         if len(self.unreached) > MOST_LOST:
             return self.state.members.replicas.get(next(iter(self.unreached)))
         return None
@@ -60,14 +63,12 @@ class Forgetting:
         """Notes that a member said hello again, or will not."""
         if isinstance(member, Replica):
             self.unreached.pop(member.name, None)
-        self.state.cancel_timer(_key(member))
+        self.state.cancel_timer(ForgetTimer(member_id(member)))
 
-    def due(self, name: str, rank: int) -> list[Member]:
-        """The time of a rank, a holder or a replica is over."""
-        members = self.state.members
-        others: dict[int, Member | None] = {HOLDER: members.holders.get(name), REPLICA: members.replicas.get(name)}
-        member = others[rank] if rank in others else members.trainers.get((name, rank))
-        return [member] if member is not None and member.peer is None else []
+    def due(self, key: ForgetTimer) -> Member | None:
+        """The member whose time is over; None: it is connected, or gone."""
+        member = self.state.members.get(key.member)
+        return member if member is not None and member.peer is None else None
 
     def _brought(self, member: Member) -> bool:
         """Whether something is lost with it, or may be."""
@@ -100,9 +101,3 @@ def _reached(replica: Replica) -> bool:
     """Whether a version is, or may be, in its workers: it is prepared before it is told to install."""
     holds = any(worker.HasField("identity") for worker in replica.workers)
     return holds or bool(replica.prepared) or replica.last_outcome is not None
-
-
-def _key(member: Member) -> Key:
-    if isinstance(member, Trainer):
-        return ("forget", member.lineage, member.rank)
-    return ("forget", member.source, HOLDER) if isinstance(member, Holder) else ("forget", member.name, REPLICA)

@@ -25,6 +25,20 @@ MOST_DESCRIBED = 4
 """Gathers that the status describes; the others are counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatherEnd:
+    """Key of the timer that ends a lineage's gather."""
+
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsAbsent:
+    """Key of the timer that ends waiting for any session of a lineage that calls."""
+
+    lineage: str
+
+
 @dataclass
 class Gathers:
     """The calls that wait for their update, one gather a lineage.
@@ -84,13 +98,13 @@ class Gathers:
             for lineage, goal in self.turns.items()
         ]
 
-    def timer(self, step: str, lineage: str, now: float) -> None:
+    def timer(self, key: GatherEnd | SessionsAbsent, now: float) -> None:
         """A gather's time is over, or that of a lineage without sessions."""
-        gather = self.by_lineage.get(lineage)
+        gather = self.by_lineage.get(key.lineage)
         if gather is None:
             return
-        if step == "lonely":
-            if lineage in self.lonely:
+        if isinstance(key, SessionsAbsent):
+            if gather.lineage in self.lonely:
                 self._refuse(gather, gather.nobody().problem)
         elif gather.seconds(now) > 0:
             self._wait(gather, now)  # it lacked something meanwhile
@@ -108,7 +122,7 @@ class Gathers:
     def _look_for_ranks(self, gather: Gather) -> None:
         if not gather.known():
             raise gather.nobody()
-        alone, key = not gather.connected(), ("gather", "lonely", gather.lineage)
+        alone, key = not gather.connected(), SessionsAbsent(gather.lineage)
         if alone and gather.lineage not in self.lonely:
             self.lonely.add(gather.lineage)
             self.state.set_timer(key, self.state.deadlines.lease)
@@ -117,7 +131,7 @@ class Gathers:
             self.state.cancel_timer(key)
 
     def _wait(self, gather: Gather, now: float) -> None:
-        self.state.set_timer(("gather", "end", gather.lineage), gather.seconds(now))
+        self.state.set_timer(GatherEnd(gather.lineage), gather.seconds(now))
 
     def _refuse(self, gather: Gather, problem: weights_pb2.Problem) -> None:
         for call in gather.calls.values():
@@ -128,5 +142,5 @@ class Gathers:
         del self.by_lineage[gather.lineage]
         self.turns.pop(gather.lineage, None)
         self.lonely.discard(gather.lineage)
-        for step in ("end", "lonely"):
-            self.state.cancel_timer(("gather", step, gather.lineage))
+        self.state.cancel_timer(GatherEnd(gather.lineage))
+        self.state.cancel_timer(SessionsAbsent(gather.lineage))

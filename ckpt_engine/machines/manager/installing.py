@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.machines.events import RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences
@@ -14,6 +16,13 @@ from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
+
+
+class Entry(Enum):
+    """Tasks of an update that write to the ledger."""
+
+    INTENT = auto()
+    REPORT = auto()
 
 
 class Installing:
@@ -50,7 +59,8 @@ class Installing:
         self._state.sharing.reading.add(self._course.number)
         self._course.begin("recording", self._state.deadlines.ledger, now)
         seconds = self._course.left(now)
-        self._course.run("intent", self._state.versions.intent(self.fence.epoch, self._identity, self._goal, seconds))
+        intent = self._state.versions.intent(self.fence.epoch, self._identity, self._goal, seconds)
+        self._course.run(Entry.INTENT, intent)
 
     def begin(self, now: float, cut: str) -> None:
         """The intent is on the disk. cut: why nobody is to be told to install any more."""
@@ -94,7 +104,7 @@ class Installing:
         self._collecting.over()
         self.reported = self.report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
-        self._course.run("report", RecordOutcome(self.reported, self._state.deadlines.report))
+        self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._state.deadlines.report))
 
     def report(self, now: float, held: bool = False) -> manager_pb2.UpdateReport:
         """What is to be told now. held: relays hold the version, and installs go on."""

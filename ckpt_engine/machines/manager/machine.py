@@ -15,6 +15,7 @@ Decides who may join, which call begins an update, and what waits for what:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
@@ -40,27 +41,40 @@ from ckpt_engine.machines.events import (
     WakeCall,
 )
 from ckpt_engine.machines.manager.beats import take_beat, tells_nothing
-from ckpt_engine.machines.manager.catch_up import CATCH_UP, CatchUp
+from ckpt_engine.machines.manager.catch_up import CatchUp, CatchUpRetry
+from ckpt_engine.machines.manager.corrections import Correction
+from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.drift import Drift, Drifts
-from ckpt_engine.machines.manager.forgetting import Forgetting
+from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
 from ckpt_engine.machines.manager.giving_way import GivingWay
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.locating import located
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.operators import operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
-from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.publications import Merge, Publications
 from ckpt_engine.machines.manager.recovery import Recovery
-from ckpt_engine.machines.manager.sleepers import Sleepers
-from ckpt_engine.machines.manager.state import SPEND, State
+from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, SleepersResend
+from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import blobs_in_use, status_of
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.machines.manager.watching import Watched, watched
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SETTLE: Key = ("settle",)
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """Key of the timer that ends a stream of which nothing is heard."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class SettleEnd:
+    """Key of the timer after which a manager that was restarted waits for members no more."""
 
 
 class ManagerMachine:
@@ -229,7 +243,7 @@ class ManagerMachine:
             self._state.out.append(ClosePeer(peer, error.problem))
             return
         if before is not None and before != peer:
-            self._state.cancel_timer(("lease", before))
+            self._state.cancel_timer(LeaseEnd(before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
         if isinstance(member, Replica):
             self._state.versions.joined(member.name, member.pool)
@@ -239,7 +253,7 @@ class ManagerMachine:
         welcome = manager_pb2.Welcome(fence=fence, clock=now, digest_format=DIGEST_FORMAT)
         welcome.lease_seconds, welcome.heartbeat_seconds = self._deadlines.lease, self._deadlines.heartbeat
         self._state.send(member, welcome)
-        self._state.set_timer(("lease", peer), self._deadlines.lease)
+        self._state.set_timer(LeaseEnd(peer), self._deadlines.lease)
         self._forgetting.back(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
             self._updates.gone(member, now)
@@ -265,7 +279,7 @@ class ManagerMachine:
     def _goodbye(self, member: Member, problem: weights_pb2.Problem | None, now: float) -> None:
         peer = member.peer
         if peer is not None:
-            self._state.cancel_timer(("lease", peer))
+            self._state.cancel_timer(LeaseEnd(peer))
             self._state.out.append(ClosePeer(peer, problem))
         self._forgetting.back(member)
         self._members.forget(member)
@@ -282,7 +296,7 @@ class ManagerMachine:
         member = self._members.lose(peer)
         if member is None:
             return
-        self._state.cancel_timer(("lease", peer))
+        self._state.cancel_timer(LeaseEnd(peer))
         self._gone(member, now)
         self._updates.lost(member, now)
         forgotten = self._forgetting.lost(member)
@@ -299,7 +313,7 @@ class ManagerMachine:
             return
         silence = now - member.heard
         if silence < self._deadlines.lease:
-            self._state.set_timer(("lease", peer), self._deadlines.lease - silence)
+            self._state.set_timer(LeaseEnd(peer), self._deadlines.lease - silence)
         else:
             message = f"nothing was heard from it for {silence:.1f} s"
             self._state.out.append(ClosePeer(peer, unavailable(message).problem))
@@ -338,7 +352,7 @@ class ManagerMachine:
         self._begun = True
         self._state.spend_ahead()
         if self._restarted:
-            self._state.set_timer(SETTLE, self._deadlines.reconnect_most + self._deadlines.heartbeat)
+            self._state.set_timer(SettleEnd(), self._deadlines.reconnect_most + self._deadlines.heartbeat)
         else:
             self._settled = True
 
@@ -365,46 +379,44 @@ class ManagerMachine:
 
     def _timer(self, key: Key, now: float) -> None:
         match key:
-            case ("lease", str() as peer):
-                self._lease(Peer(peer), now)
-            case ("update", int() as epoch, str() as step):
-                self._updates.timer(epoch, step, now)
-            case ("sleepers", int() as epoch, str() as step):
-                if self._sleepers is not None and self._sleepers.fence.epoch == epoch:
-                    self._sleepers.timer(step, now)
-            case ("gather" | "rollback" | "join back" | "wait", *_):
-                self._turns.timer(key, now)
-            case ("forget", str() as name, int() as rank):
-                for due in self._forgetting.due(name, rank):
-                    self._goodbye(due, None, now)
+            case LeaseEnd(peer):
+                self._lease(peer, now)
+            case UpdateTimer():
+                self._updates.timer(key, now)
+            case SleepersEnd() | SleepersResend():
+                if self._sleepers is not None:
+                    self._sleepers.timer(key, now)
+            case ForgetTimer():
+                if (member := self._forgetting.due(key)) is not None:
+                    self._goodbye(member, None, now)
             case ("join", str() as lineage):
                 self._holdings.again(lineage)
-            case ("settle",):
+            case SettleEnd():
                 self._settled = True
-            case ("spend again",):
+            case EpochRetry():
                 self._state.spend_ahead()
+            case CatchUpRetry():
+                pass  # another look follows every event
             case _:
-                assert key == CATCH_UP  # nothing but another look
+                self._turns.timer(key, now)
 
     def _done(self, done: Done, now: float) -> None:
         match done.key:
-            case ("update", int() as epoch, str() as step):
-                if self._updates.done(epoch, step, done, now) and step == "intent":
+            case UpdateTask() as key:
+                if self._updates.done(key, done, now) and key.step is Entry.INTENT:
                     self._state.spend_ahead()
                     for trainer in self._forgetting.taken_over():
                         self._goodbye(trainer, None, now)
                     self._forgetting.prune()
-            case PlanTask():
-                self._updates.planned(done.key, done, now)
-            case ("merge", str() as lineage, int() as number):
-                self._publications.merged(lineage, number, done)
+            case PlanTask() as key:
+                self._updates.planned(key, done, now)
+            case Merge() as key:
+                self._publications.merged(key, done)
             case ("join", str() as lineage, int() as number):
                 self._holdings.ended(lineage, number, done)
-            case ("join back" | "wait", *_):
-                self._turns.done(done)
-            case ("correct", *_):
-                return  # the disk may refuse what has happened all the same
-            case ("spend",):
+            case Correction():
+                pass
+            case EpochSpending():
                 self._state.spend_ended(done.problem)
             case _:
-                assert done.key == SPEND
+                self._turns.done(done)

@@ -159,11 +159,37 @@ Member: TypeAlias = Trainer | Holder | Replica
 Hello: TypeAlias = manager_pb2.TrainerHello | manager_pb2.HolderHello | manager_pb2.ReplicaHello
 
 
-def absence(member: Member) -> str:
-    """The step of an update that ends waiting for a lost member."""
+@dataclass(frozen=True, slots=True)
+class RankId:
+    """Names a trainer rank."""
+
+    lineage: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class HolderId:
+    """Names a holder."""
+
+    source: str  # the id of what it offers
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaId:
+    """Names a replica."""
+
+    name: str
+
+
+MemberId: TypeAlias = RankId | HolderId | ReplicaId
+"""Names a member, whichever process it is. For timers."""
+
+
+def member_id(member: Member) -> MemberId:
+    """The id of a member."""
     if isinstance(member, Trainer):
-        return f"lost rank {member.rank}"
-    return f"lost {member.source}" if isinstance(member, Holder) else f"lost replica {member.name}"
+        return RankId(member.lineage, member.rank)
+    return HolderId(member.source) if isinstance(member, Holder) else ReplicaId(member.name)
 
 
 @dataclass
@@ -191,6 +217,16 @@ class Members:
         if trainer is None or trainer.peer is None or trainer.table != offer.table:
             return None
         return trainer
+
+    def get(self, member: MemberId) -> Member | None:
+        """The member with this id; None: it is not known, or not any more."""
+        match member:
+            case RankId(lineage, rank):
+                return self.trainers.get((lineage, rank))
+            case HolderId(source):
+                return self.holders.get(source)
+            case ReplicaId(name):
+                return self.replicas.get(name)
 
     def connected_holders(self) -> list[Holder]:
         """The holders that have a session, by the id of what they offer."""

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_routes import Route, relay_routes
@@ -36,6 +36,20 @@ from ckpt_engine.machines.manager.relay_facts import (
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAbsent:
+    """The timer of an update that ends waiting for a lost relay."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RelayRetry:
+    """The timer of an update after which a relay that failed tries again."""
+
+    source: str
 
 
 class Prefetch:
@@ -128,7 +142,7 @@ class Prefetch:
         """Gives a relay whose session ended some time to come back."""
         filling = self._fillings.get(holder.source)
         if filling is not None and filling.left_out is None:
-            self._course.timer(f"relay {holder.source}", self._state.deadlines.lease)
+            self._course.timer(RelayAbsent(holder.source), self._state.deadlines.lease)
 
     def back(self, holder: Holder) -> bool:
         """Notes that a relay said hello; returns whether it is one of these. Another process of this name holds nothing
@@ -136,7 +150,7 @@ class Prefetch:
         filling = self._fillings.get(holder.source)
         if filling is None:
             return False
-        self._course.cancel(f"relay {holder.source}")
+        self._course.cancel(RelayAbsent(holder.source))
         if filling.answer is not None and filling.session != holder.session_id:
             filling.answer = filling.command = filling.early = None
             filling.ahead = False
@@ -291,7 +305,7 @@ class Prefetch:
         assert filling.answer is not None
         if tables and filling.attempts <= self._tries and filling.answer.problem.code not in FINAL:
             filling.pausing = True
-            self._course.timer(f"again {filling.relay}", self._state.deadlines.resend)
+            self._course.timer(RelayRetry(filling.relay), self._state.deadlines.resend)
             return True
         if filling.answer.HasField("problem"):
             filling.left_out = filling.answer.problem

@@ -11,6 +11,14 @@ from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Key of the task that merges the tables of a lineage."""
+
+    lineage: str
+    number: int  # an older one than the lineage's last is void
+
+
 @dataclass
 class Publication:
     """What one lineage publishes. tables: digests by rank of what `published` or `problem` is about, or of what is
@@ -68,17 +76,17 @@ class Publications:
         self.merges += 1
         self.lineages[trainer.lineage] = Publication(digests, self.merges, merging=True)
         task = MergeTables(trainer.lineage, tables, self.state.deadlines.merge)
-        self.state.run(("merge", trainer.lineage, self.merges), task)
+        self.state.run(Merge(trainer.lineage, self.merges), task)
 
-    def merged(self, lineage: str, number: int, done: Done) -> None:
+    def merged(self, merge: Merge, done: Done) -> None:
         """A merge ended: tell every rank."""
-        known = self.lineages.get(lineage)
-        if known is None or known.number != number:
+        known = self.lineages.get(merge.lineage)
+        if known is None or known.number != merge.number:
             return
         known.merging = False
         known.problem = done.problem
         known.published = cast(Published, done.result) if done.problem is None else None
-        for trainer in self.state.members.ranks(lineage).values():
+        for trainer in self.state.members.ranks(merge.lineage).values():
             if known.published is not None:
                 self._accept(trainer, known.published)
             else:

@@ -8,6 +8,7 @@ any more. Replicas that were to read it keep what they serve, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.machines.manager.course import Course
@@ -17,6 +18,13 @@ from ckpt_engine.v1 import weights_pb2
 
 LEFT_SECONDS = 0.5
 """After a call was cancelled: a rank that has died has lost its session by then, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallerAbsent:
+    """The timer of an update after which it is looked whether a rank whose call was cancelled lives."""
+
+    rank: int
 
 
 class Ranks:
@@ -39,11 +47,10 @@ class Ranks:
                 self._refuse(unavailable("the call was cancelled").problem)
         elif self._without(_cancelled(rank)):
             self.undecided.add(rank)
-            self._course.timer(f"left {rank}", LEFT_SECONDS)
+            self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
-    def timer(self, step: str) -> None:
+    def timer(self, rank: int) -> None:
         """A rank's call was cancelled some time ago. If its process lives, that was meant."""
-        rank = int(step.removeprefix("left "))
         self.undecided.discard(rank)
         trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
         if self._course.refusable and trainer is not None and trainer.peer is not None:

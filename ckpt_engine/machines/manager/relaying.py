@@ -13,7 +13,7 @@ from ckpt_engine.machines.events import Compiled, Done
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask, Way
-from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.prefetch import Prefetch, RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import away
 from ckpt_engine.machines.manager.routes import Routes
@@ -169,16 +169,15 @@ class Relaying:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why, now)
 
-    def timer(self, step: str, now: float) -> bool:
-        """A timer of the update fired; whether it is one of a relay's."""
-        what, _, relay = step.partition(" ")
-        if what == "relay":
-            lease = self._course.state.deadlines.lease
-            lost = f"it lost its session and did not come back within {lease:g} s"
-            self.gone(relay, f"{lost}: see whether it runs and reaches this manager", now)
-        elif what == "again":
-            self._prefetch.again(relay)
-        return what in ("relay", "again")
+    def timer(self, step: RelayAbsent | RelayRetry, now: float) -> None:
+        """A timer of a relay fired."""
+        match step:
+            case RelayAbsent(relay):
+                lease = self._course.state.deadlines.lease
+                lost = f"it lost its session and did not come back within {lease:g} s"
+                self.gone(relay, f"{lost}: see whether it runs and reaches this manager", now)
+            case RelayRetry(relay):
+                self._prefetch.again(relay)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""

@@ -40,6 +40,13 @@ class Asked:
     lacks: str = "members dial in again, since the manager was restarted"
 
 
+@dataclass(frozen=True, slots=True)
+class RollbackEnd:
+    """Key of the timer that refuses a rollback which has not begun."""
+
+    number: int
+
+
 @dataclass
 class Rollbacks:
     """Rollbacks that wait, and those that run.
@@ -64,7 +71,7 @@ class Rollbacks:
         self.numbers += 1
         end = now + (request.timeout_seconds or self.state.deadlines.update)
         self.waiting[self.numbers] = Asked(call, request, end)
-        self.state.set_timer(("rollback", self.numbers), end - self.state.deadlines.report - now)
+        self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
         """Forgets a rollback whose caller has gone before it began."""
@@ -102,7 +109,7 @@ class Rollbacks:
     def timer(self, key: Key) -> None:
         """A rollback's time is over, or what holders hold is to be joined once more."""
         match key:
-            case ("rollback", int() as number) if number in self.waiting:
+            case RollbackEnd(number) if number in self.waiting:
                 asked = self.waiting[number]
                 lacks = "others to end" if asked.goal is not None else asked.lacks
                 self._refuse(
@@ -202,7 +209,7 @@ class Rollbacks:
 
     def _end(self, number: int) -> None:
         del self.waiting[number]
-        self.state.cancel_timer(("rollback", number))
+        self.state.cancel_timer(RollbackEnd(number))
 
 
 def _describe(asked: Asked) -> str:

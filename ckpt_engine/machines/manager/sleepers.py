@@ -5,6 +5,8 @@ It waits for an epoch first, which the ledger may still be making durable: the c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline, precondition, unavailable
@@ -14,6 +16,20 @@ from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.selection import check_named
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class SleepersEnd:
+    """Key of the timer that ends one call."""
+
+    epoch: int  # of its fence; 0: it waits for one
+
+
+@dataclass(frozen=True, slots=True)
+class SleepersResend:
+    """Key of the timer after which replicas that have not answered are told again."""
+
+    epoch: int  # of its fence
 
 
 class Sleepers:
@@ -65,10 +81,10 @@ class Sleepers:
             return
         if self.state.epoch_ready():
             self.fence = self.state.next_sleep()
-        self.state.set_timer(("sleepers", self.fence.epoch, "end"), self._end - now)
+        self.state.set_timer(SleepersEnd(self.fence.epoch), self._end - now)
         if not self.fence.epoch:
             return
-        self.state.set_timer(("sleepers", self.fence.epoch, "resend"), self.state.deadlines.resend)
+        self.state.set_timer(SleepersResend(self.fence.epoch), self.state.deadlines.resend)
         for name in self._names:
             replica = self.state.members.replicas.get(name)
             if replica is None or replica.peer is None:
@@ -104,10 +120,12 @@ class Sleepers:
             self._result(name, unavailable("its agent was lost", replica=name).problem)
             self._when_done()
 
-    def timer(self, step: str, now: float) -> None:
-        """Time to tell again, or to end."""
-        if step == "resend":
-            self.state.set_timer(("sleepers", self.fence.epoch, "resend"), self.state.deadlines.resend)
+    def timer(self, key: SleepersEnd | SleepersResend, now: float) -> None:
+        """Time to tell again, or to end; nothing if the timer is of another call."""
+        if key.epoch != self.fence.epoch:
+            return
+        if isinstance(key, SleepersResend):
+            self.state.set_timer(key, self.state.deadlines.resend)
             self.send_missing(now)
             return
         for name in self._names:
@@ -122,8 +140,8 @@ class Sleepers:
         if self.over or len(self._results) < len(self._names):
             return
         self.over = True
-        self.state.cancel_timer(("sleepers", self.fence.epoch, "end"))
-        self.state.cancel_timer(("sleepers", self.fence.epoch, "resend"))
+        self.state.cancel_timer(SleepersEnd(self.fence.epoch))
+        self.state.cancel_timer(SleepersResend(self.fence.epoch))
         if self.call is not None:
             results = [self._results[name] for name in self._names]
             response = (

@@ -33,11 +33,19 @@ from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-SPEND: Key = ("spend",)
-SPEND_AGAIN: Key = ("spend again",)
 SHORTEST_SECONDS = 0.001
 SPENT_AHEAD = 2
 """Epochs that are made durable at once: those of an update's two fences."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSpending:
+    """Key of the task that makes epochs durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRetry:
+    """Key of the timer after which a ledger that could not be written is tried again."""
 
 
 @dataclass
@@ -89,7 +97,7 @@ class State:
         """Has the next epochs made durable, if that is not done."""
         if self.spent <= self.epoch and not self.spending:
             self.spending = self.epoch + SPENT_AHEAD
-            self.run(SPEND, SpendEpoch(self.spending, self.deadlines.ledger))
+            self.run(EpochSpending(), SpendEpoch(self.spending, self.deadlines.ledger))
 
     def spend_ended(self, problem: weights_pb2.Problem | None) -> None:
         """The ledger has written, or could not: then it is tried again in a moment."""
@@ -97,7 +105,7 @@ class State:
             self.spent, self.ledger_problem = max(self.spent, self.spending), None
         else:
             self.ledger_problem = problem
-            self.set_timer(SPEND_AGAIN, self.deadlines.resend)
+            self.set_timer(EpochRetry(), self.deadlines.resend)
         self.spending = 0
         if problem is None:
             self.spend_ahead()  # epochs may have been skipped meanwhile

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.corrections import Corrections
-from ckpt_engine.machines.manager.gathers import Gathers
+from ckpt_engine.machines.manager.gathers import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.rollbacks import Rollbacks
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.updates import Updates
-from ckpt_engine.machines.manager.waits import Waits
+from ckpt_engine.machines.manager.waits import ReportSearch, WaitEnd, Waits
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -94,9 +94,9 @@ class Turns:
     def timer(self, key: Key, now: float) -> None:
         """A timer of one of them fired."""
         match key:
-            case ("gather", str() as step, str() as lineage):
-                self.gathers.timer(step, lineage, now)
-            case ("wait", int() as number):
+            case GatherEnd() | SessionsAbsent():
+                self.gathers.timer(key, now)
+            case WaitEnd(number):
                 self.waits.timer(number, self.updates.all())
             case _:
                 self.rollbacks.timer(key)
@@ -104,7 +104,7 @@ class Turns:
     def done(self, done: Done) -> None:
         """A task of one of them ended."""
         match done.key:
-            case ("wait", int() as number):
+            case ReportSearch(number):
                 self.waits.found(number, done, self.updates.all())
             case _:
                 self.rollbacks.done(done)

@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
-from ckpt_engine.machines.events import Compiled, CompilePlans, Done
-from ckpt_engine.machines.manager.absences import Absences
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key
+from ckpt_engine.machines.manager.absences import Absences, MemberAbsent
 from ckpt_engine.machines.manager.collecting import Collecting
-from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.course import Course, CourseTimer, PhaseEnd
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.installing import Installing
+from ckpt_engine.machines.manager.installing import Entry, Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Way
-from ckpt_engine.machines.manager.ranks import Ranks
+from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
+from ckpt_engine.machines.manager.ranks import CallerAbsent, Ranks
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
@@ -195,32 +196,36 @@ class Update:
             self._relaying.planned(task, done, now)
         self._go_on(now)
 
-    def done(self, step: str, done: Done, now: float) -> None:
+    def done(self, step: Key, done: Done, now: float) -> None:
         """Another task of this update ended."""
-        if step == "report":
+        if step is Entry.REPORT:
             self._end()
         elif done.problem is not None:
-            if step == "intent" and not done.answered and self._identity is not None:
+            if step is Entry.INTENT and not done.answered and self._identity is not None:
                 self.state.versions.doubt(self._identity)
             self._refuse(done.problem)
-        elif step == "intent" and self._installing is not None:
+        elif step is Entry.INTENT and self._installing is not None:
             self._install(now)
 
-    def timer(self, step: str, now: float) -> None:
+    def timer(self, step: Key, now: float) -> None:
         """A timer of this update fired."""
-        if step == "resend":
-            self.course.timer("resend", self.state.deadlines.resend)
-            self._send_missing(now)
-        elif step == "end":
-            self._out_of_time(now)
-        elif step == self.phase or (step == "half" and self.phase == "preparing" and self._recipients.enough):
-            self._phase_over(now)
-        elif step.startswith("left "):
-            self._ranks.timer(step)
-        elif step.startswith("lost ") and (member := self._absences.not_back(step)) is not None:
-            self.member_gone(member, now)
-        elif self._relaying is not None and self._relaying.timer(step, now):
-            self._go_on(now)
+        match step:
+            case CourseTimer.RESEND:
+                self.course.timer(CourseTimer.RESEND, self.state.deadlines.resend)
+                self._send_missing(now)
+            case CourseTimer.END:
+                self._out_of_time(now)
+            case CourseTimer.HALF if self.phase == "preparing" and self._recipients.enough:
+                self._phase_over(now)
+            case PhaseEnd(phase) if phase == self.phase:
+                self._phase_over(now)
+            case CallerAbsent(rank):
+                self._ranks.timer(rank)
+            case MemberAbsent() if (member := self._absences.overdue(step)) is not None:
+                self.member_gone(member, now)
+            case RelayAbsent() | RelayRetry() if self._relaying is not None:
+                self._relaying.timer(step, now)
+                self._go_on(now)
 
     # -- from phase to phase
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_engine.machines.events import Call, Done
+from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
@@ -112,17 +113,17 @@ class Updates:
             for rank in [rank for rank, other in update.goal.calls.items() if other == call]:
                 update.caller_left(rank)
 
-    def timer(self, number: int, step: str, now: float) -> None:
-        """A timer of the one with this number."""
+    def timer(self, key: UpdateTimer, now: float) -> None:
+        """A timer of one of them fired."""
         for update in self.all():
-            if update.number == number:
-                update.timer(step, now)
+            if update.number == key.number:
+                update.timer(key.step, now)
 
-    def done(self, number: int, step: str, done: Done, now: float) -> bool:
-        """A task of the one with this number ended; whether there is one."""
-        found = [update for update in self.all() if update.number == number]
+    def done(self, key: UpdateTask, done: Done, now: float) -> bool:
+        """A task of one of them ended; whether that one goes on."""
+        found = [update for update in self.all() if update.number == key.number]
         for update in found:
-            update.done(step, done, now)
+            update.done(key.step, done, now)
         return bool(found)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:

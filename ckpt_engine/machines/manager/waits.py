@@ -24,6 +24,20 @@ Version = tuple[str, int]
 """A lineage and a number."""
 
 
+@dataclass(frozen=True, slots=True)
+class WaitEnd:
+    """Key of the timer of one call."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSearch:
+    """Key of the task that asks the ledger for one call."""
+
+    number: int
+
+
 @dataclass
 class Waiting:
     """One call. end: until when it waits. sought: the ledger is being asked."""
@@ -60,10 +74,10 @@ class Waits:
         self.numbers += 1
         seconds = request.timeout_seconds or self.state.deadlines.update
         waiting = self.waiting[self.numbers] = Waiting(call, version, seconds)
-        self.state.set_timer(("wait", self.numbers), seconds)
+        self.state.set_timer(WaitEnd(self.numbers), seconds)
         if _to(running, version) is None:
             waiting.sought = True
-            self.state.run(("wait", self.numbers), FindReport(*version, self.state.deadlines.ledger))
+            self.state.run(ReportSearch(self.numbers), FindReport(*version, self.state.deadlines.ledger))
 
     def cancelled(self, call: Call) -> None:
         """Forgets a call whose caller has gone."""
@@ -114,7 +128,7 @@ class Waits:
 
     def _end(self, number: int) -> None:
         del self.waiting[number]
-        self.state.cancel_timer(("wait", number))
+        self.state.cancel_timer(WaitEnd(number))
 
 
 def _to(running: Sequence[Update], version: Version) -> Update | None:
