@@ -51,23 +51,23 @@ class TaskRunner:
 
     async def run(self, key: events.Key, task: events.Task) -> events.Done:
         """Carries `task` out. Never raises, except when it is cancelled."""
-        return await carry_out("agent", key, task, lambda task: self._carry_out(key, task))
+        return await carry_out("agent", key, task, self._carry_out)
 
-    async def _carry_out(self, key: events.Key, task: events.Task) -> object:
+    async def _carry_out(self, task: events.Task) -> object:
         try:
-            return await self._work(key, task)
+            return await self._work(task)
         except EngineCallError as error:
             refused = internal if error.answered else unavailable
             raise TaskFailedError(refused(f"{words(task)}: {error}").problem, error.answered) from error
 
-    async def _work(self, key: events.Key, task: events.Task) -> object:
+    async def _work(self, task: events.Task) -> object:
         match task:
             case events.PutBlobs():
                 return tuple([await self._put(data, task.seconds) for data in task.blobs])
             case events.FetchBlobs():
                 return tuple(await asyncio.gather(*(self._blobs.get(ref) for ref in task.refs)))
             case events.ReadWords():
-                if isinstance(key, tuple) and key[0] == "operation":  # it decides by them; else the last heard words do
+                if task.current:
                     await self._host.look(task.seconds / 2)
                 return self._state_words()
             case events.MarkEngine():

@@ -227,9 +227,10 @@ class Words:
 
 @dataclass(frozen=True)
 class ReadWords:
-    """Read the page now. Result: Words. Takes no time to speak of."""
+    """Read the page. Result: Words. Takes no time to speak of."""
 
     seconds: float = 5.0
+    current: bool = True  # ask for the words of workers on other nodes first; False: those heard last will do
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ class AgentMachine:
     def _look(self) -> None:
         if not self._looking:
             self._looking = True
-            self._out.append(Run(LOOK, ReadWords()))
+            self._out.append(Run(LOOK, ReadWords(current=False)))
 
     def _reconcile(self, now: float) -> None:
         """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, to be

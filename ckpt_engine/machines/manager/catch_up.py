@@ -28,6 +28,7 @@ from ckpt_engine.v1 import manager_pb2
 class CatchUpRetry:
     """Key of the timer of the next attempt that must wait."""
 
+
 TURN = "its turn comes when nothing else goes on in its pool"
 
 
