@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.catch_up import CATCH_UP, Attempts, _given_up
+from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
+from ckpt_engine.machines.manager.course import UpdateTask
+from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Latest, everybody
@@ -324,7 +326,7 @@ class Mechanism:
         if before == desired:
             return
         match event:
-            case events.Done(("update", _, "intent")):
+            case events.Done(UpdateTask(_, Entry.INTENT)):
                 return
             case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
                 return
@@ -410,7 +412,7 @@ def _used_up(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
 
 def _due_later(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
     attempts = manager.machine._catch_up.attempts.get(replica.name)
-    return attempts is not None and attempts.next > manager.clock and CATCH_UP in manager._timers
+    return attempts is not None and attempts.next > manager.clock and CatchUpRetry() in manager._timers
 
 
 def _holders_in_use(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
@@ -436,7 +438,7 @@ REASONS: dict[str, Judge] = {
     "running: a call to sleep or wake": lambda manager, replica, latest: (
         manager.machine._sleepers is not None and not manager.machine._sleepers.over
     ),
-    "timer: CATCH_UP": _due_later,
+    "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,
     "running: a look at what holders hold": lambda manager, replica, latest: manager.machine._holdings.looking(latest),
     "timer: that look is repeated": lambda manager, replica, latest: (

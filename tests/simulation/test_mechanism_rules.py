@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import catch_up
-from ckpt_engine.machines.manager.catch_up import CATCH_UP, Attempts, CatchUp
+from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry
 from ckpt_engine.machines.manager.giving_way import GivingWay
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.ranks import Ranks
@@ -129,7 +129,7 @@ def there_is_a_timer_for_the_next_try(patch: Patch) -> None:
     original = State.set_timer
 
     def set_timer(self: State, key: Key, seconds: float) -> None:
-        if key != CATCH_UP:
+        if not isinstance(key, CatchUpRetry):
             original(self, key, seconds)
 
     patch.setattr(State, "set_timer", set_timer)
