@@ -55,14 +55,17 @@ def test_it_fails_when_a_part_of_it_dies(runs: list[Run], word: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--tensor-parallel", "--updates", "2")])
-def test_replicas_come_to_recite_the_text(runs: list[Run], arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "updates"),
+    [((), 6), pytest.param(("--tensor-parallel", "--updates", "2"), 2, marks=pytest.mark.hours)],
+)
+def test_replicas_come_to_recite_the_text(runs: list[Run], arguments: tuple[str, ...], updates: int) -> None:
     runs.append(run := Run(*arguments))
     out, err = run.finish(600)
     assert run.process.returncode == 0, err
     result = json.loads(out.splitlines()[-1])
     assert result["ok"] is result["verified"] is result["final_text_matches"] is True
     assert result["replicas"] == 2
-    assert result["updates"] == (2 if arguments else 6)
+    assert result["updates"] == updates
     assert len(result["timings"]["update_seconds"]) == result["updates"]
     assert run.left() == ({}, [])

@@ -381,7 +381,15 @@ def test_some_seed_notices_without(rule: Mistake, monkeypatch: pytest.MonkeyPatc
     must_be_noticed(rule, monkeypatch, SLANTS.get(rule))
 
 
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 10), marks=pytest.mark.slow)], ids=["one", "more"])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(1),
+        pytest.param(range(1, 4), marks=pytest.mark.slow),
+        pytest.param(range(4, 10), marks=[pytest.mark.slow, pytest.mark.hours]),
+    ],
+    ids=["one", "more", "most"],
+)
 @pytest.mark.parametrize("rule", SLANTS, ids=name_of)
 def test_no_seed_complains_with(rule: Mistake, seeds: range) -> None:
     """What is made more likely is not what breaks the promise."""
