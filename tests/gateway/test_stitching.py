@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.gateway import resumability
+from ckpt_engine.gateway.dialects import base
 from ckpt_engine.gateway.dialects.base import Dialect
 from ckpt_engine.gateway.dialects.completions import Completions
 from ckpt_engine.gateway.dialects.inference import Inference
@@ -319,6 +320,17 @@ def test_what_cannot_be_is_refused_before_a_replica_hears_of_it(
     with pytest.raises(RefusedError, match=re.escape(why)) as caught:
         dialect.read(body)
     assert caught.value.status == 400
+
+
+def test_as_many_prompts_and_samples_as_are_allowed_and_not_one_more() -> None:
+    most = base.SAMPLES
+    for prompts, each in ((most, 1), (1, most)):
+        asked = Completions.read({"prompt": [[1]] * prompts, "n": each, "max_tokens": 1})
+        assert asked is not None
+        assert len(asked.singles) == most
+        more = {"prompt": [[1]] * (prompts + (each == 1)), "n": each + (prompts == 1), "max_tokens": 1}
+        with pytest.raises(RefusedError, match=f"{most + 1} .* {most} are the most"):
+            Completions.read(more)
 
 
 def test_texts_are_passed_on() -> None:
