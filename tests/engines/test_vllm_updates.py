@@ -114,6 +114,3 @@ def test_tokens_are_called_by_lineage_version_and_root(cluster: Cluster, tmp_pat
         assert label.startswith("7:")
         assert label.endswith(f":{lineage}")
         assert choice["weight_versions"] == [{"version": label, "start": 0, "end": 4}]
-    log = replica.log.read_text(errors="replace")
-    assert "POST /ckpt_engine/resume?" in log, "the version is named and the engine resumed in one call"
-    assert "POST /update_weight_version" not in log
