@@ -9,38 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
 
 from ckpt_engine.machines.events import Done, HeldOffer, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest
 from ckpt_engine.v1 import manager_pb2
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class JoinRetry:
+    """Key of the timer after which what failed to be joined is joined again."""
+
+    pipeline: int  # the number of the one that failed
+
+
+@dataclass(frozen=True)
 class Joining:
-    """What holders of one version offer together. offers: what is joined. joined: None while that goes on, or if it
-    failed."""
+    """What holders of one version offer together."""
 
     offers: tuple[HeldOffer, ...]
-    number: int
-    joined: Joined | None = None
-    failed: bool = False
+    pipeline: PlanPipeline
+
+    @property
+    def joined(self) -> Joined | None:
+        """What it came to; None while it goes on, or if it failed."""
+        return self.pipeline.stage if isinstance(self.pipeline.stage, Joined) else None
 
 
 @dataclass
 class Holdings:
     """Joins what holders hold into sources of a version.
 
-    by_lineage: what was joined last for the version of each lineage that was asked for last. step: the first word
-    of its tasks' and timers' keys.
+    by_lineage: what was joined last for the version of each lineage that was asked for last.
     """
 
     state: State
-    step: str = "join"
     by_lineage: dict[str, Joining] = field(default_factory=dict)
-    joins: int = 0
 
     def told(self, holder: Holder) -> None:
         """A holder says what it has. What was joined without it is joined again."""
@@ -54,7 +60,7 @@ class Holdings:
     def looking(self, latest: Latest) -> bool:
         """Whether that will be known soon."""
         known = self.by_lineage.get(latest.identity.lineage)
-        return known is not None and known.joined is None and not known.failed
+        return known is not None and isinstance(known.pipeline.stage, JoinSources)
 
     def of(self, latest: Latest, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where a version lies and its record; None if nobody holds it, or as long as that is not known. ranks: what is
@@ -67,36 +73,31 @@ class Holdings:
         offers = (*offers, *ranks)
         known = self.by_lineage.get(lineage)
         if known is None or known.offers != offers:
-            self.joins += 1
-            self.by_lineage[lineage] = Joining(offers, self.joins)
-            task = JoinSources(latest.identity, offers, latest.record, self.state.deadlines.merge)
-            self.state.run((self.step, lineage, self.joins), task)
-            return None
+            known = self.by_lineage[lineage] = Joining(offers, PlanPipeline(self.state))
+            known.pipeline.run(JoinSources(latest.identity, offers, latest.record, self.state.deadlines.merge))
         joined = known.joined
         if joined is None or joined.published is None or joined.record is None:
             return None
         return joined.published, joined.record
 
-    def ended(self, lineage: str, number: int, done: Done) -> None:
-        """A join ended: tells those that were left out. One that failed altogether is tried again a little later."""
-        known = self.by_lineage.get(lineage)
-        if known is None or known.number != number:
-            return
-        if done.problem is not None:
-            known.failed = True
-            self.state.set_timer((self.step, lineage), self.state.deadlines.catch_up_retry)
-            return
-        known.joined = cast(Joined, done.result)
-        for holder in self.state.members.connected_holders():
-            problem = known.joined.refused.get(holder.source)
-            if problem is not None:
-                self.state.send(holder, manager_pb2.Refused(problem=problem))
+    def planned(self, task: PlanTask, done: Done) -> None:
+        """A task of a pipeline ended, which may be of these: tells those that were left out. What failed altogether is
+        joined again a little later."""
+        for joining in self.by_lineage.values():
+            if not joining.pipeline.done(task, done):
+                continue
+            if isinstance(joining.pipeline.stage, Failed):
+                self.state.set_timer(JoinRetry(task.pipeline), self.state.deadlines.catch_up_retry)
+            for holder in self.state.members.connected_holders():
+                problem = None if joining.joined is None else joining.joined.refused.get(holder.source)
+                if problem is not None:
+                    self.state.send(holder, manager_pb2.Refused(problem=problem))
 
-    def again(self, lineage: str) -> None:
-        """What failed a moment ago is tried again when it is asked for."""
-        known = self.by_lineage.get(lineage)
-        if known is not None and known.joined is None:
-            del self.by_lineage[lineage]
+    def again(self, retry: JoinRetry) -> None:
+        """Forgets what failed a moment ago, so that it is joined when it is asked for."""
+        for lineage, joining in list(self.by_lineage.items()):
+            if joining.pipeline.number == retry.pipeline:
+                del self.by_lineage[lineage]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """The blobs that must stay, by the holder that needs them."""
@@ -104,6 +105,6 @@ class Holdings:
         for holder in self.state.members.holders.values():
             used[holder.source] = [ref for held in holder.held for ref in (held.table, held.record) if ref.digest]
         for lineage, joining in self.by_lineage.items():
-            if joining.joined is not None and joining.joined.published is not None:
-                used.setdefault(f"lineage {lineage!r}", []).append(joining.joined.published.manifest)
+            if refs := joining.pipeline.blobs():
+                used.setdefault(f"lineage {lineage!r}", []).extend(refs)
         return used

@@ -48,7 +48,7 @@ from ckpt_engine.machines.manager.drift import Drift, Drifts
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
 from ckpt_engine.machines.manager.giving_way import GivingWay
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry
 from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.locating import located
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer
@@ -389,8 +389,9 @@ class ManagerMachine:
             case ForgetTimer():
                 if (member := self._forgetting.due(key)) is not None:
                     self._goodbye(member, None, now)
-            case ("join", str() as lineage):
-                self._holdings.again(lineage)
+            case JoinRetry():
+                for holdings in (self._holdings, self._turns.rollbacks.holdings):
+                    holdings.again(key)
             case SettleEnd():
                 self._settled = True
             case EpochRetry():
@@ -410,10 +411,10 @@ class ManagerMachine:
                     self._forgetting.prune()
             case PlanTask() as key:
                 self._updates.planned(key, done, now)
+                for holdings in (self._holdings, self._turns.rollbacks.holdings):
+                    holdings.planned(key, done)
             case Merge() as key:
                 self._publications.merged(key, done)
-            case ("join", str() as lineage, int() as number):
-                self._holdings.ended(lineage, number, done)
             case Correction():
                 pass
             case EpochSpending():

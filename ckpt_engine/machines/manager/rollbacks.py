@@ -15,15 +15,13 @@ from functools import partial
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
-from ckpt_engine.machines.events import Call, Done, Key, Published
+from ckpt_engine.machines.events import Call, Key, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest, describe
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-STEP = "join back"
 
 MOST_NAMED = 8
 """Held versions that a refusal names; what is beyond is counted."""
@@ -60,7 +58,7 @@ class Rollbacks:
     numbers: int = 0
 
     def __post_init__(self) -> None:
-        self.holdings = Holdings(self.state, STEP)
+        self.holdings = Holdings(self.state)
 
     def join(self, call: Call, request: manager_pb2.RollbackRequest, now: float) -> None:
         """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""
@@ -107,7 +105,7 @@ class Rollbacks:
         self.running.append(goal)
 
     def timer(self, key: Key) -> None:
-        """A rollback's time is over, or what holders hold is to be joined once more."""
+        """A rollback's time is over."""
         match key:
             case RollbackEnd(number) if number in self.waiting:
                 asked = self.waiting[number]
@@ -115,19 +113,10 @@ class Rollbacks:
                 self._refuse(
                     number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem
                 )
-            case (_, str() as lineage):
-                self.holdings.again(lineage)
-
-    def done(self, done: Done) -> None:
-        """What holders hold of a version was joined, or could not be."""
-        match done.key:
-            case (_, str() as lineage, int() as number):
-                self.holdings.ended(lineage, number, done)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """The blobs that must stay until it is over."""
-        joined = [joining.joined for joining in self.holdings.by_lineage.values()]
-        return [each.published.manifest for each in joined if each is not None and each.published is not None]
+        return [ref for joining in self.holdings.by_lineage.values() for ref in joining.pipeline.blobs()]
 
     def describe(self) -> str:
         """What is going on, for people; empty if nothing is."""

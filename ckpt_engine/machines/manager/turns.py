@@ -106,8 +106,6 @@ class Turns:
         match done.key:
             case ReportSearch(number):
                 self.waits.found(number, done, self.updates.all())
-            case _:
-                self.rollbacks.done(done)
 
     def describe(self) -> str:
         """What waits, for people; empty if nothing does."""
