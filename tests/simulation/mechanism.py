@@ -21,7 +21,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.installing import Entry
-from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Latest, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -45,6 +45,9 @@ class Today(Enum):
     LOST_READER = "a call ends while a replica reads the trainer that has had no session for a lease"
     CALLER_LEFT = "a replica is told to read live memory although a rank has left the call since the intent"
     WORD_OF_A_LINEAGE = "what one replica holds and the ledger has lost, others of its lineage are to serve, too"
+    OTHER_POOL = (
+        "a replica that was moved is brought to its new pool's commit, which is older than the one in its words"
+    )
     NUMBERS_OF_A_LOST_LEDGER = "a number has another root after the ledger was replaced by an older one"
 
 
@@ -73,6 +76,8 @@ class Mechanism:
         self._attempts: dict[tuple[int, str], Attempt] = {}  # by the manager's generation and replica
         self._ended: set[tuple[int, int]] = set()  # by generation, epochs of which all outcomes were recorded
         self._commits: dict[tuple[str, int], int] = {}  # by the fence of an attempt, the epoch of its commit
+        self._pools: dict[tuple[str, int], str] = {}  # by the fence of a commit, whose it is
+        self._sealed_by: dict[tuple[str, int], str] = {}  # by lineage and rank, the session that was told so last
         self._seals: dict[str, int] = {}  # by a rank's session, the fill fence for which it was last told to seal
         self._plans: dict[bytes, frozenset[bytes]] = {}  # the tables that a plan reads
         self._roots: dict[tuple[str, int], bytes] = {}  # by number
@@ -94,7 +99,10 @@ class Mechanism:
                 self.scenario.truth.sleep_fences.add((body.fence.cluster, body.fence.epoch))
                 self.check_one_attempt_a_replica(manager, manager.machine._members.by_peer[peer].name, body.fence.epoch)
             case events.Send(peer, manager_pb2.Seal() as body) if not body.keep:
-                self._seals[manager.machine._members.by_peer[peer].session_id] = body.fence.epoch
+                member = manager.machine._members.by_peer[peer]
+                self._seals[member.session_id] = body.fence.epoch
+                if isinstance(member, Trainer):
+                    self._sealed_by[member.lineage, member.rank] = member.session_id
             case events.Run(_, events.RecordIntent() as task):
                 self._intent(manager, task)
             case events.Run(_, events.RecordOutcome(report)):
@@ -113,6 +121,7 @@ class Mechanism:
             self.scenario.truth.uncalled.add((cluster, task.epoch))
             self.check_desired_is_the_newest_commit(manager, update.goal.replicas[0], task.identity)
         else:
+            self._pools[cluster, task.epoch] = update.goal.pool
             self.check_min_replicas_before_the_commit(update)
 
     def _install(self, manager: ManagerShell, name: str, body: manager_pb2.Install) -> None:
@@ -121,7 +130,7 @@ class Mechanism:
         self.check_attempts_go_toward_a_durable_commit(body)
         if known is None or known.epoch != body.fence.epoch:
             self.check_one_attempt_a_replica(manager, name, body.fence.epoch)
-            self.check_no_attempt_toward_an_older_commit(name, body.fence)
+            self.check_no_attempt_toward_an_older_commit(manager, name, body.fence)
             self.check_a_number_names_one_root(body.identity)
             if update is not None:
                 self.check_nobody_wakes_what_sleeps(manager, name, update)
@@ -143,9 +152,7 @@ class Mechanism:
             tables |= self._plans[digest]
         sources = [self.scenario.truth.sources[table] for table in tables]
         live = [each for each in sources if not isinstance(each, HeldSource) and not each.stays_sealed]
-        ranks = manager.machine._members.trainers
-        keys = {(each.lineage, each.rank) for each in live}
-        return frozenset(ranks[key].session_id if key in ranks else "gone" for key in keys)
+        return frozenset(self._sealed_by.get((each.lineage, each.rank), "never sealed") for each in live)
 
     def check_attempts_go_toward_a_durable_commit(self, body: manager_pb2.Install) -> None:
         """A replica is told to install only what an intent on the disk says, under that intent's fence."""
@@ -170,7 +177,9 @@ class Mechanism:
         if name in sleepers._names and name not in sleepers._results:
             raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
 
-    def check_no_attempt_toward_an_older_commit(self, name: str, fence: weights_pb2.Fence) -> None:
+    def check_no_attempt_toward_an_older_commit(
+        self, manager: ManagerShell, name: str, fence: weights_pb2.Fence
+    ) -> None:
         """No attempt is made toward a commit that is older than the one in the workers' words."""
         agent = self.scenario.agents[name]
         if agent.engine is None or not agent.engine.alive or agent.cluster_served != fence.cluster:
@@ -178,7 +187,11 @@ class Mechanism:
         toward = self._commits.get((fence.cluster, fence.epoch), fence.epoch)
         for worker in agent.engine.workers:
             held = self._commits.get((fence.cluster, worker.epoch), 0)
-            if held > toward:
+            if held <= toward:
+                continue
+            if self._pools.get((fence.cluster, held)) != manager.machine._members.replicas[name].pool:
+                self._excuse(Today.OTHER_POOL)
+            else:
                 raise BrokenPromiseError(f"{name} has words of commit {held}, and is told to install {toward}")
 
     def check_min_replicas_before_the_commit(self, update: Update) -> None:

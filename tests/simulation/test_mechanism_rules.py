@@ -397,3 +397,13 @@ def test_a_word_decides_today_what_others_of_its_lineage_are_to_serve() -> None:
     cut_off(story, knows.name, cut=False)
     story.wait(8.0)
     assert story.invariants.mechanism.excused[Today.WORD_OF_A_LINEAGE]
+
+
+def test_a_replica_that_was_moved_is_brought_back_today_to_the_older_commit_of_its_pool() -> None:
+    story = Story()
+    moved, _ = story.replica(), story.replica(pool="judge")
+    assert story.update(story.ranks(kind="snapshot"), pool="judge").ok
+    assert story.update(story.ranks("another run", kind="snapshot")).ok
+    story.restart_agent(moved, 0.1, "judge")
+    story.wait(8.0)
+    assert story.invariants.mechanism.excused[Today.OTHER_POOL]
