@@ -301,6 +301,7 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
     ("dialect", "body", "why"),
     [
         (Completions, {"prompt": []}, "at least one token id"),
+        (Completions, {"prompt": {"ids": [1]}}, "at least one token id"),
         (Completions, {"prompt": [1, -1]}, "number 1 of it is -1"),
         (Completions, {"prompt": [1, True]}, "number 1 of it is true"),
         (Completions, {"prompt": [1], "n": 0}, "n: 0"),
