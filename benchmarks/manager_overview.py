@@ -28,6 +28,7 @@ import httpx
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.manager.kept_views import Overviews
 from ckpt_engine.manager.ledger import Ledger
@@ -141,7 +142,7 @@ class Cluster:
 
     async def _run(self) -> None:
         ledger = await Ledger.open(self._config.ledger or Path())
-        await ledger.record_intent(82, IDENTITY, meant=[""])
+        await ledger.record_intent(82, Version.of(IDENTITY), meant=[""])
         await ledger.close()
         async with ManagerServer(self._config) as server:
             shell = server._shell

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.core.version import Version
+from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class RecordIntent:
     """
 
     epoch: int
-    identity: weights_pb2.Identity
+    identity: Version
     seconds: float
     selection: tuple[str, ...] = ()
     meant: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from ckpt_engine.core.offers import Shut
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.ledger_tasks import LedgerTask
 from ckpt_engine.machines.part_tasks import CollectivePlan, RunPart, WorkerKey
 from ckpt_engine.machines.relay.tasks import RelayTask
@@ -137,7 +138,7 @@ class JoinSources:
     record: the manager's own, if it has one. A record counts only if it hashes to the root of `identity`.
     """
 
-    identity: weights_pb2.Identity
+    identity: Version
     offers: tuple[HeldOffer, ...]
     record: manager_pb2.BlobRef | None
     seconds: float

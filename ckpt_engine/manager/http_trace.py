@@ -74,7 +74,7 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
 async def _last_to(ledger: Ledger, version: int, lineage: str) -> Record:
     """The last update to a version that was not for a late replica. lineage: empty: the only one that has it."""
     kept = await ledger.identities()
-    having = [lineage] if lineage else sorted({each.lineage for each in kept if each.version == version})
+    having = [lineage] if lineage else sorted({each.lineage for each in kept if each.number == version})
     if len(having) > 1:
         raise invalid(f"version {version} is one of several lineages: add ?lineage= with one of {', '.join(having)}")
     unknown = []
@@ -96,10 +96,10 @@ async def _trace(manager: Traced, record: Record) -> Response:
         raise precondition(f"{_named(record)} has no report yet: ask again when it is over")
     places = Whereabouts.of(manager.status())
     text = await asyncio.to_thread(lambda: trace_text(drawn(report, MEASURED, places)[0]))
-    name = f"update-{record.epoch}-version-{record.identity.version}.json"
+    name = f"update-{record.epoch}-version-{record.identity.number}.json"
     headers = {"content-disposition": f'attachment; filename="{name}"'}
     return Response(text, media_type="application/json", headers=headers)
 
 
 def _named(record: Record) -> str:
-    return f"epoch {record.epoch} (version {record.identity.version} of lineage {record.identity.lineage!r})"
+    return f"epoch {record.epoch} (version {record.identity.number} of lineage {record.identity.lineage!r})"

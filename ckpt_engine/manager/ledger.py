@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.versions import Intended, Meant
 from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 LAST_NAMED = 4
 """Updates of a lineage that are named to whoever asks for one that there was not."""
@@ -45,7 +46,7 @@ class Record:
     """One update of the history. ``report`` is None when the manager ended between the intent and the report."""
 
     epoch: int
-    identity: weights_pb2.Identity
+    identity: Version
     time: float
     report: manager_pb2.UpdateReport | None
 
@@ -136,7 +137,7 @@ class Ledger:
     async def record_intent(
         self,
         epoch: int,
-        identity: weights_pb2.Identity,
+        identity: Version,
         selection: Sequence[str] = (),
         meant: Sequence[str] = (),
     ) -> None:
@@ -153,7 +154,7 @@ class Ledger:
                 self._connection.execute(
                     "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (
-                        *(epoch, identity.lineage, identity.version, identity.root),
+                        *(epoch, identity.lineage, identity.number, identity.root),
                         *(time.time(), json.dumps(selection), not meant),
                     ),
                 )
@@ -187,27 +188,27 @@ class Ledger:
         return [
             Intended(
                 epoch,
-                weights_pb2.Identity(lineage=lineage, version=version, root=root),
+                Version(lineage, number, root),
                 tuple(json.loads(selection)),
             )
-            for epoch, lineage, version, root, selection in rows
+            for epoch, lineage, number, root, selection in rows
         ]
 
-    async def highest(self) -> list[weights_pb2.Identity]:
+    async def highest(self) -> list[Version]:
         """The version with the highest number of each lineage."""
         rows = await self._run(
             lambda: self._connection.execute("SELECT lineage, version, root FROM highest ORDER BY lineage").fetchall()
         )
-        return [weights_pb2.Identity(lineage=lineage, version=version, root=root) for lineage, version, root in rows]
+        return [Version(lineage, number, root) for lineage, number, root in rows]
 
-    async def identities(self) -> list[weights_pb2.Identity]:
+    async def identities(self) -> list[Version]:
         """Every version of which an intent is kept, the one that was installed longest ago first."""
         rows = await self._run(
             lambda: self._connection.execute(
                 "SELECT lineage, version, root FROM intents GROUP BY lineage, version, root ORDER BY max(epoch)"
             ).fetchall()
         )
-        return [weights_pb2.Identity(lineage=lineage, version=version, root=root) for lineage, version, root in rows]
+        return [Version(lineage, number, root) for lineage, number, root in rows]
 
     async def last_update(self, lineage: str, version: int) -> Found:
         """How the last update to a version ended, and to which versions of its lineage updates were last. What was
@@ -271,9 +272,9 @@ class Ledger:
         if written.rowcount != 1:
             raise precondition(f"another manager has taken the ledger {self.path} over: stop one of the two")
 
-    def _take_number(self, identity: weights_pb2.Identity) -> None:
+    def _take_number(self, identity: Version) -> None:
         """Remembers the highest number apart from intents, and compares roots with those that are still known."""
-        named = (identity.lineage, identity.version)
+        named = (identity.lineage, identity.number)
         other = self._connection.execute(
             "SELECT root FROM (SELECT lineage, version, root FROM intents UNION SELECT * FROM highest) "
             "WHERE lineage = ? AND version = ? AND root != ?",
@@ -281,7 +282,7 @@ class Ledger:
         ).fetchone()
         if other is not None:
             raise precondition(
-                f"version {identity.version} of lineage {identity.lineage!r} has the root {other[0].hex()[:12]} in the "
+                f"version {identity.number} of lineage {identity.lineage!r} has the root {other[0].hex()[:12]} in the "
                 f"ledger {self.path}, and not {identity.root.hex()[:12]}: take a higher version"
             )
         self._connection.execute(
@@ -316,11 +317,11 @@ class Ledger:
         return [
             Record(
                 epoch,
-                weights_pb2.Identity(lineage=lineage, version=version, root=root),
+                Version(lineage, number, root),
                 moment,
                 None if report is None else manager_pb2.UpdateReport.FromString(report),
             )
-            for epoch, lineage, version, root, moment, report in rows
+            for epoch, lineage, number, root, moment, report in rows
         ]
 
     async def _run(self, statements: Callable[[], T]) -> T:

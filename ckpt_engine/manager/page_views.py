@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import BaseModel, Field
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.watching import Watched
@@ -21,7 +22,7 @@ from ckpt_engine.manager.update_views import Refused
 from ckpt_engine.manager.views import Identity, Problem
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.security.grants import Caller
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 PROBLEMS_SHOWN = 4
 """Replicas of an update whose problem its line names."""
@@ -72,7 +73,7 @@ class ReplicaLine(BaseModel):
         cls,
         replica: Replica,
         seen: manager_pb2.WatchedReplica,
-        latest: weights_pb2.Identity | None,
+        latest: Version | None,
         drift: Drift | None,
     ) -> ReplicaLine:
         outcome, unfit = replica.last_outcome, replica.why_unfit()
@@ -91,7 +92,7 @@ class ReplicaLine(BaseModel):
             unfit="" if unfit is None else unfit.message,
             label_problem=seen.label_problem,
             identity=None if identity is None else Identity.of(identity),
-            lag=latest.version - identity.version if known and latest and identity else None,
+            lag=latest.number - identity.version if known and latest and identity else None,
             engine=f"{seen.engine} {seen.engine_version}".strip(),
             mode="" if not replica.mode else enum_word(manager_pb2.Mode, replica.mode),
             host=replica.host.name,
@@ -155,7 +156,7 @@ class RunLine(BaseModel):
                 world_size=max((each.world_size for each in those), default=0),
                 connected=sum(each.connected for each in those),
                 published=sum(each.published for each in those),
-                latest=Identity.of(watched.latest[lineage]) if lineage in watched.latest else None,
+                latest=Identity.of(watched.latest[lineage].message()) if lineage in watched.latest else None,
             )
             for lineage, those in sorted(ranks.items())
         ]
@@ -259,7 +260,7 @@ class UpdateLine(BaseModel):
         failed = [replica for replica in report.replicas if replica.HasField("problem")]
         return cls(
             epoch=record.epoch,
-            identity=Identity.of(record.identity),
+            identity=Identity.of(record.identity.message()),
             time=record.time,
             ok=None if record.report is None else report.ok,
             verified=report.verified,

@@ -82,7 +82,7 @@ class Update(BaseModel):
     def of(cls, record: Record) -> Update:
         return cls(
             epoch=record.epoch,
-            identity=Identity.of(record.identity),
+            identity=Identity.of(record.identity.message()),
             time=record.time,
             report=None if record.report is None else Report.of(record.report),
         )

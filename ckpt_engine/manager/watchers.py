@@ -83,7 +83,11 @@ class Watchers:
         assert self._told is not None
         told = self._told
         return self._numbered(
-            manager_pb2.WatchReplicasResponse(fence=told.fence, settling=told.settling, latest=told.latest.values())
+            manager_pb2.WatchReplicasResponse(
+                fence=told.fence.message(),
+                settling=told.settling,
+                latest=[each.message() for each in told.latest.values()],
+            )
         )
 
     def stop(self, problem: weights_pb2.Problem) -> None:

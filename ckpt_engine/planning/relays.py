@@ -18,6 +18,7 @@ from ckpt_engine.core.relay_reach import Origin, Station, as_reader
 from ckpt_engine.core.relay_routes import Route, Routes, relay_routes
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import reading_kinds
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.fan_out import OVER, Together, filled_together
 from ckpt_engine.machines.manager.filling import Filling
@@ -172,7 +173,7 @@ class _Deciding:
         why: dict[str, str] = {}
         for stage in stages:
             due = [filling for filling in filled.values() if filling.route.stage == stage]
-            found = filled_together(due, holders, self._command, weights_pb2.Fence())
+            found = filled_together(due, holders, self._command, Fence())
             orders |= found.orders
             why |= found.why
         return Together(orders, why)

@@ -6,6 +6,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
@@ -15,9 +16,9 @@ from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"root")
+IDENTITY = Version("run", 1, b"root")
 RECORD = manager_pb2.BlobRef(digest=b"record")
-OLDER = weights_pb2.Identity(lineage="run", version=0, root=b"before")
+OLDER = Version("run", 0, b"before")
 
 
 class Update:
@@ -30,10 +31,10 @@ class Update:
         order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
         self.course = Course(self.state, order)
         self.prefetch = Prefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
-        command = manager_pb2.FillRelay(fence=self.course.fence, identity=IDENTITY)
+        command = manager_pb2.FillRelay(fence=self.course.fence.message(), identity=IDENTITY.message())
         self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command=command)
 
-    def hello(self, *held: tuple[weights_pb2.Identity, bytes], session: str = "first") -> None:
+    def hello(self, *held: tuple[Version, bytes], session: str = "first") -> None:
         hello = manager_pb2.HolderHello(
             digest_format=DIGEST_FORMAT,
             kind="relay",
@@ -42,13 +43,13 @@ class Update:
             filling=manager_pb2.Filling(memory_bytes=1),
         )
         for identity, table in held:
-            hello.held.add(identity=identity, table=manager_pb2.BlobRef(digest=table))
+            hello.held.add(identity=identity.message(), table=manager_pb2.BlobRef(digest=table))
         holder, _ = self.state.members.holder_hello(Peer(f"stream {session}"), hello, 0.0)
         self.prefetch.back(holder)
 
     def answer(self, table: bytes) -> None:
         holder = self.state.members.holders["relay a"]
-        self.prefetch.take(holder, manager_pb2.RelayFilled(identity=IDENTITY, table=table))
+        self.prefetch.take(holder, manager_pb2.RelayFilled(identity=IDENTITY.message(), table=table))
 
     def lose(self) -> None:
         holder = self.state.members.holders["relay a"]

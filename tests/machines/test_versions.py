@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.versions import EVERYBODY, Intended, Meant, Versions, everybody
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 PUBLISHED = Published(manager_pb2.BlobRef(digest=b"m" * 32), (), 1, 1)
 
 
-def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
-    return weights_pb2.Identity(lineage=lineage, version=version, root=bytes([version]) * 32)
+def identity(version: int, lineage: str = "run") -> Version:
+    return Version(lineage, version, bytes([version]) * 32)
 
 
 class Manager:
@@ -25,13 +26,13 @@ class Manager:
         self.meant: dict[str, Meant] = {}
         self.epoch = 0
 
-    def install(self, what: weights_pb2.Identity, *names: str, late: bool = False) -> None:
+    def install(self, what: Version, *names: str, late: bool = False) -> None:
         """Into these replicas; none: all without a pool. late: one of them gets what it was to hold already."""
         self.epoch += 1
         selection = frozenset() if late else frozenset(names or (EVERYBODY,))
         before = what if late else None
         mode = manager_pb2.KEEP
-        order = Goal(what.lineage, what.version, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
+        order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
         intent = self.versions.intent(self.epoch, what, order, 1.0)
         self.intents[what.lineage] = Intended(self.epoch, what, intent.selection)
         self.meant |= dict.fromkeys(intent.meant, (self.epoch, what.lineage))
@@ -44,7 +45,7 @@ class Manager:
 def held(versions: Versions) -> dict[str, tuple[str, int] | None]:
     """What replicas a, b and c are to hold."""
     found = {name: versions.of(name) for name in "abc"}
-    return {name: each and (each.identity.lineage, each.identity.version) for name, each in found.items()}
+    return {name: each and (each.identity.lineage, each.identity.number) for name, each in found.items()}
 
 
 @pytest.mark.parametrize("late", [False, True])

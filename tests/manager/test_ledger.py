@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import EVERYBODY
@@ -21,8 +22,8 @@ from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
-def identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
-    return weights_pb2.Identity(lineage=lineage, version=version, root=bytes([version]) * 32)
+def identity(version: int, lineage: str = "run") -> Version:
+    return Version(lineage, version, bytes([version]) * 32)
 
 
 async def test_a_new_ledger_has_a_cluster_and_keeps_it(tmp_path: Path) -> None:
@@ -49,10 +50,10 @@ async def test_what_was_stored_survives_a_kill(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, sys, pathlib\n"
         "from ckpt_engine.manager.ledger import Ledger\n"
-        "from ckpt_engine.v1 import weights_pb2\n"
+        "from ckpt_engine.core.version import Version\n"
         "async def main():\n"
         "    ledger = await Ledger.open(pathlib.Path(sys.argv[1]))\n"
-        "    await ledger.record_intent(7, weights_pb2.Identity(lineage='run', version=3, root=b'r' * 32))\n"
+        "    await ledger.record_intent(7, Version('run', 3, b'r' * 32))\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"
     )
@@ -61,7 +62,7 @@ async def test_what_was_stored_survives_a_kill(tmp_path: Path) -> None:
     ledger = await Ledger.open(path)
     assert ledger.epoch == 7
     (intent,) = await ledger.last_intents()
-    assert (intent.epoch, intent.identity.version, intent.identity.root) == (7, 3, b"r" * 32)
+    assert (intent.epoch, intent.identity.number, intent.identity.root) == (7, 3, b"r" * 32)
     record = await ledger.record(7)
     assert record is not None
     assert record.report is None
@@ -115,9 +116,7 @@ async def test_each_lineage_keeps_its_last_intent(tmp_path: Path) -> None:
     await ledger.record_intent(1, identity(1, "a"))
     await ledger.record_intent(2, identity(8, "b"))
     await ledger.record_intent(3, identity(2, "a"))
-    latest = [
-        (intent.epoch, intent.identity.lineage, intent.identity.version) for intent in await ledger.last_intents()
-    ]
+    latest = [(intent.epoch, intent.identity.lineage, intent.identity.number) for intent in await ledger.last_intents()]
     assert latest == [(2, "b", 8), (3, "a", 2)]
     await ledger.close()
 
@@ -277,10 +276,10 @@ async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_int
         await ledger.record_outcome(report_of(epoch))
     await ledger.close()
     again = await Ledger.open(path)
-    assert [record.identity.version for record in await again.history() if record.identity.lineage == "run"] == [4]
+    assert [record.identity.number for record in await again.history() if record.identity.lineage == "run"] == [4]
     assert await again.highest() == [identity(1, "other"), identity(5)]
     for version in (4, 5):
-        other = weights_pb2.Identity(lineage="run", version=version, root=bytes(31) + b"x")
+        other = Version("run", version, bytes(31) + b"x")
         with pytest.raises(CkptEngineError, match=f"version {version} of lineage 'run' has the root"):
             await again.record_intent(9, other)
     assert [intent.identity for intent in await again.last_intents()] == [identity(4), identity(1, "other")]

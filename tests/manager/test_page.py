@@ -20,6 +20,7 @@ from test_security import Keys, token
 from test_updates import one_update, refused
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.manager import kept_views
@@ -290,7 +291,7 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
     report.replicas.add(replica="newer", outcome=cast(Any, 77))
     report.replicas[0].problem.code = cast(Any, 88)
     report.replicas[0].stages.add(stage=cast(Any, 99), seconds=1.0)
-    record = Record(1, weights_pb2.Identity(lineage="run"), 0.0, report)
+    record = Record(1, Version("run", 0, b""), 0.0, report)
     line, whole = UpdateLine.of(record), Update.of(record)
     assert (line.stages, line.outcomes, line.problems[0].code) == ({"unknown_99": 1.0}, {"unknown_77": 1}, "UNKNOWN_88")
     assert whole.report is not None
@@ -306,7 +307,7 @@ def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_
     replica = Replica("a", "session", 1, manager_pb2.STANDALONE, host, None, 0.0)
     replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.QUARANTINED)
     seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.CLOSED, reason="its worker is dead")
-    drift = Drift(weights_pb2.Identity(lineage="run"), "it is tried again", 1.0, 5.0) if drifts else None
+    drift = Drift(Version("run", 0, b""), "it is tried again", 1.0, 5.0) if drifts else None
     line = ReplicaLine.of(replica, seen, None, drift)
     assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
 
@@ -360,7 +361,7 @@ async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path
     try:
         lines = Lines(ledger)
         identity = weights_pb2.Identity(lineage="run", root=b"r")
-        await ledger.record_intent(1, identity)
+        await ledger.record_intent(1, Version.of(identity))
         assert [each.ok for each in await lines.newest(9)] == [None]
         report = manager_pb2.UpdateReport(identity=identity)
         report.fence.epoch = 1

@@ -304,8 +304,8 @@ class Chaos:
         if intents:
             identity, holder = intents[max(intents)], self.world.random.choice(alive)
             what = "lies that it has copied" if holder.lies else "has copied"
-            self.world.note(f"{holder.name} {what} version {identity.version} of {identity.lineage}")
-            holder.hold(identity)
+            self.world.note(f"{holder.name} {what} version {identity.number} of {identity.lineage}")
+            holder.hold(identity.message())
 
     def relay_restarts(self) -> None:
         """It is killed with all that it holds; another one takes its name, perhaps at once."""
@@ -337,11 +337,11 @@ class Chaos:
         identity = self.world.random.choice(known)
         if self.world.chance(0.8):
             holder = self.scenario.join_holder()
-            self.world.after(0.5, lambda: holder.hold(identity) if holder.alive else None)
+            self.world.after(0.5, lambda: holder.hold(identity.message()) if holder.alive else None)
         lineage = identity.lineage if self.world.chance(0.8) else ""
         names = [name for name in self.scenario.agents if self.world.chance(0.5)] if self.world.chance(0.2) else []
-        self.world.note(f"somebody goes back to version {identity.version} of {identity.lineage}: {names or 'all'}")
-        self.world.spawn(self._go_back(identity.version, lineage, names, self.scenario.some_pool()))
+        self.world.note(f"somebody goes back to version {identity.number} of {identity.lineage}: {names or 'all'}")
+        self.world.spawn(self._go_back(identity.number, lineage, names, self.scenario.some_pool()))
 
     def _go_back(self, version: int, lineage: str, names: list[str], pool: str) -> Steps:
         for _ in range(30):

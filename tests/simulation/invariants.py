@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.machines.manager.update import Update
@@ -69,7 +70,7 @@ class Invariants:
         self.side_by_side = 0  # events at which updates of two pools went on
         self._installed: set[int] = set()  # epochs that some replica was told to install
         self._asked_back: dict[str, int] = {}  # by lineage, the epoch of the last rollback's intent
-        self._went_back: dict[str, tuple[int, weights_pb2.Identity]] = {}  # the same of one that is installed
+        self._went_back: dict[str, tuple[int, Version]] = {}  # the same of one that is installed
 
     def check(self) -> None:
         """After every event."""
@@ -228,7 +229,7 @@ class Invariants:
             raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
         if outcome.outcome == manager_pb2.NEW_SERVING:
             wanted = self.mechanism.recorded(outcome.fence)
-            if outcome.after not in wanted:
+            if Version.of(outcome.after) not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
         if outcome.label_problem:
             self._said.add((engine, outcome.fence.epoch))  # an agent after this one does not know of it
@@ -253,8 +254,8 @@ class Invariants:
                 self._late_sources(manager, body)
                 self._held_sources(manager, body)
                 updates = manager.machine._updates.all()
-                if any(update.installs == body.fence and update.goal.back for update in updates):
-                    self._went_back[body.identity.lineage] = body.fence.epoch, body.identity
+                if any(update.installs == Fence.of(body.fence) and update.goal.back for update in updates):
+                    self._went_back[body.identity.lineage] = body.fence.epoch, Version.of(body.identity)
             case events.Send(peer, manager_pb2.FillRelay() as body):
                 self._fill_fence(manager, body.fence)
                 self._obeyed_by_holder(manager, peer, body.fence)
@@ -280,13 +281,13 @@ class Invariants:
                         self._meant_for |= dict.fromkeys([(manager.generation, name) for name in names], epoch)
                 if manager.generation == manager.ledger.generation:
                     self._order(manager, epoch, identity)
-                self.world.note(f"intent {epoch} version {identity.version} of {identity.lineage}")
+                self.world.note(f"intent {epoch} version {identity.number} of {identity.lineage}")
             case events.Run(_, events.CorrectOutcome(report)):
                 self._outcomes(report)
             case events.Run(_, events.RecordOutcome(report)):
                 self._report(manager, report)
             case events.EmitEvent(_, event) if event.report.held:
-                if event.report.identity not in self.mechanism.recorded(event.report.fence):
+                if Version.of(event.report.identity) not in self.mechanism.recorded(event.report.fence):
                     raise BrokenPromiseError(f"callers of epoch {event.report.fence.epoch} return without its intent")
             case events.FinishCall(call, problem) if problem is not None:
                 self.world.note(f"{call} refused: {problem.message}")
@@ -343,7 +344,7 @@ class Invariants:
                 continue
             for name in update._recipients.waiting_for():
                 way = update._relaying.ways.get(name)
-                if way is None or slot.filled != update._identity:
+                if way is None or slot.filled is None or Version.of(slot.filled) != update._identity:
                     continue
                 for plan in way.compiled.plans.values():
                     if digest in manager.blobs.get_json(plan).values():
@@ -380,7 +381,7 @@ class Invariants:
             raise BrokenPromiseError(f"epoch {fence.epoch} is used, but only {ledger.epoch} are spent")
         self._given_out[manager.generation] = max(self._given_out[manager.generation], fence.epoch)
 
-    def _order(self, manager: ManagerShell, epoch: int, identity: weights_pb2.Identity) -> None:
+    def _order(self, manager: ManagerShell, epoch: int, identity: Version) -> None:
         """Versions rise unless somebody goes back by name, one number has one root, and a new version is what all ranks
         had when they called."""
         lineage = identity.lineage
@@ -390,7 +391,7 @@ class Invariants:
         if update.goal.back is not None:
             self._asked_back[lineage] = since = epoch
             wishes = [manager.calls[call].request.version for call in update.goal.calls.values()]
-            if wishes != [identity.version] or (known and identity not in before.values()):
+            if wishes != [identity.number] or (known and identity not in before.values()):
                 raise BrokenPromiseError(f"goes back to {identity}, which is not {wishes}, or was never installed")
         else:
             since = self._asked_back.get(lineage, 0) if update.goal.late is not None else 0
@@ -403,10 +404,10 @@ class Invariants:
         for number, other in before.items():
             # An intent that the disk has and nobody was told of was refused: late replicas stay at the version before.
             meant = number >= since and (not late or number in self._installed)
-            if other.version > identity.version and meant:
-                raise BrokenPromiseError(f"version {identity.version} after {other.version} of {identity.lineage}")
-            if other.version == identity.version and other.root != identity.root:
-                raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} has two roots")
+            if other.number > identity.number and meant:
+                raise BrokenPromiseError(f"version {identity.number} after {other.number} of {identity.lineage}")
+            if other.number == identity.number and other.root != identity.root:
+                raise BrokenPromiseError(f"version {identity.number} of {identity.lineage} has two roots")
         content = self.scenario.truth.content[identity.root]
         if len(set(content)) != 1:
             raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} is of several steps: {content}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
@@ -39,10 +40,10 @@ class Ledger:
     epoch: int = 0
     generation: int = 0
     refuses: str = ""
-    intents: dict[int, weights_pb2.Identity] = field(default_factory=dict)
+    intents: dict[int, Version] = field(default_factory=dict)
     selections: dict[int, tuple[str, ...]] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
-    highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
+    highest: dict[str, Version] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
 
@@ -153,7 +154,7 @@ class ManagerShell(Shell):
 
     def update_of(self, fence: weights_pb2.Fence) -> Update | None:
         """The one that is recorded under this install fence."""
-        return next((update for update in self.machine._updates.all() if update.installs == fence), None)
+        return next((update for update in self.machine._updates.all() if update.installs == Fence.of(fence)), None)
 
     def crash(self) -> None:
         """All streams and calls end."""
@@ -225,7 +226,7 @@ class ManagerShell(Shell):
         state, updates = self.machine._state, self.machine._updates.all()
         filling = any(update.phase == "preparing" or update.goal.late is not None for update in updates)
         if state.epoch_ready() and not filling:
-            fence = state.next_fill()
+            fence = state.next_fill().message()
             manifest = self.blobs.put(b"model A")
             state.send_to(name, manager_pb2.Prepare(fence=fence, manifest=manifest, deadline_seconds=1.0))
             self.feed(events.TimerFired(EpochRetry()))  # hands the commands out
@@ -277,7 +278,7 @@ class ManagerShell(Shell):
                 self.ledger.intents[epoch] = identity
                 self.ledger.selections[epoch] = selection
                 self.ledger.late |= set() if meant else {epoch}
-                if identity.version >= self.ledger.highest.get(identity.lineage, identity).version:
+                if identity.number >= self.ledger.highest.get(identity.lineage, identity).number:
                     self.ledger.highest[identity.lineage] = identity
                 self.ledger.meant |= dict.fromkeys(meant, (epoch, identity.lineage))
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
@@ -303,7 +304,7 @@ class ManagerShell(Shell):
         return None
 
     def _find(self, lineage: str, version: int) -> events.Found:
-        asked = {epoch: each.version for epoch, each in self.ledger.intents.items() if each.lineage == lineage}
+        asked = {epoch: each.number for epoch, each in self.ledger.intents.items() if each.lineage == lineage}
         last = [number for epoch, number in sorted(asked.items(), reverse=True) if epoch not in self.ledger.late]
         epochs = [epoch for epoch in asked if asked[epoch] == version and epoch not in self.ledger.late]
         epoch = max(epochs, default=None)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.course import UpdateTask
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from tests.simulation.manager import ManagerShell
     from tests.simulation.members import AgentShell
     from tests.simulation.scenario import Scenario
-
-Version = tuple[str, int, bytes]
-"""Lineage, number and root."""
 
 DRIFT = 1.04
 
@@ -58,11 +56,6 @@ class Attempt:
     epoch: int
     live: frozenset[str]  # sessions of trainer ranks whose changing memory it reads
     end: float  # when its deadline has passed
-
-
-def version_of(identity: weights_pb2.Identity) -> Version:
-    """As a key."""
-    return identity.lineage, identity.version, identity.root
 
 
 class Mechanism:
@@ -156,10 +149,10 @@ class Mechanism:
 
     def check_attempts_go_toward_a_durable_commit(self, body: manager_pb2.Install) -> None:
         """A replica is told to install only what an intent on the disk says, under that intent's fence."""
-        if body.identity not in self.recorded(body.fence):
+        if Version.of(body.identity) not in self.recorded(body.fence):
             raise BrokenPromiseError(f"epoch {body.fence.epoch} is installed without its intent")
 
-    def recorded(self, fence: weights_pb2.Fence) -> list[weights_pb2.Identity]:
+    def recorded(self, fence: weights_pb2.Fence) -> list[Version]:
         """One intent; more only if an old copy of the ledger was put back."""
         found = self.scenario.truth.recorded.get((fence.cluster, fence.epoch), [])
         if len(found) > 1 and not self.scenario.ledgers_replaced:
@@ -200,9 +193,7 @@ class Mechanism:
         if able < update.goal.least:
             raise BrokenPromiseError(f"an intent for {able} replicas, {update.goal.least} were asked for")
 
-    def check_desired_is_the_newest_commit(
-        self, manager: ManagerShell, name: str, identity: weights_pb2.Identity
-    ) -> None:
+    def check_desired_is_the_newest_commit(self, manager: ManagerShell, name: str, identity: Version) -> None:
         """A replica alone is brought to a version of that lineage whose commit for it, or for its pool, is newest."""
         ledger = manager.ledger
         if manager.generation != ledger.generation or self.scenario.ledgers_replaced:
@@ -333,7 +324,7 @@ class Mechanism:
         """What a replica is to serve changes with a commit, with its own words and with its pool, and with nothing
         else."""
         key = manager.generation, replica.name
-        desired = None if latest is None else version_of(latest.identity)
+        desired = None if latest is None else latest.identity
         before = self._desired.get(key, desired)
         self._desired[key] = desired
         if before == desired:
@@ -343,7 +334,9 @@ class Mechanism:
                 return
             case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
                 return
-            case events.Message(_, manager_pb2.ReplicaHello()) if before and desired and before[0] == desired[0]:
+            case events.Message(_, manager_pb2.ReplicaHello()) if (
+                before and desired and before.lineage == desired.lineage
+            ):
                 self._excuse(Today.WORD_OF_A_LINEAGE)
             case _:
                 raise BrokenPromiseError(f"{replica.name} is to serve {desired} after {before}, because of {event}")

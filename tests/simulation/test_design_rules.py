@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent import ready as agent_ready
 from ckpt_engine.machines.agent.machine import AgentMachine
@@ -248,9 +249,9 @@ def a_late_replica_gets_the_very_version(patch: Patch) -> None:
 def what_replicas_hold_comes_from_workers_only(patch: Patch) -> None:
     """The manager remembers what it has installed, and believes that."""
 
-    def holds(self: members.Replica, identity: weights_pb2.Identity) -> bool:
+    def holds(self: members.Replica, identity: Version) -> bool:
         last = self.last_outcome
-        return last is not None and last.outcome == manager_pb2.NEW_SERVING and last.after == identity
+        return last is not None and last.outcome == manager_pb2.NEW_SERVING and Version.of(last.after) == identity
 
     patch.setattr(members.Replica, "holds", holds)
     patch.setattr(members.Replica, "serving", property(lambda self: True, lambda self, value: None), raising=False)

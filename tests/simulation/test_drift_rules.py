@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import data_loss
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.v1 import manager_pb2
@@ -62,7 +63,7 @@ def test_attempts_go_on_with_longer_and_longer_waits_until_one_succeeds(
     story.wait(1.0)
     drift = drift_of(story, late.name)
     assert drift is not None
-    assert drift.desired == identity
+    assert drift.desired == Version.of(identity)
     assert "attempts to bring it failed: the plan was made to fail" in drift.reason
     assert 0 < drift.next_attempt < 2.5 * waits[-1]  # type: ignore[operator]
     assert drift.seconds >= sum(waits)

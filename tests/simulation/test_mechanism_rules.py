@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import catch_up
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry
@@ -23,7 +24,7 @@ from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import EVERYBODY, Latest, Versions
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.mechanism import Today
 from tests.simulation.mistakes import Mistake, Patch, name_of
@@ -50,7 +51,7 @@ def a_word_teaches_what_its_replica_is_to_serve(patch: Patch) -> None:
     """What one replica holds all are to serve."""
     original = Versions.learn
 
-    def learn(self: Versions, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
+    def learn(self: Versions, name: str, identity: Version, epoch: int) -> None:
         original(self, name, identity, epoch)
         original(self, EVERYBODY, identity, epoch)
 

@@ -186,7 +186,7 @@ def test_a_manager_that_is_killed_in_two_updates_leaves_both_to_be_mended(story:
     story.restart_manager()
     story.wait(6.0)
     assert [story.held_by(actor), story.held_by(judge)] == [
-        story.ledger.intents[epoch] for epoch in sorted(story.ledger.intents)[:2]
+        story.ledger.intents[epoch].message() for epoch in sorted(story.ledger.intents)[:2]
     ]
     for lineage in ("actor's run", "judge's run"):
         told = manager_of(story).wait_for(0, lineage)

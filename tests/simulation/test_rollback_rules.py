@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.members import AgentShell
@@ -57,7 +58,7 @@ def test_replicas_go_back_and_late_ones_follow_while_numbers_go_on(story: Story,
     another_engine(story, agent)
     assert [story.held_by(agent), story.held_by(late)] == [first, first]
     assert story.cluster.manager is not None
-    assert list(story.cluster.manager.machine.watched().latest.values()) == [first]
+    assert list(story.cluster.manager.machine.watched().latest.values()) == [Version.of(first)]
     assert next_version(story, group).version == second.version + 1
     assert story.held_by(late) == story.held_by(agent) != first
 
@@ -198,7 +199,7 @@ def test_a_manager_that_is_killed_in_a_rollback_leaves_one_version_or_the_other_
     story.wait(seconds)
     story.restart_manager()
     story.wait(5.0)
-    intended = story.ledger.intents[max(story.ledger.intents)]
+    intended = story.ledger.intents[max(story.ledger.intents)].message()
     assert story.held_by(agent) == intended
     assert next_version(story, group).version == second.version + 1
 
@@ -322,4 +323,4 @@ def test_a_rollback_whose_caller_leaves_while_relays_are_filled_is_refused() -> 
     story.cluster.manager.cancel_call(call)
     story.wait(4.0)
     assert story.ledger.intents == before
-    assert story.held_by(agent) == before[max(before)]
+    assert story.held_by(agent) == before[max(before)].message()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
@@ -15,7 +16,7 @@ from ckpt_engine.machines.manager.course import CourseTimer
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
-from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Machines
@@ -61,7 +62,7 @@ def intents_are_not_written(patch: Patch) -> None:
     """The install begins without a durable intent."""
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
-        self._identity = weights_pb2.Identity(lineage=self.goal.lineage, version=self.goal.version, root=root)
+        self._identity = Version(self.goal.lineage, self.goal.version, root)
         direct = self._pipeline.stage
         assert isinstance(direct, Way)
         self._installing = installing.Installing(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager import update
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
-from ckpt_engine.v1 import weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.manager import ManagerShell
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -24,7 +24,7 @@ from tests.simulation.scenario import Slant, run_seed
 def an_install_fence_is_spent_at_the_intent(patch: Patch) -> None:
     """It is given out when the update begins."""
     made, next_install = update.Update.__init__, State.next_install
-    early: dict[int, weights_pb2.Fence] = {}
+    early: dict[int, Fence] = {}
 
     def make(self: update.Update, state: State, *others: Any) -> None:
         made(self, state, *others)
@@ -84,7 +84,7 @@ def numbers_go_on_above_the_highest_after_a_rollback(patch: Patch) -> None:
     """The next update counts on from the version that was gone back to."""
     original = Versions.begin
 
-    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Goal, record: Any) -> None:
+    def begin(self: Versions, identity: Version, epoch: int, order: Goal, record: Any) -> None:
         original(self, identity, epoch, order, record)
         if order.back is not None:
             self.highest[identity.lineage] = identity
@@ -96,7 +96,7 @@ def late_replicas_follow_a_rollback(patch: Patch) -> None:
     """They are brought to what was the latest version before it."""
     original = Versions.begin
 
-    def begin(self: Versions, identity: weights_pb2.Identity, epoch: int, order: Goal, record: Any) -> None:
+    def begin(self: Versions, identity: Version, epoch: int, order: Goal, record: Any) -> None:
         if order.back is None:
             original(self, identity, epoch, order, record)
 

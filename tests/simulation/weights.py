@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.core.problems import not_found
+from ckpt_engine.core.version import Version
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.collective import Collectives
 from tests.simulation.hosts import COLLECTIVE, FILES, HOST, MEMORY, NETWORK, RELAY
@@ -202,7 +203,7 @@ class Truth:
     def __init__(self, world: World) -> None:
         self.content: dict[bytes, list[str]] = {}
         self.sources: dict[bytes, Source] = {}  # by the digest of their table
-        self.recorded: dict[tuple[str, int], list[weights_pb2.Identity]] = {}  # intents on any disk, by fence
+        self.recorded: dict[tuple[str, int], list[Version]] = {}  # intents on any disk, by fence
         self.sleep_fences: set[tuple[str, int]] = set()  # of all commands to sleep or wake
         self.uncalled: set[tuple[str, int]] = set()  # fences of intents that bring up a late replica
         self.models: dict[str, str] = {}  # by lineage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -14,7 +15,7 @@ async def write_past_updates(path: Path) -> None:
     updates = [("run-a", 1), ("run-b", 1), ("run-a", 2), ("run-a", 3)]
     for epoch, (lineage, version) in enumerate(updates, start=1):
         identity = weights_pb2.Identity(lineage=lineage, version=version, root=bytes([epoch]) * 32)
-        await ledger.record_intent(epoch, identity, meant=["one"])
+        await ledger.record_intent(epoch, Version.of(identity), meant=["one"])
         if version < 3:
             fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=epoch)
             report = manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True, seconds=2.0)

@@ -16,7 +16,6 @@ from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, member_id
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +116,8 @@ def not_there(replica: Replica, now: float) -> CkptEngineError:
     """What is said of a registered replica whose agent is not connected, or has not found its engine again."""
     if replica.peer is not None:
         return unavailable("its agent is connected, and has not found its engine yet", replica=replica.name)
-    identity = replica.identity()
-    holds = f"its engine may still serve {describe(identity)}" if identity is not None else "it held no version then"
+    identity = replica.identity
+    holds = f"its engine may still serve {identity}" if identity is not None else "it held no version then"
     return unavailable(
         f"its agent is not connected and was heard last {now - replica.heard:.1f} s ago; {holds}. Start its agent "
         f"again, or forget it with `ckpt-engine replica evict {replica.name}`",

@@ -23,7 +23,7 @@ def tells_nothing(event: ManagerEvent, members: Members) -> bool:
 
 def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     """Notes what a replica says of itself."""
-    replica.workers = tuple(beat.workers)
+    replica.take_workers(beat.workers)
     replica.serving, replica.asleep = beat.serving, beat.asleep
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
     replica.engine_check = beat.engine_check

@@ -14,13 +14,14 @@ from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import HeldOffer, Peer, Published, SourceOffer
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Latest, describe
+from ckpt_engine.machines.manager.versions import Latest
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -43,7 +44,7 @@ class Attempts:
     """Attempts to bring the same workers to the same version, while the same sources are there."""
 
     workers: tuple[bytes, ...]  # boot ids, by rank
-    identity: bytes
+    identity: Version
     sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may be what lacked
     count: int = 0
     next: float = 0.0  # monotonic seconds; not before
@@ -91,7 +92,7 @@ class CatchUp:
                 continue
             goal = Goal(
                 lineage=latest.identity.lineage,
-                version=latest.identity.version,
+                version=latest.identity.number,
                 published=published,
                 replicas=(replica.name,),
                 calls={},
@@ -142,7 +143,7 @@ class CatchUp:
                 "no version was sealed that is meant for it: the next update that is for it brings it weights",
                 replica=replica.name,
             )
-        version = describe(latest.identity)
+        version = str(latest.identity)
         if replica.workers and replica.holds(latest.identity):
             if replica.serving:
                 return f"nothing is to be done: it serves {version}"
@@ -171,7 +172,7 @@ class CatchUp:
         """Says once to each session that nothing can be read."""
         if attempts.no_source and attempts.no_source_told != replica.peer:
             attempts.no_source_told = replica.peer
-            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity, reason=NO_SOURCE))
+            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity.message(), reason=NO_SOURCE))
 
     def _hindrance(self, replica: Replica, latest: Latest) -> str:
         """What of the replica itself keeps it from being brought to a version; empty: nothing."""
@@ -241,14 +242,13 @@ class CatchUp:
     def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
         known = self.attempts.get(replica.name)
         if known is None or not self._same(known, replica, latest):
-            identity = latest.identity.SerializeToString(deterministic=True)
-            known = self.attempts[replica.name] = Attempts(replica.boot_ids(), identity, self._sources(latest))
+            known = Attempts(replica.boot_ids(), latest.identity, self._sources(latest))
+            self.attempts[replica.name] = known
         return known
 
     def _same(self, known: Attempts, replica: Replica, latest: Latest) -> bool:
         """Whether nothing has come since these attempts that the next one could profit from."""
-        identity = latest.identity.SerializeToString(deterministic=True)
-        same = (known.workers, known.identity) == (replica.boot_ids(), identity)
+        same = (known.workers, known.identity) == (replica.boot_ids(), latest.identity)
         return same and self._sources(latest) <= known.sources
 
     def _sources(self, latest: Latest) -> frozenset[str]:

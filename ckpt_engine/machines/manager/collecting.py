@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import CollectivePlan, Compiled, WorkerKey
 from ckpt_engine.machines.manager.collective_rule import TRANSPORT, Candidate, collective_decision
 from ckpt_engine.machines.manager.course import Course
@@ -115,7 +116,7 @@ class Collecting:
             why = f"is left out, since the last {BLAMES} ended because of it"
             candidates[name] = candidates[name]._replace(unable=why)
 
-    def begin(self, fence: weights_pb2.Fence) -> None:
+    def begin(self, fence: Fence) -> None:
         """The intent is on the disk: from now on `install` and `send` tell who takes part."""
         plan = None if self._compiled is None else self._compiled.collective
         if plan is None:
@@ -141,7 +142,7 @@ class Collecting:
             arm_seconds=self._state.deadlines.arm,
         )
 
-    def _communicator(self, fence: weights_pb2.Fence, plan: CollectivePlan) -> bytes:
+    def _communicator(self, fence: Fence, plan: CollectivePlan) -> bytes:
         """That of the update before if its plan and its members' processes are the same and all ended well, else
         another."""
         lineage = self._course.goal.lineage
@@ -151,7 +152,7 @@ class Collecting:
             processes += [] if replica is None else replica.boot_ids()
         makeup = (plan, tuple(processes))
         known = self._state.communicators.pop(lineage, None)
-        named = known[1] if known is not None and known[0] == makeup else f"{fence.cluster}/{fence.epoch}".encode()
+        named = known[1] if known is not None and known[0] == makeup else str(fence).encode()
         self._made = lineage, makeup, named
         return named
 
@@ -164,7 +165,7 @@ class Collecting:
             for worker in command.workers:
                 worker.member = self._workers[name, worker.rank]
 
-    def send(self, fence: weights_pb2.Fence, seconds: float) -> None:
+    def send(self, fence: Fence, seconds: float) -> None:
         """Tells, again, every rank that has not answered."""
         trainers = self._trainers()
         for rank in self.waiting_for():
@@ -172,11 +173,11 @@ class Collecting:
                 self._gone.add(rank)  # another process, which has sealed nothing of this
             elif rank in trainers:
                 part = manager_pb2.TakePart(
-                    fence=fence,
+                    fence=fence.message(),
                     collective=self._part,
                     member=self._ranks[rank],
                     deadline_seconds=seconds,
-                    sealed=self._course.fence,
+                    sealed=self._course.fence.message(),
                 )
                 self._state.send(trainers[rank], part)
 

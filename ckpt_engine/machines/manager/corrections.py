@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import CorrectOutcome
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.report import judge, what_became
@@ -73,7 +74,7 @@ class Corrections:
         if known is None or known.session is None:
             return
         report = known.report
-        found = what_became(replica, report.fence, report.identity, known.session)
+        found = what_became(replica, Fence.of(report.fence), Version.of(report.identity), known.session)
         if found is not None:
             self._correct(known, found)
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Key, ManagerTask
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
@@ -71,7 +72,7 @@ class Course:
     def __init__(self, state: State, goal: Goal) -> None:
         self.state = state
         self.goal = goal
-        self.fence: weights_pb2.Fence = state.next_fill()
+        self.fence = state.next_fill()
         self.number = self.fence.epoch
         self.filling = self.fence
         self.phase = "preparing"
@@ -96,7 +97,7 @@ class Course:
         """Whom it waits for now, as people call them; empty: for nobody, or only for a task of the manager's own."""
         return self.awaited[self.phase]() if self.phase in self.awaited else []
 
-    def describe(self, fence: weights_pb2.Fence) -> str:
+    def describe(self, fence: Fence) -> str:
         """What runs, for who must wait for it."""
         goal = self.goal
         what = "rollback" if goal.back is not None else "update"
@@ -104,7 +105,7 @@ class Course:
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
         return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
 
-    def check(self, identity: weights_pb2.Identity, now: float) -> None:
+    def check(self, identity: Version, now: float) -> None:
         """Raises FAILED_PRECONDITION if the weights cannot be this version, DEADLINE_EXCEEDED if no time is left."""
         self.state.versions.check_number(identity, self.goal.sealed)
         if self.goal.end - self.state.deadlines.report <= now:
@@ -203,7 +204,7 @@ class Course:
         """Trainers may change their weights; what was sealed before held up nobody."""
         if self.goal.sealed is None:
             for trainer in self.state.members.ranks(self.goal.lineage).values():
-                self.state.send(trainer, manager_pb2.Release(fence=self.fence))
+                self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))
 
     def progress(self, name: str, said: manager_pb2.Progress) -> None:
         """Tells all callers how far a replica is."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.catch_up import CatchUp
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
 class Drift:
     """That a replica does not hold what it is to serve."""
 
-    desired: weights_pb2.Identity
+    desired: Version
     reason: str  # for people
     seconds: float  # for so long, as far as this manager knows
     next_attempt: float | None  # seconds from now; None: it waits for something that has no time
@@ -47,7 +47,7 @@ class Drifts:
             else:
                 self.since.setdefault(replica.name, now)
 
-    def desired(self, replica: Replica) -> weights_pb2.Identity | None:
+    def desired(self, replica: Replica) -> Version | None:
         """What it is to serve and does not hold; None: there is nothing."""
         latest = self.state.versions.of(replica.name) if replica.receives else None
         return None if latest is None or replica.holds(latest.identity) else latest.identity

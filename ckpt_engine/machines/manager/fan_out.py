@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.fan_out_orders import fan_out_orders
-from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.reach import by_network
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.manager.filling import FINAL, Filling
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.relay_facts import slow_relays
@@ -34,7 +34,7 @@ def filled_together(
     fillings: Iterable[Filling],
     holders: Mapping[str, Holder],
     command_of: Callable[[Filling], manager_pb2.FillRelay],
-    fence: weights_pb2.Fence,
+    fence: Fence,
 ) -> Together:
     """What relays are told that are now told something for the first time. command_of: what one is told without it, but
     for tables."""
@@ -53,7 +53,8 @@ def filled_together(
             others.setdefault(route.over, []).append(filling.relay)
             continue
         command = command_of(filling)
-        if any(held.identity == command.identity for held in holder.held):
+        identity = Version.of(command.identity)
+        if any(held.identity == identity for held in holder.held):
             continue  # it answers from what it holds, and passes nothing on
         last = holder.words.last_filled
         if last is not None and last.problem.code in FINAL:
@@ -86,6 +87,6 @@ def _passes_on(holder: Holder) -> weights_pb2.Region:
     return holder.filling.passes_on
 
 
-def _about(fence: weights_pb2.Fence, names: Iterable[str], holders: Mapping[str, Holder]) -> bytes:
+def _about(fence: Fence, names: Iterable[str], holders: Mapping[str, Holder]) -> bytes:
     """Another process under a name is another relay."""
-    return canonical(fence) + b"".join(f"\0{name}\0{holders[name].session_id}".encode() for name in sorted(names))
+    return str(fence).encode() + b"".join(f"\0{name}\0{holders[name].session_id}".encode() for name in sorted(names))

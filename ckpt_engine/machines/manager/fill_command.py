@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 
 def fill_command(
     course: Course,
     known: KnownNeeds,
-    identity: weights_pb2.Identity,
+    identity: Version,
     name: str,
     route: Route,
     upstream: Sequence[manager_pb2.BlobRef],
@@ -34,11 +35,11 @@ def fill_command(
     within = [tables[source] for source in route.within if source in tables]
     latest = course.state.versions.latest.get(course.goal.lineage)
     return manager_pb2.FillRelay(
-        fence=course.filling,
-        identity=identity,
+        fence=course.filling.message(),
+        identity=identity.message(),
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
         needs=known.near(relays),
         everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
-        keep=None if latest is None else latest.identity,
+        keep=None if latest is None else latest.identity.message(),
         within=within,
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id
 from ckpt_engine.machines.manager.state import State
 
@@ -99,5 +100,5 @@ class Forgetting:
 
 def _reached(replica: Replica) -> bool:
     """Whether a version is, or may be, in its workers: it is prepared before it is told to install."""
-    holds = any(worker.HasField("identity") for worker in replica.workers)
+    holds = any(Version.or_none(worker.identity) for worker in replica.workers)
     return holds or bool(replica.prepared) or replica.last_outcome is not None

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass
@@ -32,18 +33,18 @@ class Goal:
     min_replicas: int | None
     selection: frozenset[str]
     end: float
-    late: weights_pb2.Identity | None = None
+    late: Version | None = None
     record: manager_pb2.BlobRef | None = None
-    before: weights_pb2.Identity | None = None
+    before: Version | None = None
     prefetch: manager_pb2.Prefetch = manager_pb2.AUTO
     until: manager_pb2.Until = manager_pb2.INSTALLED
-    back: weights_pb2.Identity | None = None
+    back: Version | None = None
     pool: str = ""
     called: float | None = None
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
 
     @property
-    def sealed(self) -> weights_pb2.Identity | None:
+    def sealed(self) -> Version | None:
         """The version, if it was sealed before and is only read again."""
         return self.late or self.back
 

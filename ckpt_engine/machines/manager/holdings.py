@@ -103,7 +103,9 @@ class Holdings:
         """The blobs that must stay, by the holder that needs them."""
         used: dict[str, list[manager_pb2.BlobRef]] = {}
         for holder in self.state.members.holders.values():
-            used[holder.source] = [ref for held in holder.held for ref in (held.table, held.record) if ref.digest]
+            used[holder.source] = [
+                ref for held in holder.held for ref in (held.table, held.record) if ref is not None and ref.digest
+            ]
         for lineage, joining in self.by_lineage.items():
             if refs := joining.pipeline.blobs():
                 used.setdefault(f"lineage {lineage!r}", []).extend(refs)

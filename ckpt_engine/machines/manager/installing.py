@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences
 from ckpt_engine.machines.manager.collecting import Collecting
@@ -34,7 +35,7 @@ class Installing:
         course: Course,
         recipients: Recipients,
         absences: Absences,
-        identity: weights_pb2.Identity,
+        identity: Version,
         direct: Way,
         relaying: Relaying | None,
         collecting: Collecting,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import invalid, not_found
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Latest, describe
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.machines.manager.versions import Latest
+from ckpt_engine.v1 import manager_pb2
 
 MOST_NAMED = 8
 """Versions that a refusal names."""
@@ -19,7 +20,7 @@ MOST_NAMED = 8
 
 @dataclass
 class _Readable:
-    identity: weights_pb2.Identity
+    identity: Version
     record: manager_pb2.BlobRef
     tables: list[manager_pb2.BlobRef] = field(default_factory=list)
 
@@ -35,17 +36,19 @@ def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_
     latest = state.versions.latest.get(lineage)
     number = request.version if request.HasField("version") else None
     if number is None and latest is not None:
-        number = latest.identity.version
+        number = latest.identity.number
     found = None if number is None else readable.get((lineage, number))
     if found is None:
         what = "any version" if number is None else f"version {number}"
         of = f" of lineage {lineage!r}" if lineage else ""
-        named = [describe(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
+        named = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
         raise not_found(
             f"nobody who can be read holds {what}{of}; can be read: {', '.join(named) or 'none'}. Relays keep the last "
             "two versions; a trainer keeps one readable that it published with snapshot=True, or from a directory"
         )
-    return manager_pb2.LocateVersionResponse(identity=found.identity, record=found.record, tables=found.tables)
+    return manager_pb2.LocateVersionResponse(
+        identity=found.identity.message(), record=found.record, tables=found.tables
+    )
 
 
 def _readable(state: State) -> dict[tuple[str, int], _Readable]:
@@ -54,13 +57,13 @@ def _readable(state: State) -> dict[tuple[str, int], _Readable]:
     for holder in state.members.connected_holders():
         for held in holder.held:
             identity = held.identity
-            if held.record.digest and state.versions.knows(identity):
-                each = found.setdefault((identity.lineage, identity.version), _Readable(identity, held.record))
+            if held.record is not None and held.record.digest and state.versions.knows(identity):
+                each = found.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
                 each.tables.append(held.table)
     for latest in state.versions.latest.values():
         identity, tables = latest.identity, _sealed_tables(state, latest)
         if latest.record is not None:
-            key = identity.lineage, identity.version
+            key = identity.lineage, identity.number
             if tables and key not in found:
                 found[key] = _Readable(identity, latest.record)
             if key in found:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError, aborted, unavailable
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.deciding import commands_of
 from ckpt_engine.machines.events import (
     Call,
@@ -95,8 +96,8 @@ class ManagerMachine:
         deadlines: Deadlines | None = None,
         software_version: str = "",
         meant: Mapping[str, Meant] | None = None,
-        highest: Sequence[weights_pb2.Identity] = (),
-        identities: Sequence[weights_pb2.Identity] = (),
+        highest: Sequence[Version] = (),
+        identities: Sequence[Version] = (),
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
@@ -249,7 +250,7 @@ class ManagerMachine:
             self._state.versions.joined(member.name, member.pool)
         if self._recovery.learn(hello):
             self._updates.outrun()
-        fence = self._state.fence(self._installs(member))
+        fence = self._state.fence(self._installs(member)).message()
         welcome = manager_pb2.Welcome(fence=fence, clock=now, digest_format=DIGEST_FORMAT)
         welcome.lease_seconds, welcome.heartbeat_seconds = self._deadlines.lease, self._deadlines.heartbeat
         self._state.send(member, welcome)

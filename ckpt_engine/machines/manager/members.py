@@ -13,6 +13,7 @@ from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import HeldOffer, Peer, SourceOffer
 from ckpt_engine.machines.manager.relay_words import RelayWords
 from ckpt_engine.machines.manager.shut_ways import ShutWays
@@ -42,6 +43,20 @@ class Trainer:
     table: manager_pb2.BlobRef | None = None
 
 
+@dataclass(frozen=True)
+class Holding:
+    """One version that a holder holds."""
+
+    identity: Version
+    table: manager_pb2.BlobRef
+    record: manager_pb2.BlobRef | None  # None: it brings none
+
+    @classmethod
+    def of(cls, held: manager_pb2.Held) -> Holding:
+        """As its hello says."""
+        return cls(Version.of(held.identity), held.table, held.record if held.HasField("record") else None)
+
+
 @dataclass
 class Holder:
     """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
@@ -53,7 +68,7 @@ class Holder:
     host: weights_pb2.Host
     peer: Peer | None
     heard: float
-    held: tuple[manager_pb2.Held, ...] = ()
+    held: tuple[Holding, ...] = ()
     filling: manager_pb2.Filling | None = None
     words: RelayWords = field(default_factory=RelayWords)
 
@@ -93,6 +108,7 @@ class Replica:
     engine: manager_pb2.Engine | None = None
     transports: tuple[str, ...] = ()
     workers: tuple[manager_pb2.WorkerStatus, ...] = ()
+    identity: Version | None = None  # what all its workers hold; None if they do not agree
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
     serving: bool = False
     asleep: bool = False
@@ -111,18 +127,15 @@ class Replica:
         """Whether updates bring it weights."""
         return self.mode != manager_pb2.COLOCATED
 
-    def identity(self) -> weights_pb2.Identity | None:
-        """What all its workers hold, None if they do not agree."""
-        first = self.workers[0].identity if self.workers else None
-        if first is not None and self.holds(first):
-            return first
-        return None
+    def take_workers(self, workers: Iterable[manager_pb2.WorkerStatus]) -> None:
+        """Notes what its agent says of its workers."""
+        self.workers = tuple(workers)
+        held = {Version.of(each.identity) if each.state == manager_pb2.CLEAN else None for each in self.workers}
+        self.identity = held.pop() if len(held) == 1 else None
 
-    def holds(self, identity: weights_pb2.Identity) -> bool:
+    def holds(self, identity: Version) -> bool:
         """Whether all its workers say that they hold it."""
-        return bool(self.workers) and all(
-            worker.state == manager_pb2.CLEAN and worker.identity == identity for worker in self.workers
-        )
+        return self.identity == identity
 
     def boot_ids(self) -> tuple[bytes, ...]:
         """Boot ids of its workers, by rank."""
@@ -232,10 +245,10 @@ class Members:
         """The holders that have a session, by the id of what they offer."""
         return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
 
-    def offers(self, identity: weights_pb2.Identity) -> tuple[HeldOffer, ...]:
+    def offers(self, identity: Version) -> tuple[HeldOffer, ...]:
         """What connected holders offer of a version."""
         return tuple(
-            HeldOffer(holder.source, held.table, held.record if held.HasField("record") else None)
+            HeldOffer(holder.source, held.table, held.record)
             for holder in self.connected_holders()
             for held in holder.held
             if held.identity == identity
@@ -309,7 +322,9 @@ class Members:
             raise invalid(f"a holder needs a kind of one word, not 'rank', and a name: {hello.kind!r}, {hello.name!r}")
         if len(hello.held) > MOST_HELD:
             raise invalid(f"a holder holds at most {MOST_HELD} versions, not {len(hello.held)}")
-        holder = Holder(hello.kind, hello.name, hello.session_id, hello.host, peer, now, tuple(hello.held))
+        holder = Holder(
+            hello.kind, hello.name, hello.session_id, hello.host, peer, now, tuple(map(Holding.of, hello.held))
+        )
         if hello.HasField("filling"):
             holder.filling = hello.filling
         old = self.holders.get(holder.source)
@@ -380,7 +395,7 @@ class Members:
         if hello.HasField("engine"):
             replica.engine = hello.engine
         replica.transports = tuple(hello.transports)
-        replica.workers = tuple(hello.workers)
+        replica.take_workers(hello.workers)
         replica.prepared = {prepared.rank: prepared for prepared in hello.prepared}
         replica.asleep = hello.asleep
         replica.closed_reason = "its agent has just connected"

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 
 from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_routes import Route, relay_routes
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.fan_out import Together, filled_together
 from ckpt_engine.machines.manager.fill_command import fill_command
 from ckpt_engine.machines.manager.filling import FINAL, Filling, blobs_of, lacking, reports, shortfalls
-from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.members import Holder, Holding
 from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import (
@@ -55,16 +56,14 @@ class RelayRetry:
 class Prefetch:
     """The fillings of one update whose root and record are known. why: by relay, whether it is filled."""
 
-    def __init__(
-        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
-    ) -> None:
+    def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
         self._state = course.state
         self._goal = course.goal
         self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._keep: weights_pb2.Identity | None = None
+        self._keep: Version | None = None
         self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
         self._known = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, Filling] = {}
@@ -358,7 +357,7 @@ class Prefetch:
             return False
         return any(self._is_it(filling, held) for held in holder.held)
 
-    def _is_it(self, filling: Filling, held: manager_pb2.Held) -> bool:
+    def _is_it(self, filling: Filling, held: Holding) -> bool:
         """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
         return (
             filling.answer is not None and held.identity == self._identity and held.table.digest == filling.answer.table
@@ -406,7 +405,7 @@ class Prefetch:
         if filling.command is None and filling.relay in self._together.orders:
             command.fan_out.CopyFrom(self._together.orders[filling.relay])
         if self._keep is not None:
-            command.keep.CopyFrom(self._keep)
+            command.keep.CopyFrom(self._keep.message())
             command.keep_table = self._read.get(filling.relay, b"")
         return command
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from ckpt_engine.core.problems import deadline, precondition
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import PlanWorker
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica, Unfit
@@ -32,11 +33,11 @@ class Recipients:
     carry in the end.
     """
 
-    def __init__(self, state: State, goal: Goal, fill: weights_pb2.Fence) -> None:
+    def __init__(self, state: State, goal: Goal, fill: Fence) -> None:
         self._state = state
         self._goal = goal
         self._fill = fill
-        self._fence = weights_pb2.Fence()
+        self._fence = Fence()
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._again = False
         self._unfit: dict[str, Unfit] = {}
@@ -77,7 +78,7 @@ class Recipients:
             elif never is not None:
                 self._leave_out_unfit(name, never)
             elif name not in self.awaited:
-                command = manager_pb2.Prepare(fence=self._fill, manifest=manifest, deadline_seconds=seconds)
+                command = manager_pb2.Prepare(fence=self._fill.message(), manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
 
     def overdue(self, seconds: float) -> None:
@@ -137,9 +138,7 @@ class Recipients:
             else:
                 self._leave_out_unplanned(name, problem)
 
-    def take_ways(
-        self, identity: weights_pb2.Identity, planned: Collection[str], why: Mapping[str, Problem], never: str
-    ) -> None:
+    def take_ways(self, identity: Version, planned: Collection[str], why: Mapping[str, Problem], never: str) -> None:
         """Takes in who is installed from relays; those that cannot read the trainer, or may not, are left out. planned:
         those that are installed from relays. never: why the others may not read the trainer; empty: they may. Those
         that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
@@ -211,19 +210,17 @@ class Recipients:
 
     # -- installing
 
-    def lacking(self, identity: weights_pb2.Identity) -> list[str]:
+    def lacking(self, identity: Version) -> list[str]:
         """The replicas that are prepared and do not serve this version."""
         return [name for name in self.prepared() if not self._serves(name, identity)]
 
-    def decided(
-        self, fence: weights_pb2.Fence, identity: weights_pb2.Identity, together: frozenset[str] = frozenset()
-    ) -> None:
+    def decided(self, fence: Fence, identity: Version, together: frozenset[str] = frozenset()) -> None:
         """The install fence is given out. Those that serve this very version already are left alone; those of a
         collective if all of them do."""
         apart = frozenset() if all(self._serves(name, identity) for name in together) else together
         self._fence = fence
         for outcome in self.outcomes.values():
-            outcome.fence.CopyFrom(fence)
+            outcome.fence.CopyFrom(fence.message())
         for name in self.prepared():
             if name not in apart and self._serves(name, identity):
                 self.outcomes[name] = already_there(name, self._fence, identity)
@@ -234,7 +231,7 @@ class Recipients:
 
     def install(
         self,
-        identity: weights_pb2.Identity,
+        identity: Version,
         ways: Mapping[str, Way],
         direct: Way,
         seconds: float,
@@ -247,7 +244,10 @@ class Recipients:
                 continue
             way = ways.get(name, direct)
             command = manager_pb2.Install(
-                fence=self._fence, identity=identity, pause_mode=self._goal.pause_mode, deadline_seconds=seconds
+                fence=self._fence.message(),
+                identity=identity.message(),
+                pause_mode=self._goal.pause_mode,
+                deadline_seconds=seconds,
             )
             for worker in self._prepared[name]:
                 key = (name, worker.rank)
@@ -260,14 +260,14 @@ class Recipients:
     def abandon(self, reason: str) -> None:
         """Asks everybody who has no outcome to go back, if no byte was written."""
         for name in self.waiting_for():
-            self._state.send_to(name, manager_pb2.Abandon(fence=self._fence, reason=reason))
+            self._state.send_to(name, manager_pb2.Abandon(fence=self._fence.message(), reason=reason))
 
     def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
         """A replica says what became of it."""
         if name in self.waiting_for() or self.guessed.pop(name, None) is not None:
             self.outcomes[name] = outcome
 
-    def look(self, identity: weights_pb2.Identity) -> None:
+    def look(self, identity: Version) -> None:
         """Tells of those of which nothing was known what is known by now."""
         for name, session in list(self.guessed.items()):
             outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
@@ -285,7 +285,7 @@ class Recipients:
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
 
-    def _serves(self, name: str, identity: weights_pb2.Identity) -> bool:
+    def _serves(self, name: str, identity: Version) -> bool:
         replica = self._state.members.replicas.get(name)
         return replica is not None and replica.holds(identity) and replica.serving
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.members import Hello, Replica, speaker
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import describe
 from ckpt_engine.v1 import manager_pb2
 
 MOST_SKIPPED = 1 << 32
@@ -78,7 +78,7 @@ class Recovery:
                     self._learn_version(hello.name, worker)
         if ours and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
             for held in hello.held:
-                state.versions.take_number(held.identity)
+                state.versions.take_number(Version.of(held.identity))
         return skipped
 
     def _decided_on(self, hello: manager_pb2.HolderHello) -> bool:
@@ -128,12 +128,11 @@ class Recovery:
         return said
 
     def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
-        if self.state.versions.take_number(worker.identity):
-            self.rolled_back = (
-                f"the ledger was rolled back: a replica holds {describe(worker.identity)}, which it lacks"
-            )
-        self.state.versions.remember(worker.identity)
-        self.state.versions.learn(name, worker.identity, worker.epoch)
+        identity = Version.of(worker.identity)
+        if self.state.versions.take_number(identity):
+            self.rolled_back = f"the ledger was rolled back: a replica holds {identity}, which it lacks"
+        self.state.versions.remember(identity)
+        self.state.versions.learn(name, identity, worker.epoch)
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster

@@ -9,6 +9,7 @@ from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.relay_reach import Origin, Station
 from ckpt_engine.core.transports import reading_kinds
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.recipients import Recipients
@@ -66,7 +67,7 @@ def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
 def readers_of(
     state: State,
     recipients: Recipients,
-    identity: weights_pb2.Identity,
+    identity: Version,
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:

@@ -9,6 +9,7 @@ relays that another update uses are not waited for until the time is over.
 from __future__ import annotations
 
 from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, Done
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder, Member
@@ -25,9 +26,7 @@ class Relaying:
     from relays, once that is settled. left: why the trainer is not to be read any more; None: it may be. late: why
     relays were not filled in time, if others kept them for too long."""
 
-    def __init__(
-        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
-    ) -> None:
+    def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
         self._recipients = recipients
         self._identity = identity
@@ -181,7 +180,11 @@ class Relaying:
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""
-        if self._course.phase != "filling" or not isinstance(member, Holder) or body.fence != self._course.filling:
+        if (
+            self._course.phase != "filling"
+            or not isinstance(member, Holder)
+            or Fence.of(body.fence) != self._course.filling
+        ):
             return
         if isinstance(body, manager_pb2.RelayFilled):
             self._prefetch.take(member, body)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.stages import in_order
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
@@ -20,15 +21,16 @@ COPIED_NAMED = 16
 """Tensors that it names for each."""
 
 
-def already_there(name: str, fence: weights_pb2.Fence, identity: weights_pb2.Identity) -> manager_pb2.ReplicaOutcome:
+def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that serves these very weights already: it was left alone."""
+    held = identity.message()
     return manager_pb2.ReplicaOutcome(
-        replica=name, fence=fence, outcome=manager_pb2.NEW_SERVING, before=identity, after=identity
+        replica=name, fence=fence.message(), outcome=manager_pb2.NEW_SERVING, before=held, after=held
     )
 
 
 def left_out(
-    name: str, replica: Replica | None, fence: weights_pb2.Fence, problem: weights_pb2.Problem, told: bool
+    name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, told: bool
 ) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that gave none.
 
@@ -39,20 +41,22 @@ def left_out(
     named.CopyFrom(problem)
     named.replica = name
     named.kept.clear()
-    outcome = manager_pb2.ReplicaOutcome(replica=name, fence=fence, outcome=manager_pb2.QUARANTINED, problem=named)
-    identity = None if replica is None or told else replica.identity()
+    outcome = manager_pb2.ReplicaOutcome(
+        replica=name, fence=fence.message(), outcome=manager_pb2.QUARANTINED, problem=named
+    )
+    identity = None if replica is None or told else replica.identity
     if identity is not None:
-        outcome.before.CopyFrom(identity)
+        outcome.before.CopyFrom(identity.message())
     if not told and (replica is None or replica.peer is None or replica.engine is None):
         outcome.outcome = manager_pb2.NOT_REACHED
     elif replica is not None and replica.serving and identity is not None:
         outcome.outcome = manager_pb2.OLD_SERVING
-        outcome.after.CopyFrom(identity)
+        outcome.after.CopyFrom(identity.message())
     return outcome
 
 
 def what_became(
-    replica: Replica | None, fence: weights_pb2.Fence, identity: weights_pb2.Identity, session: str
+    replica: Replica | None, fence: Fence, identity: Version, session: str
 ) -> manager_pb2.ReplicaOutcome | None:
     """What is known by now of a replica that was told to install and whose agent was lost; None: nothing.
 
@@ -61,13 +65,13 @@ def what_became(
     """
     if replica is None:
         return None
-    if replica.last_outcome is not None and replica.last_outcome.fence == fence:
+    if replica.last_outcome is not None and Fence.of(replica.last_outcome.fence) == fence:
         return replica.last_outcome
-    held = replica.identity()
+    held = replica.identity
     if not replica.serving or held is None or replica.session_id == session:
         return None
     epochs = {worker.epoch for worker in replica.workers}
-    outcome = manager_pb2.ReplicaOutcome(replica=replica.name, fence=fence, after=held)
+    outcome = manager_pb2.ReplicaOutcome(replica=replica.name, fence=fence.message(), after=held.message())
     if epochs == {fence.epoch} and held == identity:
         outcome.outcome = manager_pb2.NEW_SERVING
     elif max(epochs) < fence.epoch:
@@ -88,8 +92,8 @@ def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
 
 
 def build_report(
-    fence: weights_pb2.Fence,
-    identity: weights_pb2.Identity,
+    fence: Fence,
+    identity: Version,
     goal: Goal,
     outcomes: Mapping[str, manager_pb2.ReplicaOutcome],
     seconds: float,
@@ -108,8 +112,8 @@ def build_report(
             slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
     slowest[manager_pb2.PLAN] = planning + slowest.get(manager_pb2.PLAN, 0.0)
     report = manager_pb2.UpdateReport(
-        fence=fence,
-        identity=identity,
+        fence=fence.message(),
+        identity=identity.message(),
         replicas=ordered,
         seconds=seconds,
         stages=in_order(slowest),
@@ -143,12 +147,12 @@ def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
     return sorted(merged.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
 
 
-def _warnings(identity: weights_pb2.Identity, before: weights_pb2.Identity | None) -> list[str]:
+def _warnings(identity: Version, before: Version | None) -> list[str]:
     """Versions without a difference: a step of the optimizer that changed nothing, or that went elsewhere."""
-    if before is None or before.root != identity.root or before.version >= identity.version:
+    if before is None or before.root != identity.root or before.number >= identity.number:
         return []
     return [
-        f"version {identity.version} has the same weights as version {before.version}: if the model was trained "
+        f"version {identity.number} has the same weights as version {before.number}: if the model was trained "
         "in between, what the optimizer writes is not what was published"
     ]
 

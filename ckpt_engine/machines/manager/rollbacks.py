@@ -15,12 +15,13 @@ from functools import partial
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Key, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Latest, describe
+from ckpt_engine.machines.manager.versions import Latest
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
@@ -141,13 +142,13 @@ class Rollbacks:
             return None
         taken.add(identity.lineage)
         held = self._held(identity)
-        asked.lacks = "" if held is not None else f"a look at what holders hold of {describe(identity)}"
+        asked.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
         if held is None:
             return None
         published, record = held
         return Goal(
             lineage=identity.lineage,
-            version=identity.version,
+            version=identity.number,
             published=published,
             replicas=replicas,
             calls={0: asked.call},
@@ -160,7 +161,7 @@ class Rollbacks:
             pool=request.pool,
         )
 
-    def _identity(self, request: manager_pb2.RollbackRequest) -> weights_pb2.Identity:
+    def _identity(self, request: manager_pb2.RollbackRequest) -> Version:
         """Which version is meant. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT, saying what is held."""
         named = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
         held = [
@@ -169,7 +170,7 @@ class Rollbacks:
         found = [
             (source, identity)
             for source, identity in held
-            if identity.version == request.version and request.lineage in ("", identity.lineage)
+            if identity.number == request.version and request.lineage in ("", identity.lineage)
         ]
         if not found:
             raise not_found(f"nobody holds {named}: {_listed(held)}")
@@ -183,13 +184,13 @@ class Rollbacks:
             raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(lineages)))}: name one of them")
         return lineages.popitem()[1]
 
-    def _held(self, identity: weights_pb2.Identity) -> tuple[Published, manager_pb2.BlobRef] | None:
+    def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
         held = self.holdings.of(Latest(identity, 0))
         joining = self.holdings.by_lineage.get(identity.lineage)
         if held is None and joining is not None and joining.joined is not None:
             why = "; ".join(problem.message for _, problem in sorted(joining.joined.refused.items()))
-            raise precondition(f"what holders hold of {describe(identity)} cannot be read: {why}")
+            raise precondition(f"what holders hold of {identity} cannot be read: {why}")
         return held
 
     def _refuse(self, number: int, problem: weights_pb2.Problem) -> None:
@@ -206,11 +207,11 @@ def _describe(asked: Asked) -> str:
     return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 
 
-def _listed(held: list[tuple[str, weights_pb2.Identity]]) -> str:
+def _listed(held: list[tuple[str, Version]]) -> str:
     """Which versions are held, and by whom."""
     by_version: dict[str, list[str]] = {}
-    for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].version, each[0])):
-        by_version.setdefault(describe(identity), []).append(source)
+    for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].number, each[0])):
+        by_version.setdefault(str(identity), []).append(source)
     said = [
         f"{', '.join(sources)} {'holds' if len(sources) == 1 else 'hold'} {each}"
         for each, sources in by_version.items()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import deadline, unavailable
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
@@ -69,9 +70,7 @@ class Route:
 class Routes:
     """The routes of one update. record: the sealed record of `identity`."""
 
-    def __init__(
-        self, course: Course, recipients: Recipients, identity: weights_pb2.Identity, record: manager_pb2.BlobRef
-    ) -> None:
+    def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
         self._state = course.state
         self._recipients = recipients

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.reach import name_of
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Compiled, Published, SourceOffer
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -28,7 +29,7 @@ class Sealing:
     course: Course
     published: Published
     compiled: Compiled
-    fence: weights_pb2.Fence  # that the sources are told
+    fence: Fence  # that the sources are told
     keep: bool
     reader: str = ""  # the replica that digests what files hold whose owner is gone; empty: none
     digests: dict[str, manager_pb2.BlobRef] = field(default_factory=dict)  # of those that have sealed, by source
@@ -48,7 +49,7 @@ class Sealing:
             member = state.members.source(lineage, source)
             if member is not None:
                 seal = manager_pb2.Seal(
-                    fence=self.fence,
+                    fence=self.fence.message(),
                     version=version,
                     atoms=atoms,
                     keep=self.keep,
@@ -57,7 +58,7 @@ class Sealing:
                 state.send(member, seal)
             elif self.reader:
                 command = manager_pb2.SealForReaders(
-                    fence=self.fence, table=source.table, atoms=atoms, deadline_seconds=seconds
+                    fence=self.fence.message(), table=source.table, atoms=atoms, deadline_seconds=seconds
                 )
                 state.send_to(self.reader, command)
 

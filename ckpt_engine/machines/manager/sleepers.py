@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline, precondition, unavailable
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
@@ -44,7 +45,7 @@ class Sleepers:
         self.state = state
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)
-        self.fence = weights_pb2.Fence()
+        self.fence = Fence()
         self.over = False
         replicas = state.members.replicas.items()
         self.pool = request.pool
@@ -100,7 +101,7 @@ class Sleepers:
             replica = self.state.members.replicas.get(name)
             if name not in self._results and replica is not None:
                 command = manager_pb2.SleepWake(
-                    fence=self.fence,
+                    fence=self.fence.message(),
                     wake=self.wake,
                     level=self._level,
                     tags=self._tags,
@@ -110,7 +111,7 @@ class Sleepers:
 
     def answer(self, replica: Replica, body: manager_pb2.SleepWakeDone) -> None:
         """A replica has done it, or cannot."""
-        if body.fence == self.fence and replica.name in self._names and replica.name not in self._results:
+        if Fence.of(body.fence) == self.fence and replica.name in self._names and replica.name not in self._results:
             self._result(replica.name, body.problem if body.HasField("problem") else None)
             self._when_done()
 

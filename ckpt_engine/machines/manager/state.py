@@ -15,6 +15,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import (
     Call,
     CancelTimer,
@@ -83,8 +84,8 @@ class State:
         intents: Sequence[Intended],
         deadlines: Deadlines,
         meant: Mapping[str, Meant] | None = None,
-        highest: Sequence[weights_pb2.Identity] = (),
-        identities: Sequence[weights_pb2.Identity] = (),
+        highest: Sequence[Version] = (),
+        identities: Sequence[Version] = (),
     ) -> State:
         """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
@@ -122,30 +123,30 @@ class State:
                 + self.ledger_problem.message
             )
 
-    def next_fill(self) -> weights_pb2.Fence:
+    def next_fill(self) -> Fence:
         """A fill fence above all fences before it."""
         assert self.epoch_ready()
         self.epoch += 1
         self.spend_ahead()
         return self.fence(self.epoch)
 
-    def next_sleep(self) -> weights_pb2.Fence:
+    def next_sleep(self) -> Fence:
         """The install fence of a sleep or wake, which has no intent: above all fences before it."""
         self.installs = self.next_fill().epoch
         return self.fence(self.installs)
 
-    def next_install(self) -> weights_pb2.Fence:
+    def next_install(self) -> Fence:
         """The install fence of the intent that is recorded next, above all fences before it. Recording it spends it."""
         self.epoch += 1
         return self.fence(self.epoch)
 
-    def intent_ended(self, fence: weights_pb2.Fence) -> None:
+    def intent_ended(self, fence: Fence) -> None:
         """Notes that an intent is on the disk, and its epoch with it."""
         self.spent, self.installs = max(self.spent, fence.epoch), max(self.installs, fence.epoch)
 
-    def fence(self, epoch: int) -> weights_pb2.Fence:
+    def fence(self, epoch: int) -> Fence:
         """One of this cluster."""
-        return weights_pb2.Fence(cluster=self.members.cluster, epoch=epoch)
+        return Fence(self.members.cluster, epoch)
 
     # -- the way out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
@@ -37,9 +38,9 @@ def status_of(
     know of. drifts: of the replicas that have one; None: replicas are left out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
-        fence=state.fence(state.epoch),
+        fence=state.fence(state.epoch).message(),
         phase=phase,
-        latest=None if newest is None else newest.identity,
+        latest=None if newest is None else newest.identity.message(),
         software_version=software_version,
         warnings=warnings,
     )
@@ -61,7 +62,7 @@ def status_of(
             kind=holder.kind,
             name=holder.name,
             connected=holder.peer is not None,
-            held=[held.identity for held in holder.held],
+            held=[held.identity.message() for held in holder.held],
             description=holder.host.name,
             filling=_told(holder.filling),
             last_filled=holder.words.last_filled,
@@ -102,7 +103,7 @@ def blobs_in_use(
     return used
 
 
-def _replica(replica: Replica, desired: weights_pb2.Identity | None, drift: Drift | None) -> manager_pb2.ReplicaStatus:
+def _replica(replica: Replica, desired: Version | None, drift: Drift | None) -> manager_pb2.ReplicaStatus:
     found = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
@@ -114,14 +115,14 @@ def _replica(replica: Replica, desired: weights_pb2.Identity | None, drift: Drif
         label_problem=replica.label_problem,
         engine_check=replica.engine_check,
         workers=replica.workers,
-        identity=replica.identity(),
+        identity=None if replica.identity is None else replica.identity.message(),
         last_outcome=replica.last_outcome,
         host=replica.host,
         unfit=replica.why_unfit(),
         pool=replica.pool,
         gpus=_gpus(replica),
         unopened=replica.shut.told(replica.boot_ids()),
-        desired=desired,
+        desired=None if desired is None else desired.message(),
     )
     if drift is not None:
         found.drift.reason, found.drift.seconds = drift.reason, drift.seconds

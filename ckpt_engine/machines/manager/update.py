@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key
 from ckpt_engine.machines.manager.absences import Absences, MemberAbsent
 from ckpt_engine.machines.manager.collecting import Collecting
@@ -56,7 +57,7 @@ class Update:
         self._absences = Absences(state, goal, self._recipients, self.course.timer, self.course.cancel)
         self._pipeline = PlanPipeline(state)
         self.course.awaited["sealing"] = lambda: [source.source for source in self._pipeline.missing()]
-        self._identity: weights_pb2.Identity | None = None
+        self._identity: Version | None = None
         self._relaying: Relaying | None = None
         self._ranks = Ranks(self.course, self._refuse)
         self._installing: Installing | None = None
@@ -69,7 +70,7 @@ class Update:
         return self.course.phase
 
     @property
-    def installs(self) -> weights_pb2.Fence | None:
+    def installs(self) -> Fence | None:
         """The fence of its intent; None before that is decided."""
         return None if self._installing is None else self._installing.fence
 
@@ -88,7 +89,7 @@ class Update:
         refs += [] if self._relaying is None else self._relaying.blobs()
         return refs + ([] if self.goal.record is None else [self.goal.record])
 
-    def under_way(self) -> tuple[list[str], weights_pb2.Identity | None]:
+    def under_way(self) -> tuple[list[str], Version | None]:
         """Whom it writes to or is about to, and what: from the intent on, until each has an outcome."""
         return (self._recipients.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
 
@@ -169,22 +170,22 @@ class Update:
     def message(self, member: Member, body: object, now: float) -> None:
         """Something of a member that carries a fence; other fences than this one's are of the past."""
         match body:
-            case manager_pb2.Prepared() if isinstance(member, Replica) and body.fence == self.fence:
+            case manager_pb2.Prepared() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 if self.phase == "preparing":
                     self._recipients.take_prepared(member, body)
-            case manager_pb2.Sealed() if body.fence in (self.fence, self.course.filling):
+            case manager_pb2.Sealed() if Fence.of(body.fence) in (self.fence, self.course.filling):
                 if self.phase == "sealing":
                     self._pipeline.take(body)
                 elif self._relaying is not None:
                     self._relaying.sealed(body, now)
             case manager_pb2.RelayFilled() | manager_pb2.RelayProgress() if self._relaying is not None:
                 self._relaying.answered(member, body)
-            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and body.fence == self.installs:
+            case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and Fence.of(body.fence) == self.installs:
                 if self.phase == "installing":
                     self._recipients.take_outcome(body, member.name)
-            case manager_pb2.TookPart() if isinstance(member, Trainer) and body.fence == self.installs:
+            case manager_pb2.TookPart() if isinstance(member, Trainer) and Fence.of(body.fence) == self.installs:
                 self._collecting.answered(member, body)
-            case manager_pb2.Progress() if isinstance(member, Replica) and body.fence == self.installs:
+            case manager_pb2.Progress() if isinstance(member, Replica) and Fence.of(body.fence) == self.installs:
                 self.course.progress(member.name, body)
                 if self.cut:
                     self.course.hurry(body, now)
@@ -305,7 +306,7 @@ class Update:
     def _decide_identity(self, root: bytes, now: float) -> None:
         """The root is known: is this the version that it says it is? Then relays may bring it."""
         goal = self.goal
-        self._identity = weights_pb2.Identity(lineage=goal.lineage, version=goal.version, root=root)
+        self._identity = Version(goal.lineage, goal.version, root)
         if self._refused_identity(now):
             return
         way = self._pipeline.stage

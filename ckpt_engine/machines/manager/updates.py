@@ -141,7 +141,7 @@ class Updates:
         if late is not None and not update.cut:
             self._note_failure(update)
         if late is not None and refusal is not None and not update.cut:
-            told = manager_pb2.NotBrought(identity=late, reason=refusal.message)
+            told = manager_pb2.NotBrought(identity=late.message(), reason=refusal.message)
             self.state.send_to(update.goal.replicas[0], told)
         self.ended(update)
 

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, RecordIntent
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 HIGHEST_VERSION = (1 << 63) - 1
 """What the wire and the state words hold."""
@@ -41,7 +42,7 @@ class Intended:
     """An intent as the ledger has it. selection: the replicas that the version is for; none: `EVERYBODY`."""
 
     epoch: int
-    identity: weights_pb2.Identity
+    identity: Version
     selection: tuple[str, ...] = ()
 
 
@@ -55,7 +56,7 @@ class Latest:
     were told to seal another version since, so what they hold now must be hashed again before it is called this one.
     """
 
-    identity: weights_pb2.Identity
+    identity: Version
     epoch: int
     published: Published | None = None
     selection: frozenset[str] = frozenset((EVERYBODY,))
@@ -78,7 +79,7 @@ class Versions:
     latest: dict[str, Latest] = field(default_factory=dict)
     meant: dict[str, Meant] = field(default_factory=dict)
     pools: dict[str, str] = field(default_factory=dict)
-    highest: dict[str, weights_pb2.Identity] = field(default_factory=dict)
+    highest: dict[str, Version] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
     revision: int = 0  # rises with every change of what some replica is to hold
 
@@ -87,8 +88,8 @@ class Versions:
         cls,
         intents: Sequence[Intended],
         meant: Mapping[str, Meant],
-        highest: Sequence[weights_pb2.Identity] = (),
-        identities: Sequence[weights_pb2.Identity] = (),
+        highest: Sequence[Version] = (),
+        identities: Sequence[Version] = (),
     ) -> Versions:
         """The versions with which a manager begins. intents: the last one of each lineage. highest: of each lineage, at
         least as high. identities: of all intents that are kept, oldest first."""
@@ -107,48 +108,48 @@ class Versions:
 
     # -- numbers
 
-    def take_number(self, identity: weights_pb2.Identity) -> bool:
+    def take_number(self, identity: Version) -> bool:
         """Notes that its number is used. Returns whether it is above all that the lineage has used before."""
         known = self.highest.get(identity.lineage)
-        if known is not None and identity.version <= known.version:
+        if known is not None and identity.number <= known.number:
             return False
         self.highest[identity.lineage] = identity
         return True
 
-    def doubt(self, identity: weights_pb2.Identity) -> None:
+    def doubt(self, identity: Version) -> None:
         """Nobody knows whether its intent was written. It may be on the disk all the same, and what is there counts
         after a restart: its number is taken."""
         self.take_number(identity)
 
-    def remember(self, identity: weights_pb2.Identity) -> None:
+    def remember(self, identity: Version) -> None:
         """The ledger, or the words of a worker, say that this version has this root. Who said so first is believed."""
-        named = identity.lineage, identity.version
+        named = identity.lineage, identity.number
         self.roots[named] = self.roots.pop(named, identity.root)
         while len(self.roots) > KNOWN_ROOTS:
             del self.roots[next(iter(self.roots))]
 
-    def knows(self, identity: weights_pb2.Identity) -> bool:
+    def knows(self, identity: Version) -> bool:
         """Whether this version was meant for installing with this root. What a holder says does not make it so."""
-        return self.roots.get((identity.lineage, identity.version)) == identity.root
+        return self.roots.get((identity.lineage, identity.number)) == identity.root
 
     def next_number(self, lineage: str) -> int:
         """The number of an update that names none: 0 in a new lineage. Raises FAILED_PRECONDITION if none is left."""
         known = self.highest.get(lineage)
-        if known is not None and known.version >= HIGHEST_VERSION:
-            raise precondition(f"no number is left above {describe(known)}: start a new lineage")
-        return 0 if known is None else known.version + 1
+        if known is not None and known.number >= HIGHEST_VERSION:
+            raise precondition(f"no number is left above {known}: start a new lineage")
+        return 0 if known is None else known.number + 1
 
     def check_rises(self, lineage: str, version: int) -> None:
         """Raises FAILED_PRECONDITION for a number below the lineage's highest."""
         known = self.highest.get(lineage)
-        if known is not None and version < known.version:
+        if known is not None and version < known.number:
             raise precondition(
-                f"version {version} goes backwards: {describe(known)} was installed before. To go back to a version "
+                f"version {version} goes backwards: {known} was installed before. To go back to a version "
                 f"that is still held, `ckpt-engine rollback --version {version}`; to other weights, start a new "
                 'lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
 
-    def check_number(self, identity: weights_pb2.Identity, sealed: weights_pb2.Identity | None) -> None:
+    def check_number(self, identity: Version, sealed: Version | None) -> None:
         """Whether weights are the version that they say they are, now that their root is known. sealed: the version
         that was sealed before and is read again; None: they are to be the lineage's next version, or the last one
         once more.
@@ -156,24 +157,24 @@ class Versions:
         Raises FAILED_PRECONDITION for a number that went down, or that has another root.
         """
         if sealed is None:
-            self.check_rises(identity.lineage, identity.version)
+            self.check_rises(identity.lineage, identity.number)
         known = sealed or self.highest.get(identity.lineage)
-        if known is not None and known.version == identity.version and known != identity:
+        if known is not None and known.number == identity.number and known != identity:
             raise precondition(
-                f"the weights are not those of {describe(known)}: their root is {identity.root.hex()[:12]}; "
+                f"the weights are not those of {known}: their root is {identity.root.hex()[:12]}; "
                 "take a higher version, or start a new lineage"
             )
 
     # -- who is to hold what
 
-    def intent(self, epoch: int, identity: weights_pb2.Identity, goal: Goal, seconds: float) -> RecordIntent:
+    def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
         """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
         late = goal.late is not None
         whole = self.selection(identity, frozenset() if late else goal.selection)
         meant = () if late else tuple(sorted(goal.selection))
         return RecordIntent(epoch, identity, seconds, tuple(sorted(whole)), meant)
 
-    def begin(self, identity: weights_pb2.Identity, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
+    def begin(self, identity: Version, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
         """A version is about to be installed into those that its update is for; or a late replica is to get it, for
         which all of it was hashed again if there is a record now."""
         latest = self.latest.get(identity.lineage)
@@ -193,7 +194,7 @@ class Versions:
         if lineage in self.latest:
             self.latest[lineage].sealed_since = True
 
-    def selection(self, identity: weights_pb2.Identity, selection: frozenset[str]) -> frozenset[str]:
+    def selection(self, identity: Version, selection: frozenset[str]) -> frozenset[str]:
         """Whom a version is for, if it is asked for once more for these: for all that it was ever asked for."""
         known = self.latest.get(identity.lineage)
         if known is None or known.identity != identity:
@@ -213,7 +214,7 @@ class Versions:
         if name not in self.meant:
             self.pools.pop(name, None)
 
-    def learn(self, name: str, identity: weights_pb2.Identity, epoch: int) -> None:
+    def learn(self, name: str, identity: Version, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
         lineage = identity.lineage
         known = self.latest.get(lineage)
@@ -259,8 +260,3 @@ class Versions:
 def everybody(pool: str) -> str:
     """What stands in place of a replica's name for all of a pool that receive weights."""
     return _POOL + pool if pool else EVERYBODY
-
-
-def describe(identity: weights_pb2.Identity) -> str:
-    """A version for people."""
-    return f"version {identity.version} of lineage {identity.lineage!r} (root {identity.root.hex()[:12]})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
@@ -15,9 +16,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 class Watched:
     """All that is told, at one moment. latest: by lineage. settling: replicas that are not named may still dial in."""
 
-    fence: weights_pb2.Fence
+    fence: Fence
     replicas: Mapping[str, manager_pb2.WatchedReplica]
-    latest: Mapping[str, weights_pb2.Identity]
+    latest: Mapping[str, Version]
     settling: bool
 
 
@@ -34,7 +35,7 @@ def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
             seen.state, seen.pause_mode = manager_pb2.DRAINING, update.goal.pause_mode
             seen.reason = update.describe()
             if brings is not None:
-                seen.next.CopyFrom(brings)
+                seen.next.CopyFrom(brings.message())
         replicas[name] = seen
     latest = {lineage: last.identity for lineage, last in sorted(state.versions.latest.items())}
     return Watched(state.fence(state.installs), replicas, latest, not settled)
@@ -43,31 +44,31 @@ def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
 def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
     """All of it; the first message of a stream."""
     return manager_pb2.WatchReplicasResponse(
-        fence=now.fence,
+        fence=now.fence.message(),
         snapshot=True,
         settling=now.settling,
         replicas=now.replicas.values(),
-        latest=now.latest.values(),
+        latest=[each.message() for each in now.latest.values()],
     )
 
 
 def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse | None:
     """What became different; None: nothing that a watcher would act on. A fence alone is nothing."""
     message = manager_pb2.WatchReplicasResponse(
-        fence=now.fence,
+        fence=now.fence.message(),
         settling=now.settling,
         replicas=[replica for name, replica in now.replicas.items() if before.replicas.get(name) != replica],
         gone=sorted(before.replicas.keys() - now.replicas.keys()),
-        latest=now.latest.values(),
+        latest=[each.message() for each in now.latest.values()],
     )
     same = not message.replicas and not message.gone and before.settling == now.settling
     return None if same and before.latest == now.latest else message
 
 
 def _replica(replica: Replica) -> manager_pb2.WatchedReplica:
-    seen = manager_pb2.WatchedReplica(
-        name=replica.name, identity=replica.identity(), label_problem=replica.label_problem, pool=replica.pool
-    )
+    seen = manager_pb2.WatchedReplica(name=replica.name, label_problem=replica.label_problem, pool=replica.pool)
+    if replica.identity is not None:
+        seen.identity.CopyFrom(replica.identity.message())
     if replica.engine is not None:
         seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
     installed = _just_installed(replica)
