@@ -91,7 +91,11 @@ def main() -> None:
         }
         command = [sys.executable, "-m", "benchmarks.files_of_update", "--inside", "--seconds", str(options.seconds)]
         told = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found = json.loads(told.splitlines()[-1])
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    versions = {"commit": commit.strip(), "python": sys.version.split()[0], "torch": torch.__version__}
+    found = {**versions, **json.loads(told.splitlines()[-1])}
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{found['files']} files")

@@ -31,10 +31,12 @@ class CountedSession:
 
     def __init__(self, call: Any, counts: Counter[str]) -> None:
         self._call, self._counts = call, counts
+        self._writing = asyncio.Lock()  # a stream takes one message at a time; heartbeats come from a task of their own
 
     async def write(self, message: Any) -> None:
         self._counts[f"message {kind(message)}"] += 1
-        await self._call.write(message)
+        async with self._writing:
+            await self._call.write(message)
 
     async def read(self) -> Any:
         message = await self._call.read()

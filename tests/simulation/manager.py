@@ -280,7 +280,8 @@ class ManagerShell(Shell):
                 self.ledger.late |= set() if meant else {epoch}
                 if identity.number >= self.ledger.highest.get(identity.lineage, identity).number:
                     self.ledger.highest[identity.lineage] = identity
-                self.ledger.meant |= dict.fromkeys(meant, (epoch, identity.lineage))
+                for name in meant:  # a write that was slow is no newer than those that were made meanwhile
+                    self.ledger.meant[name] = max(self.ledger.meant.get(name, (0, "")), (epoch, identity.lineage))
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.FindReport(lineage, version):
