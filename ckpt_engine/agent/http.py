@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
-from ckpt_engine.engine.adapter import AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.engine.adapter import AdapterSettings, EngineCallError
 from ckpt_engine.http_client.connection import WireError
 from ckpt_engine.http_client.connections import Answer, Connections
-from ckpt_engine.v1 import weights_pb2
 
 AFTERWARDS_SECONDS = 10.0
 """For closing a session or going on, also when the time of the call that it belongs to has run out."""
@@ -86,12 +85,6 @@ class HttpAdapter:
         except EngineCallError:
             return False
         return True
-
-    async def resume_as(self: EngineAdapter, identity: weights_pb2.Identity, seconds: float) -> None:
-        """See EngineAdapter. Here in two calls."""
-        until = time.monotonic() + seconds
-        await self.stamp(identity, seconds / 2)
-        await self.resume(until - time.monotonic())
 
     async def close(self) -> None:
         """See EngineAdapter."""

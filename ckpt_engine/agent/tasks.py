@@ -158,10 +158,7 @@ async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> objec
         case events.StampEngine():
             await adapter.stamp(task.identity, task.seconds)
         case events.ResumeEngine():
-            if task.identity is None:
-                await adapter.resume(task.seconds)
-            else:
-                await adapter.resume_as(task.identity, task.seconds)
+            await adapter.resume(task.seconds)
         case events.DiscardEngine():
             await adapter.discard(task.seconds)
         case events.SleepEngine():

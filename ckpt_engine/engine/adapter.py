@@ -204,12 +204,6 @@ class EngineAdapter(Protocol):
         """Returns when the engine produces tokens again."""
         ...
 
-    async def resume_as(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """`stamp` and then `resume`, in one call of the engine where it has one: no token is made meanwhile. An engine
-        that does not take the version is not resumed; after a failure both are asked for again, one by one."""
-        await self.stamp(identity, seconds)
-        await self.resume(seconds)
-
     async def discard(self, seconds: float) -> None:
         """Makes every worker call `EngineWorker.discard()`; the engine may compute meanwhile. Before `sleep(2)`.
 

@@ -293,10 +293,9 @@ class StampEngine:
 
 @dataclass(frozen=True)
 class ResumeEngine:
-    """adapter.resume(seconds), or with an identity adapter.resume_as(identity, seconds). Result: None."""
+    """adapter.resume(seconds). Result: None."""
 
     seconds: float
-    identity: weights_pb2.Identity | None = None
 
 
 @dataclass(frozen=True)

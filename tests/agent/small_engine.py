@@ -91,10 +91,6 @@ class SmallAdapter:
     async def resume(self, seconds: float) -> None:
         await self._call("resume", seconds)
 
-    async def resume_as(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        await self.stamp(identity, seconds)
-        await self.resume(seconds)
-
     async def discard(self, seconds: float) -> None:
         await self._call("discard", seconds)
 

@@ -47,21 +47,15 @@ class Install:
     def _take(self, commands: list[events.AgentCommand]) -> None:
         self._running += [command for command in commands if isinstance(command, events.Run)]
 
-    def end(
-        self,
-        run: events.Run,
-        now: float,
-        words: events.Words = WORDS,
-        problem: weights_pb2.Problem | None = None,
-    ) -> None:
-        """The step ends. words: what is read, if that is the step. problem: why it failed; None: it did not."""
+    def end(self, run: events.Run, now: float, words: events.Words = WORDS) -> None:
+        """The step ends well. words: what is read, if that is the step."""
         self._running.remove(run)
         results = {events.ReadWords: words, events.FetchBlobs: (b"plan", b"expected")}
         if isinstance(run.task, events.PrepareEngine):
             self.asks(now, want_prepare=worker_pb2.WantOrder())
             fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
             self.asks(now, ready=worker_pb2.WorkerReady(fence=fence, plans=[b"p" * 32]))
-        self._take(self.agent.tell(events.Done(run.key, results.get(type(run.task)), problem), now))
+        self._take(self.agent.tell(events.Done(run.key, results.get(type(run.task))), now))
 
     def until(self, kind: type, now: float, words: events.Words = WORDS) -> events.Run:
         """Ends steps until one of `kind` runs, and returns that."""
@@ -121,29 +115,6 @@ def test_a_worker_gets_no_order_in_the_time_that_is_kept_for_resuming() -> None:
     late = Install()
     late.until(events.InstallEngine, 0.0)
     assert "no such order now" in late.want(DEADLINE - KEPT).refused.message
-
-
-def test_an_engine_is_told_its_version_and_resumed_in_one_task_and_after_a_failure_in_two() -> None:
-    install = Install()
-    run = install.until(events.InstallEngine, 0.0)
-    install.want(0.0)
-    install.end(run, 1.0)
-    both = install.until(events.ResumeEngine, 1.0, NEW)
-    assert both.task == events.ResumeEngine(KEPT / 4, NEXT)
-    refused = weights_pb2.Problem(code=weights_pb2.Problem.INTERNAL, message="not today")
-    install.end(both, 2.0, problem=refused)
-    stamp = install.until(events.StampEngine, 2.0)
-    assert isinstance(stamp.task, events.StampEngine)
-    assert stamp.task.identity == NEXT
-    install.end(stamp, 3.0)
-    resume = install.until(events.ResumeEngine, 3.0)
-    assert isinstance(resume.task, events.ResumeEngine)
-    assert resume.task.identity is None
-    install.end(resume, 4.0)
-    install.end(install.until(events.ReadWords, 4.0), 4.0, NEW)
-    assert install.outcome().outcome == manager_pb2.NEW_SERVING
-    assert install.agent.machine.replica.labelled == NEXT
-    assert not install.agent.machine.replica.label_reason
 
 
 @pytest.mark.parametrize(("words", "outcome"), [(NEW, manager_pb2.NEW_SERVING), (TORN, manager_pb2.QUARANTINED)])

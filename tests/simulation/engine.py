@@ -171,8 +171,7 @@ class Engine:
         """The caller's side of an HTTP call; raises CkptEngineError."""
         if not self.alive:
             raise unavailable("the engine does not answer")
-        told = isinstance(task, events.StampEngine) or (isinstance(task, events.ResumeEngine) and task.identity)
-        stamp_no = self.faults.stamp_no if told else 0.0
+        stamp_no = self.faults.stamp_no if isinstance(task, events.StampEngine) else 0.0
         if self.world.chance(self.faults.engine_no) or self.world.chance(stamp_no):
             yield self.world.between(0.0, 0.05)
             raise internal("the simulated engine says no")
@@ -198,9 +197,7 @@ class Engine:
                 self.paused = True
                 if mode == manager_pb2.ABORT:
                     self.inside = False
-            case events.ResumeEngine(_, identity):
-                if identity is not None:
-                    self.label = identity
+            case events.ResumeEngine():
                 self.paused = False
             case events.StampEngine(identity):
                 self.label = identity

@@ -263,8 +263,7 @@ class AgentShell(MemberShell):
         if self.engine is None:
             raise unavailable("there is no engine")
         whole = self.engine.alive and all(worker.alive for worker in self.engine.workers)  # as the agent saw it
-        told = task.identity if isinstance(task, events.StampEngine | events.ResumeEngine) else None
-        if told is not None and whole and self.engine.held().identity != told:
+        if isinstance(task, events.StampEngine) and whole and self.engine.held().identity != task.identity:
             raise BrokenPromiseError(f"{self.engine.name} is stamped with a version that its workers do not hold")
         operation = self.machine.replica.operation
         installs = operation is not None and operation.kind == "install" and isinstance(task, events.PauseEngine)

@@ -28,8 +28,7 @@ def an_engine_is_told_its_version_before_it_resumes(patch: Patch) -> None:
         if not label(self, self._reserve, max(0.1, self._end - now)):
             conclude(self, now)
 
-    for method in ("resume_as", "label"):
-        patch.setattr(agent_install.Installing, method, lambda self, reserve, left: False)
+    patch.setattr(agent_install.Installing, "label", lambda self, reserve, left: False)
     patch.setattr(agent_install.Installing, "_conclude_serving", late)
 
 

