@@ -23,9 +23,7 @@ from tests.conformance.weights import Models, load
 
 pytestmark = pytest.mark.timeout(1200)  # engines start slowly on a busy machine
 
-MARKS = {"reference": [pytest.mark.slow], "sglang": [pytest.mark.engine, pytest.mark.slow]}
-"""vLLM's runs with other engines' tests: what reads a relay is the same in each, and the conformance suite by way of a
-relay asks each."""
+MARKS = {"reference": pytest.mark.slow}
 LAST = 10
 FROM_THE_RELAY = {("relay near", "relay_memory")}
 
@@ -70,7 +68,7 @@ def spoil(live: Any) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(engine, id=engine.kind, marks=MARKS.get(engine.kind, [pytest.mark.engine])) for engine in ENGINES
+        pytest.param(engine, id=engine.kind, marks=MARKS.get(engine.kind, pytest.mark.engine)) for engine in ENGINES
     ],
 )
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:

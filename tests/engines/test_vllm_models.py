@@ -129,9 +129,9 @@ BY_LOADER = {
 """What goes through vLLM's own loader at every update, by kind."""
 
 
-ELSEWHERE_TOO = ("llama with tied embeddings", "qwen2 with QKV bias", "qwen3 mixture of experts")
-"""Kinds that other tests play as well: without a server (test_vllm_residency.py), biases of a fused QKV by GPT-2's, and
-on two workers (test_vllm_layouts.py)."""
+ELSEWHERE_TOO = ("llama with tied embeddings", "qwen3 mixture of experts")
+"""Kinds that other tests play as well: without a server (test_vllm_residency.py), and on two workers
+(test_vllm_layouts.py)."""
 
 
 def build(config: Any, seed: int, path: Path, embedding: float = 1.0) -> tuple[Any, dict[str, torch.Tensor]]:
