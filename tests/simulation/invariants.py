@@ -418,7 +418,7 @@ class Invariants:
         reported = {outcome.replica for outcome in report.replicas}
         if reported != set(update.goal.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
-        unsaid = self._registered[update] - reported
+        unsaid = self._registered.get(update, reported) - reported  # that of an overtaken manager was not seen to begin
         if unsaid and everybody(update.goal.pool) in update.goal.selection and update.goal.late is None:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         self._outcomes(report)
