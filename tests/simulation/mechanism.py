@@ -21,6 +21,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.course import UpdateTask
+from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.update import Update
@@ -421,6 +422,11 @@ def _due_later(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
     return attempts is not None and attempts.next > manager.clock and CatchUpRetry() in manager._timers
 
 
+def _looked_again(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+    joining = manager.machine._holdings.by_lineage.get(latest.identity.lineage)
+    return joining is not None and JoinRetry(joining.pipeline.number) in manager._timers
+
+
 def _holders_in_use(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
     sharing = manager.machine._state.sharing
     return bool(sharing.uses or sharing.waits)
@@ -447,9 +453,7 @@ REASONS: dict[str, Judge] = {
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,
     "running: a look at what holders hold": lambda manager, replica, latest: manager.machine._holdings.looking(latest),
-    "timer: that look is repeated": lambda manager, replica, latest: (
-        ("join", latest.identity.lineage) in manager._timers
-    ),
+    "timer: that look is repeated": _looked_again,
     "told: nobody can be read": _nobody_can_be_read,
     "running: holders that another update uses": _holders_in_use,
 }
