@@ -14,7 +14,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
-from tests.simulation.story import Story
+from tests.simulation.story import Problem, Story, refused
 
 
 @pytest.fixture
@@ -28,11 +28,13 @@ class Planner:
     def __init__(self, story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
         self.attempts: list[float] = []
+        self.drifts: list[Drift] = []  # as each plan is refused, of all replicas
         original = ManagerShell._compile
 
         def compile(shell: ManagerShell, task: events.CompilePlans) -> Any:
             if self.broken:
                 self.attempts.append(story.world.now)
+                self.drifts += shell.machine.drifts().values()
                 raise data_loss("the plan was made to fail")
             return original(shell, task)
 
@@ -70,6 +72,10 @@ def test_attempts_go_on_with_longer_and_longer_waits_until_one_succeeds(
     told = status_of(story, late.name)
     assert told.desired == identity
     assert told.drift.reason == drift.reason
+    assert len(planner.drifts) == len(planner.attempts)
+    for during in planner.drifts:
+        assert during.next_attempt is None, "no attempt is told to come while one runs"
+        assert during.reason.startswith(f"bringing up {late.name}")
     planner.broken = False
     story.wait(3 * waits[-1])
     assert story.held_by(late) == identity
@@ -117,6 +123,52 @@ def test_a_replica_that_serves_is_not_tried_for_ever_and_what_is_new_lets_it_be_
     story.relay()
     story.wait(5.0)
     assert story.held_by(agent) == identity
+
+
+def test_a_join_that_failed_is_repeated_and_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What relays hold cannot be joined once, and the ranks have gone. A fake: no join of a sound world fails."""
+    original = ManagerShell._join
+    failed: list[float] = []
+
+    def join(shell: ManagerShell, task: events.JoinSources) -> Any:
+        if not failed:
+            failed.append(story.world.now)
+            raise data_loss("the join was made to fail")
+        return original(shell, task)
+
+    story = Story(catch_up_retry=20.0)
+    story.relay()
+    story.replica(), story.replica()
+    group = story.ranks()
+    identity = story.trained(group).identity
+    story.end_group(group, in_good_order=True)
+    monkeypatch.setattr(ManagerShell, "_join", join)
+    late = story.replica()
+
+    def reason() -> str:
+        drift = drift_of(story, late.name)
+        return "" if drift is None else drift.reason
+
+    story.until(lambda: "could not be joined" in reason())
+    assert failed
+    assert "the join was made to fail" in reason()
+    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "could not be joined", "tried again")
+    story.wait(60.0)
+    assert story.held_by(late) == identity
+    assert drift_of(story, late.name) is None
+
+
+def test_a_name_that_comes_again_drifts_from_then_on(story: Story) -> None:
+    """Its drift before it left is not counted."""
+    story.replica()
+    story.update(story.ranks())
+    late = story.replica()
+    story.wait(60.0)
+    assert drift_of(story, late.name).seconds > 50  # type: ignore[union-attr]
+    story.evict(late.name)
+    story.wait(1.0)
+    drift = drift_of(story, late.name)
+    assert drift is None or drift.seconds < 2, "its agent came back"
 
 
 def test_each_reason_is_told(story: Story) -> None:

@@ -177,7 +177,7 @@ def test_without_a_relay_a_late_replica_waits_for_what_was_taken_back(story: Sto
     late = story.replica()
     story.wait(6.0)
     assert story.held_by(late) is None
-    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "no source of version 0", "stays sealed")
+    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "version 0 of lineage", "no source of it stays sealed")
     group.trainers[0].publish()
     story.wait(1.0)
     assert story.trained(group).identity.version == report.identity.version + 1

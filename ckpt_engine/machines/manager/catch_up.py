@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
@@ -48,8 +49,8 @@ class Attempts:
     sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may be what lacked
     count: int = 0
     next: float = 0.0  # monotonic seconds; not before
-    no_source_told: Peer | None = None  # the session that heard NO_SOURCE
-    no_source: bool = False  # when it was looked last
+    no_source_told: tuple[Peer, str] | None = None  # the session that heard why nothing can be read, and what it heard
+    no_source: str = ""  # why nothing could be read when it was looked last, for people; empty: something could
 
     def due(self, now: float) -> bool:
         """Whether the next one may be made now."""
@@ -71,6 +72,7 @@ class CatchUp:
         """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: pools whose
         replicas have no turn now. may: whether a goal may begin."""
         waits = []
+        sources = cache(self.sources)
         for replica in self.state.members.receivers():
             if replica.pool in busy:
                 continue
@@ -78,12 +80,13 @@ class CatchUp:
             if latest is None or replica.holds(latest.identity) or self._hindrance(replica, latest):
                 self.attempts.pop(replica.name, None)
                 continue
-            attempts = self._attempts(replica, latest)
+            attempts = self._attempts(replica, latest, sources(latest.identity.lineage))
             found = self._source(latest, attempts.count)
-            attempts.no_source = found is None and not self.holdings.looking(latest)
             if found is None:
+                attempts.no_source = self._no_source(latest)
                 self._say_no_source(replica, latest, attempts)
                 continue
+            attempts.no_source = ""
             published, record = found
             if _given_up(replica, attempts):
                 continue
@@ -113,16 +116,24 @@ class CatchUp:
             self.state.set_timer(CatchUpRetry(), min(waits))
         return None
 
-    def standstill(self, replica: Replica, latest: Latest, now: float) -> tuple[str, float | None]:
+    def sources(self, lineage: str) -> frozenset[str]:
+        """The sessions that may have a version of this lineage to read: of its ranks and of relays."""
+        members = self.state.members
+        ranks = (trainer.session_id for trainer in members.trainers.values() if trainer.lineage == lineage)
+        return frozenset((*ranks, *(each.session_id for each in members.holders.values() if each.filling is not None)))
+
+    def standstill(
+        self, replica: Replica, latest: Latest, sources: frozenset[str], now: float
+    ) -> tuple[str, float | None]:
         """Why a replica that does not hold this version is not being brought to it, for people, and the seconds until
-        the next attempt; None: what it waits for has no time. Starts nothing."""
+        the next attempt; None: what it waits for has no time. sources: as `sources` tells them. Starts nothing."""
         if hindrance := self._hindrance(replica, latest):
             return hindrance, None
         attempts = self.attempts.get(replica.name)
-        if attempts is None or not self._same(attempts, replica, latest):
+        if attempts is None or not _same(attempts, replica, latest, sources):
             return TURN, None
         if attempts.no_source:
-            return NO_SOURCE, None
+            return attempts.no_source, None
         failed = f"{attempts.count} {'attempt' if attempts.count == 1 else 'attempts'} to bring it failed"
         failed += f": {replica.failure}" if replica.failure else ""
         if _given_up(replica, attempts):
@@ -152,12 +163,8 @@ class CatchUp:
             raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
         if hindrance := self._hindrance(replica, latest):
             raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
-        if self._source(latest) is None and not self.holdings.looking(latest):
-            raise precondition(
-                f"no source of {version} stays sealed, and nobody else holds it, so nothing can be read now; the next "
-                "update repairs it",
-                replica=replica.name,
-            )
+        if self._source(latest) is None and (reason := self._no_source(latest)):
+            raise precondition(f"{version} cannot be brought to it now: {reason}", replica=replica.name)
         self.attempts.pop(replica.name, None)
         return f"it is brought to {version}"
 
@@ -168,11 +175,22 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
+    def _no_source(self, latest: Latest) -> str:
+        """Why nothing can be read of a version without a source, for people; empty: that is not known yet."""
+        if self.holdings.looking(latest):
+            return ""
+        problem = self.holdings.failure(latest)
+        if problem is None:
+            return NO_SOURCE
+        return f"what is held of it could not be joined, and this is tried again in a moment: {problem.message}"
+
     def _say_no_source(self, replica: Replica, latest: Latest, attempts: Attempts) -> None:
         """Says once to each session that nothing can be read."""
-        if attempts.no_source and attempts.no_source_told != replica.peer:
-            attempts.no_source_told = replica.peer
-            self.state.send(replica, manager_pb2.NotBrought(identity=latest.identity.message(), reason=NO_SOURCE))
+        if attempts.no_source and replica.peer and attempts.no_source_told != (replica.peer, attempts.no_source):
+            attempts.no_source_told = replica.peer, attempts.no_source
+            self.state.send(
+                replica, manager_pb2.NotBrought(identity=latest.identity.message(), reason=attempts.no_source)
+            )
 
     def _hindrance(self, replica: Replica, latest: Latest) -> str:
         """What of the replica itself keeps it from being brought to a version; empty: nothing."""
@@ -239,27 +257,23 @@ class CatchUp:
         offered = self._offered(latest)
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
-    def _attempts(self, replica: Replica, latest: Latest) -> Attempts:
+    def _attempts(self, replica: Replica, latest: Latest, sources: frozenset[str]) -> Attempts:
         known = self.attempts.get(replica.name)
-        if known is None or not self._same(known, replica, latest):
-            known = Attempts(replica.boot_ids(), latest.identity, self._sources(latest))
+        if known is None or not _same(known, replica, latest, sources):
+            known = Attempts(replica.boot_ids(), latest.identity, sources)
             self.attempts[replica.name] = known
         return known
-
-    def _same(self, known: Attempts, replica: Replica, latest: Latest) -> bool:
-        """Whether nothing has come since these attempts that the next one could profit from."""
-        same = (known.workers, known.identity) == (replica.boot_ids(), latest.identity)
-        return same and self._sources(latest) <= known.sources
-
-    def _sources(self, latest: Latest) -> frozenset[str]:
-        members = self.state.members
-        ranks = [each.session_id for each in members.ranks(latest.identity.lineage).values()]
-        return frozenset(ranks + [each.session_id for each in members.holders.values() if each.filling is not None])
 
 
 def stays_sealed(published: Published) -> bool:
     """Whether it may be read outside the call in which it was sealed: no rank changes it before it seals again."""
     return all(source.stays_sealed for source in published.sources)
+
+
+def _same(known: Attempts, replica: Replica, latest: Latest, sources: frozenset[str]) -> bool:
+    """Whether nothing has come since these attempts that the next one could profit from."""
+    same = (known.workers, known.identity) == (replica.boot_ids(), latest.identity)
+    return same and sources <= known.sources
 
 
 def _given_up(replica: Replica, attempts: Attempts) -> bool:

@@ -56,17 +56,18 @@ class Corrections:
         """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
         say; or not, and the report stays."""
         known = self.open.get(outcome.replica)
-        serves = outcome.outcome == manager_pb2.NEW_SERVING
-        if known is None or (serves and known.report.identity != outcome.after):
-            self.open.pop(outcome.replica, None)
-        elif serves:
-            found = manager_pb2.ReplicaOutcome()
-            found.CopyFrom(outcome)
-            found.fence.CopyFrom(known.report.fence)
-            known.report.warnings.append(
-                f"replica {outcome.replica!r} was brought to it later, by attempt {outcome.fence.epoch}"
-            )
-            self._correct(known, found)
+        if known is None or outcome.outcome != manager_pb2.NEW_SERVING:
+            return
+        if known.report.identity != outcome.after:
+            del self.open[outcome.replica]
+            return
+        found = manager_pb2.ReplicaOutcome()
+        found.CopyFrom(outcome)
+        found.fence.CopyFrom(known.report.fence)
+        known.report.warnings.append(
+            f"replica {outcome.replica!r} was brought to it later, by attempt {outcome.fence.epoch}"
+        )
+        self._correct(known, found)
 
     def look(self, replica: Replica) -> None:
         """Changes the report of a replica that was heard, once it is known what became of it."""

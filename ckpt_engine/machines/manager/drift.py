@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.catch_up import CatchUp
@@ -55,7 +56,12 @@ class Drifts:
     def all(self, updates: Sequence[Update], now: float) -> dict[str, Drift]:
         """The drifts by replica; one that holds what it is to serve, or for which nothing is meant, has none. updates:
         those that run."""
-        running = {name: update for update in updates for name in update.under_way()[0]}
+        running: dict[str, Update] = {}
+        for update in updates:
+            # An attempt for one replica has begun when its update has; an update for many may go on without a replica.
+            names = update.under_way()[0] if update.goal.late is None else update.goal.replicas
+            running |= dict.fromkeys(names, update)
+        sources = cache(self.catch_up.sources)
         drifts = {}
         for name in self.since:
             latest, replica = self.state.versions.of(name), self.state.members.replicas.get(name)
@@ -64,6 +70,6 @@ class Drifts:
             if name in running:
                 reason, next_attempt = running[name].describe(), None
             else:
-                reason, next_attempt = self.catch_up.standstill(replica, latest, now)
+                reason, next_attempt = self.catch_up.standstill(replica, latest, sources(latest.identity.lineage), now)
             drifts[name] = Drift(latest.identity, reason, now - self.since[name], next_attempt)
         return drifts

@@ -15,7 +15,7 @@ from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,12 @@ class Holdings:
         """Whether that will be known soon."""
         known = self.by_lineage.get(latest.identity.lineage)
         return known is not None and isinstance(known.pipeline.stage, JoinSources)
+
+    def failure(self, latest: Latest) -> weights_pb2.Problem | None:
+        """Why what is held of it could not be joined; None: it was, or nothing was tried. A failed join is repeated."""
+        known = self.by_lineage.get(latest.identity.lineage)
+        stage = None if known is None else known.pipeline.stage
+        return stage.problem if isinstance(stage, Failed) else None
 
     def of(self, latest: Latest, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where a version lies and its record; None if nobody holds it, or as long as that is not known. ranks: what is

@@ -286,6 +286,7 @@ class ManagerMachine:
         self._members.forget(member)
         if isinstance(member, Replica):
             self._state.versions.left(member.name)
+            self._drifts.since.pop(member.name, None)
         member.peer = None
         self._gone(member, now)
         self._updates.gone(member, now)

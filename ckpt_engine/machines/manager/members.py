@@ -117,9 +117,7 @@ class Replica:
     engine_check: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None
-    failure: str = (
-        ""  # why the last attempt to bring it a version by itself failed; empty: none has, or a later one did
-    )
+    failure: str = ""  # why the last attempt for it alone failed; empty: it did not
     shut: ShutWays = field(default_factory=ShutWays)
 
     @property

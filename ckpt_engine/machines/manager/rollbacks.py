@@ -16,7 +16,7 @@ from functools import partial
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Call, Key, Published
+from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
@@ -105,15 +105,12 @@ class Rollbacks:
         self._end(number)
         self.running.append(goal)
 
-    def timer(self, key: Key) -> None:
+    def timer(self, number: int) -> None:
         """A rollback's time is over."""
-        match key:
-            case RollbackEnd(number) if number in self.waiting:
-                asked = self.waiting[number]
-                lacks = "others to end" if asked.goal is not None else asked.lacks
-                self._refuse(
-                    number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem
-                )
+        asked = self.waiting.get(number)
+        if asked is not None:
+            lacks = "others to end" if asked.goal is not None else asked.lacks
+            self._refuse(number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """The blobs that must stay until it is over."""

@@ -15,7 +15,7 @@ from ckpt_engine.machines.manager.corrections import Corrections
 from ckpt_engine.machines.manager.gathers import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.rollbacks import Rollbacks
+from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.updates import Updates
@@ -98,14 +98,18 @@ class Turns:
                 self.gathers.timer(key, now)
             case WaitEnd(number):
                 self.waits.timer(number, self.updates.all())
+            case RollbackEnd(number):
+                self.rollbacks.timer(number)
             case _:
-                self.rollbacks.timer(key)
+                raise AssertionError(f"a timer of nothing that waits: {key}")
 
     def done(self, done: Done) -> None:
         """A task of one of them ended."""
         match done.key:
             case ReportSearch(number):
                 self.waits.found(number, done, self.updates.all())
+            case _:
+                raise AssertionError(f"a task of nothing that waits: {done.key}")
 
     def describe(self) -> str:
         """What waits, for people; empty if nothing does."""

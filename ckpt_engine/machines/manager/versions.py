@@ -81,7 +81,7 @@ class Versions:
     pools: dict[str, str] = field(default_factory=dict)
     highest: dict[str, Version] = field(default_factory=dict)
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    revision: int = 0  # rises with every change of what some replica is to hold
+    revision: int = 0  # rises when what replicas are to hold changes by more than the one that says hello
 
     @classmethod
     def from_ledger(
@@ -202,15 +202,13 @@ class Versions:
         return known.selection | selection
 
     def joined(self, name: str, pool: str) -> None:
-        """A replica said hello. Who comes back in another pool belongs to that one alone."""
-        self.revision += self.pools.get(name) != pool
+        """A replica said hello. One that comes back in another pool belongs to that one alone."""
         if self.pools.get(name, pool) != pool:
             self.meant.pop(name, None)
         self.pools[name] = pool
 
     def left(self, name: str) -> None:
         """A replica is not registered any more."""
-        self.revision += 1
         if name not in self.meant:
             self.pools.pop(name, None)
 

@@ -20,7 +20,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 REMEMBERED = 16
 """Reports that are kept in memory: the ledger's disk may refuse what has happened all the same."""
 
-Version = tuple[str, int]
+VersionNumber = tuple[str, int]
 """A lineage and a number."""
 
 
@@ -43,7 +43,7 @@ class Waiting:
     """One call. end: until when it waits. sought: the ledger is being asked."""
 
     call: Call
-    version: Version
+    version: VersionNumber
     seconds: float
     sought: bool = False
 
@@ -57,7 +57,7 @@ class Waits:
 
     state: State
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    ended: dict[Version, manager_pb2.UpdateReport] = field(default_factory=dict)
+    ended: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)
     numbers: int = 0
 
     def join(self, call: Call, request: manager_pb2.WaitForUpdateRequest, running: Sequence[Update]) -> None:
@@ -131,13 +131,13 @@ class Waits:
         self.state.cancel_timer(WaitEnd(number))
 
 
-def _to(running: Sequence[Update], version: Version) -> Update | None:
+def _to(running: Sequence[Update], version: VersionNumber) -> Update | None:
     """The one of those that run that is to this version."""
     orders = ((update, update.goal) for update in running)
     return next((each for each, goal in orders if not goal.late and (goal.lineage, goal.version) == version), None)
 
 
-def _ended_early(version: Version, epoch: int | None) -> weights_pb2.Problem:
+def _ended_early(version: VersionNumber, epoch: int | None) -> weights_pb2.Problem:
     lineage, number = version
     return aborted(
         f"the manager ended during update {epoch} (version {number} of lineage {lineage!r}), so there is no report of "
@@ -145,7 +145,7 @@ def _ended_early(version: Version, epoch: int | None) -> weights_pb2.Problem:
     ).problem
 
 
-def unknown_version(version: Version, last: Sequence[int]) -> weights_pb2.Problem:
+def unknown_version(version: VersionNumber, last: Sequence[int]) -> weights_pb2.Problem:
     """That no update to a version is known. last: versions of its lineage that updates were to, newest first."""
     lineage, number = version
     said = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
