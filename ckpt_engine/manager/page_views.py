@@ -15,7 +15,7 @@ from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.watching import Watched
+from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Record
 from ckpt_engine.manager.relay_views import Progress
 from ckpt_engine.manager.update_views import Refused

@@ -30,7 +30,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.watching import Watched
+from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore

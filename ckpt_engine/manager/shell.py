@@ -20,7 +20,7 @@ from ckpt_engine.machines.events import Call, ManagerEvent, Peer
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.watching import Watched
+from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.metrics import Metrics

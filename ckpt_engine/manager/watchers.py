@@ -1,7 +1,7 @@
 """Sends news of replicas to those who watch them: each gets a snapshot, then what changes, gathered for some
 milliseconds.
 
-Runs on the manager's event loop thread. What is told is decided in ``machines/manager/watching.py``.
+Runs on the manager's event loop thread. What is told is decided in ``machines/manager/status.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import count
 
 from ckpt_engine.core.problems import unavailable
-from ckpt_engine.machines.manager.watching import Watched, changes, snapshot
+from ckpt_engine.machines.manager.status import Watched, changes, snapshot
 from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.machines.manager.collective_rule import Candidate, collective_decision
+from ckpt_engine.machines.manager.way_rules import Candidate, collective_decision
 
 READS, BY_RELAY, CUT_OFF = Candidate(True, False), Candidate(False, True), Candidate(False, False)
 CANNOT = Candidate(False, False, "cannot use nccl")

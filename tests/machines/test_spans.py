@@ -8,7 +8,7 @@ from test_agent_turns import CLUSTER
 
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.sealing import SOURCES_TOLD, note_sealed
+from ckpt_engine.machines.manager.plan_pipeline import SOURCES_TOLD, note_sealed
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.ranks import LEFT_SECONDS
+from ckpt_engine.machines.manager.absences import LEFT_SECONDS
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import Engine
 from tests.simulation.members import AgentShell, TrainerShell

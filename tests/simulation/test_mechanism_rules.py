@@ -15,10 +15,9 @@ from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import catch_up
-from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry
-from ckpt_engine.machines.manager.giving_way import GivingWay
+from ckpt_engine.machines.manager.absences import Ranks
+from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.ranks import Ranks
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.sleepers import Sleepers

@@ -10,7 +10,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.offers import unopened
 from ckpt_engine.machines.agent.ready import Readying
 from ckpt_engine.machines.agent.state import Replica
-from ckpt_engine.machines.manager.shut_ways import ShutWays
+from ckpt_engine.machines.manager.members import ShutWays
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant, run_seed

@@ -1,16 +1,18 @@
-"""Which replica is to be brought to the latest version of its lineage, and when it is tried again.
+"""Which replica is to be brought to the latest version of its lineage, when, and what it gives way to.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
 sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller, from whoever of them
 is nearest. What the sealed record tells need not be hashed again: of what holders hold, and of what the ranks hold if
 they were not told to seal another version since. Decides nothing about how: that is an update.
+
+It is brought up only when nothing else can be done in its pool, and gives way to what comes meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
@@ -22,6 +24,7 @@ from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.versions import Latest
 from ckpt_engine.v1 import manager_pb2
 
@@ -32,7 +35,6 @@ class CatchUpRetry:
 
 
 TURN = "its turn comes when nothing else goes on in its pool"
-
 
 NO_SOURCE = (
     "no source of it stays sealed, and nothing that is connected holds it: it comes with the next update, or as soon "
@@ -279,3 +281,57 @@ def _same(known: Attempts, replica: Replica, latest: Latest, sources: frozenset[
 def _given_up(replica: Replica, attempts: Attempts) -> bool:
     """Whether no other attempt is made before something changes: it serves, and each attempt may pause it."""
     return replica.serving and attempts.count >= CATCH_UP_ATTEMPTS
+
+
+@dataclass
+class GivingWay:
+    """How late replicas give way; one of each pool is brought up at a time."""
+
+    state: State
+    catch_up: CatchUp
+    turns: Turns
+
+    def begin(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
+        """The next one whose turn has come. may: whether one may begin, for all that this does not know of."""
+        updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
+        busy = {update.goal.pool for update in updates.all()}
+        if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= busy:
+            return None
+
+        def free(goal: Goal) -> bool:
+            return updates.lets(goal) and may(goal) and not any(map(goal.meets, coming))
+
+        return self.catch_up.goal(busy, free, now)
+
+    def give_way(self, now: float) -> None:
+        """Gives way to updates whose turn has come, and to those that wait for a relay which it reads; then ends one of
+        those that still wait for one another."""
+        self._give_way(now)
+        while (update := self.turns.updates.in_a_circle()) is not None:
+            if update.goal.late is not None:
+                self.catch_up.cut_short(update.goal.replicas[0])
+            update.cut_short(
+                "it and another update wait for relays that the other one reads: try again when that is over", now
+            )
+
+    def _give_way(self, now: float) -> None:
+        if not self.turns.updates.late():
+            return
+        for coming in self.turns.coming():
+            self.cut_short(partial(_in_the_way, coming.goal), f"{coming.said} came", now)
+        wanted = self.turns.updates.in_the_way()
+        for update in self.turns.updates.late():
+            if update.number in wanted:
+                self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
+
+    def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
+        """Ends those that this meets."""
+        for update in self.turns.updates.late():
+            if meets(update.goal) and not update.cut:
+                self.catch_up.cut_short(update.goal.replicas[0])
+                update.cut_short(reason, now)
+
+
+def _in_the_way(coming: Goal, late: Goal) -> bool:
+    """Whether an update cannot begin because of a late replica's: they meet, or it reads a holder that this reads."""
+    return coming.meets(late) or not coming.holders.isdisjoint(late.holders)

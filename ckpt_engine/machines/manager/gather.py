@@ -1,19 +1,25 @@
-"""The ranks' calls of one lineage's update, from the first to the last.
+"""Updates that were called and have not begun: the ranks' calls of each lineage are gathered, side by side.
 
-Decides which calls belong together, when all are there, which version they mean and which replicas it is for. Changes
-nothing: what comes out is a Goal, a Problem, or the wish to wait. Whose turn it is, is decided in `gathers`.
+Decides which calls belong together, when all are there, which version they mean and which replicas it is for; which
+calls wait and for how long, and whose turn it is:
+- A lineage of which this manager knows no rank is refused at once. After a restart it waits first for members to dial
+  in again. One whose ranks have all lost their sessions has a lease to come back.
+- A gather that lacks ranks holds up nobody: no other lineage, no late replica, no sleep or wake.
+- Those that lack nothing take turns in the order in which that came true, in each pool. So a lineage that calls again
+  at once comes after those that waited.
+Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.machines.events import Call
-from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.naming import ranks_named
+from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.selection import (
     check_wishes,
@@ -24,10 +30,30 @@ from ckpt_engine.machines.manager.selection import (
     until_of,
 )
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
 """Versions that the ranks ask for, if each asks for another one."""
+
+MOST_DESCRIBED = 4
+"""Gathers that the status describes; the others are counted."""
+
+MOST_RUNS = 8
+"""Of ranks that follow each other: these are named to people, what is beyond is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherEnd:
+    """Key of the timer that ends a lineage's gather."""
+
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsAbsent:
+    """Key of the timer that ends waiting for any session of a lineage that calls."""
+
+    lineage: str
 
 
 @dataclass
@@ -208,3 +234,124 @@ class Gather:
             raise invalid(f"version {version} is negative")
         self.state.versions.check_rises(self.lineage, version)
         return version
+
+
+@dataclass
+class Gathers:
+    """The calls that wait for their update, one gather a lineage.
+
+    by_lineage: oldest first. turns: lineages that lack nothing, with their goals, in the order of their turns.
+
+    lonely: lineages that call while none of their ranks has a session.
+    """
+
+    state: State
+    publications: Publications
+    by_lineage: dict[str, Gather] = field(default_factory=dict)
+    turns: dict[str, Goal] = field(default_factory=dict)
+    lonely: set[str] = field(default_factory=set)
+
+    def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
+        """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of the update."""
+        gather = self.by_lineage.get(request.lineage)
+        if gather is None:
+            gather = Gather(self.state, self.publications, request.lineage, now)
+        gather.join(call, request, now)
+        self.by_lineage[request.lineage] = gather
+        self._wait(gather, now)
+
+    def cancelled(self, call: Call) -> None:
+        """Forgets a rank's call whose caller has gone; the other ranks wait on, and it may call again."""
+        for gather in list(self.by_lineage.values()):
+            for rank in [rank for rank, other in gather.calls.items() if other == call]:
+                gather.leave(rank)
+            if not gather.calls:
+                self._end(gather)
+
+    def look(self, settled: bool, now: float) -> None:
+        """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more."""
+        for gather in list(self.by_lineage.values()):
+            try:
+                self.state.check_ledger()
+                if not settled:
+                    continue
+                self._look_for_ranks(gather)
+                goal = gather.goal(now)
+            except CkptEngineError as error:
+                self._refuse(gather, error.problem)
+                continue
+            if goal is None:
+                self.turns.pop(gather.lineage, None)
+            else:
+                first = gather.lineage not in self.turns
+                self.turns[gather.lineage] = goal
+                if first:
+                    self._wait(gather, now)
+
+    def coming(self) -> list[Coming]:
+        """The lineages that lack nothing, in the order of their turns."""
+        return [
+            Coming(f"update of lineage {lineage!r}", goal, partial(self._end, self.by_lineage[lineage]))
+            for lineage, goal in self.turns.items()
+        ]
+
+    def timer(self, key: GatherEnd | SessionsAbsent, now: float) -> None:
+        """A gather's time is over, or that of a lineage without sessions."""
+        gather = self.by_lineage.get(key.lineage)
+        if gather is None:
+            return
+        if isinstance(key, SessionsAbsent):
+            if gather.lineage in self.lonely:
+                self._refuse(gather, gather.nobody().problem)
+        elif gather.seconds(now) > 0:
+            self._wait(gather, now)  # it lacked something meanwhile
+        else:
+            self._refuse(gather, gather.overdue().problem)
+
+    def describe(self) -> str:
+        """What is going on, for people; empty if nothing is."""
+        gathers = list(self.by_lineage.values())
+        said = [gather.describe() for gather in gathers[:MOST_DESCRIBED]]
+        if len(gathers) > MOST_DESCRIBED:
+            said.append(f"and {len(gathers) - MOST_DESCRIBED} more lineages")
+        return " | ".join(said)
+
+    def _look_for_ranks(self, gather: Gather) -> None:
+        if not gather.known():
+            raise gather.nobody()
+        alone, key = not gather.connected(), SessionsAbsent(gather.lineage)
+        if alone and gather.lineage not in self.lonely:
+            self.lonely.add(gather.lineage)
+            self.state.set_timer(key, self.state.deadlines.lease)
+        elif not alone and gather.lineage in self.lonely:
+            self.lonely.remove(gather.lineage)
+            self.state.cancel_timer(key)
+
+    def _wait(self, gather: Gather, now: float) -> None:
+        self.state.set_timer(GatherEnd(gather.lineage), gather.seconds(now))
+
+    def _refuse(self, gather: Gather, problem: weights_pb2.Problem) -> None:
+        for call in gather.calls.values():
+            self.state.finish(call, problem)
+        self._end(gather)
+
+    def _end(self, gather: Gather) -> None:
+        del self.by_lineage[gather.lineage]
+        self.turns.pop(gather.lineage, None)
+        self.lonely.discard(gather.lineage)
+        self.state.cancel_timer(GatherEnd(gather.lineage))
+        self.state.cancel_timer(SessionsAbsent(gather.lineage))
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Such as "rank 3", "ranks 0-2, 7" or "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 32760 more"."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    named = runs[:MOST_RUNS]
+    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in named)
+    more = len(ranks) - sum(last - first + 1 for first, last in named)
+    return f"rank{'' if len(ranks) == 1 else 's'} {said}" + (f" and {more} more" if more else "")

@@ -1,22 +1,22 @@
-"""Who is there: trainer ranks, holders and replicas, and which stream speaks for each of them.
+"""Who is there: trainer ranks, holders and replicas; what is known of each, and which stream speaks for it.
 
-Decides which hello is accepted. A member that lost its stream is remembered until it says goodbye or is replaced.
+Decides which hello is accepted, and which heartbeats tell nothing. A member that lost its stream is remembered until it
+says goodbye or is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
-from ckpt_engine.core.offers import holder_id
+from ckpt_engine.core.offers import Shut, holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
+from ckpt_engine.core.rates import Measured, Rate
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import HeldOffer, Peer, SourceOffer
-from ckpt_engine.machines.manager.relay_words import RelayWords
-from ckpt_engine.machines.manager.shut_ways import ShutWays
+from ckpt_engine.machines.events import HeldOffer, ManagerEvent, Message, Peer, SourceOffer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MemberT = TypeVar("MemberT", "Trainer", "Holder", "Replica")
@@ -27,6 +27,9 @@ MOST_HELD = 64
 
 MOST_RANKS = 1 << 16
 """Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
+
+MOST_SHUT = 256
+"""Ways that are remembered of one replica, the newest: far more than it has sources, since one is told for each."""
 
 
 @dataclass
@@ -58,6 +61,41 @@ class Holding:
 
 
 @dataclass
+class RelayWords:
+    """What one relay has said of its fillings.
+
+    last_filled, progress: what it said of the last filling that ended, and of the one that goes on. measured: how
+    fast its network was in its last fillings.
+    """
+
+    last_filled: manager_pb2.RelayFilled | None = None
+    progress: manager_pb2.RelayProgress | None = None
+    measured: Measured = field(default_factory=Measured)
+
+    def note(self, body: object) -> None:
+        """Remembers what it says."""
+        match body:
+            case manager_pb2.RelayProgress():
+                self.progress = body
+            case manager_pb2.RelayFilled():
+                self.last_filled, self.progress = body, None
+                turn = body.fence.epoch, body.attempt
+                self.measured.filled(turn, _rate(body, "sent"), _rate(body, "received"))
+            case manager_pb2.RelayPassedOn():
+                if (sent := _rate(body, "sent")) is not None:
+                    self.measured.passed_on((body.fence.epoch, body.attempt), sent)
+
+
+def _rate(body: manager_pb2.RelayFilled | manager_pb2.RelayPassedOn, name: str) -> Rate | None:
+    """What nobody can have measured counts for nothing."""
+    if not body.HasField(name):
+        return None
+    said: manager_pb2.Rate = getattr(body, name)
+    fits = 0 < said.bytes_per_second < float("inf") and 0 < said.seconds < float("inf")
+    return Rate(said.bytes_per_second, said.seconds) if fits else None
+
+
+@dataclass
 class Holder:
     """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
     while its session is lost. filling: what it can be filled with, if it can. words: what it said last of that."""
@@ -86,6 +124,36 @@ class Unfit:
     problem: weights_pb2.Problem
     workers: tuple[bytes, ...]
     manifest: bytes = b""
+
+
+@dataclass
+class ShutWays:
+    """What the workers of one replica could not open, by worker process, transport and region."""
+
+    _told: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
+
+    def note(self, workers: Sequence[manager_pb2.WorkerStatus], told: Iterable[weights_pb2.Unopened]) -> None:
+        """Takes in what workers tell. workers: those that there are now; what others could not open is forgotten,
+        unless it is told now: these may be known here a little later than what they tell."""
+        new = {(each.boot_id, each.transport, each.locator): each for each in told if each.boot_id}
+        boots = {worker.boot_id for worker in workers} | {key[0] for key in new}
+        here = [(key, each) for key, each in (self._told | new).items() if key[0] in boots]
+        self._told = dict(here[-MOST_SHUT:])
+
+    def of(self, boot_id: bytes) -> tuple[Shut, ...]:
+        """What one worker process could not open, in one order."""
+        return tuple(sorted(Shut(*key[1:], each.reason) for key, each in self._told.items() if key[0] == boot_id))
+
+    def told(self, boots: Iterable[bytes]) -> list[weights_pb2.Unopened]:
+        """What these worker processes could not open."""
+        present = set(boots)
+        return [each for key, each in self._told.items() if key[0] in present]
+
+    def forget(self) -> bool:
+        """Forgets all, so that they try again; returns whether there was anything that they could not open."""
+        known = bool(self._told)
+        self._told.clear()
+        return known
 
 
 @dataclass
@@ -167,6 +235,7 @@ class Replica:
 
 
 Member: TypeAlias = Trainer | Holder | Replica
+
 Hello: TypeAlias = manager_pb2.TrainerHello | manager_pb2.HolderHello | manager_pb2.ReplicaHello
 
 
@@ -433,6 +502,29 @@ class Members:
                 "give this one another name, or stop that one first",
                 replica=hello.name,
             )
+
+
+def tells_nothing(event: ManagerEvent, members: Members) -> bool:
+    """Whether an event is a heartbeat that says what its member said before. To be asked before it is taken."""
+    if not isinstance(event, Message):
+        return False
+    if not isinstance(event.body, manager_pb2.ReplicaHeartbeat):
+        return isinstance(event.body, manager_pb2.Heartbeat)
+    replica = members.by_peer.get(event.peer)
+    return isinstance(replica, Replica) and _told(replica) == _told(event.body)
+
+
+def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
+    """Notes what a replica says of itself."""
+    replica.take_workers(beat.workers)
+    replica.serving, replica.asleep = beat.serving, beat.asleep
+    replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
+    replica.engine_check = beat.engine_check
+
+
+def _told(said: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
+    words = said.closed_reason, said.label_problem, said.engine_check
+    return said.serving, said.asleep, *words, tuple(said.workers)
 
 
 def speaker(member: Member | Hello) -> str:

@@ -21,11 +21,18 @@ from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.fan_out import Together, filled_together
-from ckpt_engine.machines.manager.fill_command import fill_command
-from ckpt_engine.machines.manager.filling import FINAL, Filling, blobs_of, lacking, reports, shortfalls
+from ckpt_engine.machines.manager.filling import (
+    FINAL,
+    Filling,
+    Together,
+    blobs_of,
+    fill_command,
+    filled_together,
+    lacking,
+    reports,
+    shortfalls,
+)
 from ckpt_engine.machines.manager.members import Holder, Holding
-from ckpt_engine.machines.manager.prefetch_rule import by_way_of, in_between, prefetch_decision
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import (
     KnownNeeds,
@@ -34,6 +41,7 @@ from ckpt_engine.machines.manager.relay_facts import (
     readers_of,
     station_of,
 )
+from ckpt_engine.machines.manager.way_rules import by_way_of, in_between, prefetch_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem

@@ -19,9 +19,8 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import Filling
-from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Way
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.sealing import Sealing
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem

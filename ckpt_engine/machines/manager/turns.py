@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.corrections import Corrections
-from ckpt_engine.machines.manager.gathers import GatherEnd, Gathers, SessionsAbsent
+from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks

@@ -17,19 +17,17 @@ from collections.abc import Callable
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key
-from ckpt_engine.machines.manager.absences import Absences, MemberAbsent
+from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course, CourseTimer, PhaseEnd
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.installing import Entry, Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
-from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Way
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
-from ckpt_engine.machines.manager.ranks import CallerAbsent, Ranks
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
-from ckpt_engine.machines.manager.sealing import Sealing
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
