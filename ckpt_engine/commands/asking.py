@@ -42,7 +42,9 @@ def ask_manager(manager: str, ask: Callable[[Any], Awaitable[Any]], what: str) -
 
 def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
-    typer.echo(f"manager {manager}: {error.problem.message}", err=True)
+    problem = error.problem
+    replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
+    typer.echo(f"manager {manager}: {replica}{problem.message}", err=True)
     return typer.Exit(1)
 
 

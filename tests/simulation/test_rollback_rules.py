@@ -94,7 +94,7 @@ def test_only_those_that_are_named_go_back(story: Story) -> None:
 
 def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
     agent, _, (first, second) = two_versions(story)
-    refused(story.roll_back(first.version), Problem.NOT_FOUND, "nobody holds", "no holder of versions is connected")
+    refused(story.roll_back(first.version), Problem.NOT_FOUND, "nothing that is connected holds version 0", "no holder")
     holder = holder_of(story, first)
     refused(
         story.roll_back(7, "run"),
@@ -102,7 +102,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
         "version 7 of lineage 'run'",
         f"{holder.held.source} holds version 0",
     )
-    refused(story.roll_back(first.version, "other"), Problem.NOT_FOUND, "version 0 of lineage 'run'")
+    refused(story.roll_back(first.version, "other"), Problem.NOT_FOUND, "no lineage 'other': there are 'run'")
     refused(story.roll_back(-1), Problem.INVALID_ARGUMENT, "version -1")
     refused(story.roll_back(first.version, replicas=["nobody"]), Problem.NOT_FOUND, "no replica 'nobody'")
     refused(story.roll_back(first.version, timeout_seconds=-1.0), Problem.INVALID_ARGUMENT, "timeout")

@@ -185,7 +185,7 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
     assert f"manager {nobody}: nothing listens there" in away.stderr
     unknown = run("rollback", "--manager", manager, "--version", "7")
     assert unknown.exit_code == 1
-    assert "nobody holds version 7: keeper one holds version 1 of lineage 'run'" in unknown.stderr
+    assert "nothing that is connected holds version 7: keeper one holds version 1 of lineage 'run'" in unknown.stderr
     said = json.loads(run("rollback", "--manager", manager, "--version", "1", "--replica", "x", "--json").stdout)
     assert (said["ok"], said["code"]) == (False, "NOT_FOUND")
     there = json.loads(run("rollback", "--manager", manager, "--version", "1", "--json").stdout)

@@ -170,7 +170,11 @@ class Rollbacks:
             if identity.number == request.version and request.lineage in ("", identity.lineage)
         ]
         if not found:
-            raise not_found(f"nobody holds {named}: {_listed(held)}")
+            known = sorted(self.state.versions.highest)
+            if request.lineage and request.lineage not in known:
+                there = f"there are {', '.join(map(repr, known))}" if known else "no version was sealed yet"
+                raise not_found(f"there is no lineage {request.lineage!r}: {there}")
+            raise not_found(f"nothing that is connected holds {named}: {_listed(held)}")
         lineages = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
         if not lineages:
             raise precondition(
