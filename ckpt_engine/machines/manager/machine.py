@@ -42,7 +42,6 @@ from ckpt_engine.machines.events import (
     WakeCall,
 )
 from ckpt_engine.machines.manager.catch_up import CatchUp, CatchUpRetry, GivingWay
-from ckpt_engine.machines.manager.corrections import Correction
 from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.drift import Drift, Drifts
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
@@ -54,6 +53,7 @@ from ckpt_engine.machines.manager.operators import operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
 from ckpt_engine.machines.manager.recovery import Recovery
+from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, SleepersResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
-from ckpt_engine.machines.manager.corrections import Corrections
 from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
