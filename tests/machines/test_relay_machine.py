@@ -52,7 +52,7 @@ class Relay:
             self.running[command.key] = command
 
     def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
-        self.said.append(tuple(each.identity.version for each in versions))
+        self.said.append(tuple(each.identity.number for each in versions))
 
     def tell(self, command: FillRelay, now: float = 0.0) -> None:
         self.machine.message(command, CLUSTER, now)
@@ -82,7 +82,7 @@ class Relay:
 
     @property
     def held(self) -> list[int]:
-        return [each.identity.version for each in self.machine.held]
+        return [each.identity.number for each in self.machine.held]
 
     @property
     def answers(self) -> list[tuple[int, str]]:

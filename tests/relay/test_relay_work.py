@@ -112,7 +112,7 @@ def test_versions_come_and_go_and_what_is_held_proves_itself(slots: Slots) -> No
         assert not answer.HasField("problem"), answer.problem.message
         assert answer.bytes == sum(weight.nbytes for weight in checkpoint.weights.values())
         assert sum(each.bytes for each in answer.brought) == answer.bytes
-        assert [each.identity.version for each in relay.held] == [epoch, epoch - 1][: 1 if epoch == 1 else 2]
+        assert [each.identity.number for each in relay.held] == [epoch, epoch - 1][: 1 if epoch == 1 else 2]
         for held in relay.held:
             assert read_record(SealedRecord.FromString(held.record), held.identity.root).root == held.identity.root
         before = recorded
@@ -141,7 +141,7 @@ def test_what_cannot_be_brought_is_said_and_what_was_held_stays(slots: Slots) ->
         answer = relay.tell(command)
         assert isinstance(answer, RelayFilled)
         assert why in answer.problem.message
-    assert [each.identity.version for each in relay.held] == [2, 1]
+    assert [each.identity.number for each in relay.held] == [2, 1]
 
 
 def test_damage_is_told_by_name(slots: Slots) -> None:

@@ -190,7 +190,7 @@ class Invariants:
                 raise BrokenPromiseError(f"{name} obeys epoch {operation.fence.epoch} after {self._epochs[key]}")
             self._epochs[key] = operation.fence.epoch
         begun = self._begun.pop(agent, None)
-        if begun is not None and begun is not operation and (outcome is None or outcome.fence != begun.fence):
+        if begun is not None and begun is not operation and (outcome is None or Fence.of(outcome.fence) != begun.fence):
             raise BrokenPromiseError(f"{name} gave up its install of epoch {begun.fence.epoch} without an outcome")
         if operation is not None and operation.kind == "install":
             self._begun[agent] = operation

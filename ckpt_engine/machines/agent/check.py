@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from ckpt_engine.core.check_verdict import CONTINUED, PROMPT, ROUNDS, Score, failure
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.state import CLEAN, Replica, acknowledged
 from ckpt_engine.machines.events import (
     AgentTask,
@@ -37,7 +38,7 @@ class EngineCheck:
     def __init__(
         self,
         replica: Replica,
-        fence: weights_pb2.Fence,
+        fence: Fence,
         manifest_digest: bytes,
         models: Mapping[int, str],
         end: float,
@@ -82,14 +83,14 @@ class EngineCheck:
             case "want_prepare" if self._loading:
                 each = ROUNDS[len(self._scores)]
                 order = worker_pb2.CheckOrder(
-                    fence=self._fence,
+                    fence=self._fence.message(),
                     manifest_digest=self._digest,
                     seed=each.seed,
                     by_engine=each.by_engine,
                     deadline_seconds=self._left(now),
                 )
                 return worker_pb2.AgentReply(check=order)
-            case "checked" if self._loading and request.checked.fence == self._fence:
+            case "checked" if self._loading and Fence.of(request.checked.fence) == self._fence:
                 self._loaded[request.rank] = request.checked
                 return acknowledged()
         return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.account import Account
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.ready import Readying, blobs_of, part_of, steps_around
@@ -297,11 +298,11 @@ class Installing(LabellingOperation):
                 return self._readying.asked(request, self._blobs, self._left(now))
             case "want_install":
                 return self._order(request, now)
-            case "progress" if request.progress.fence == self.fence:
+            case "progress" if Fence.of(request.progress.fence) == self.fence:
                 self._account.take_progress(request.rank, request.progress)
                 self._tell_progress()
                 return acknowledged()
-            case "installed" if request.installed.fence == self.fence:
+            case "installed" if Fence.of(request.installed.fence) == self.fence:
                 self._account.installed(request.rank, request.installed, now)
                 return acknowledged()
         return None
@@ -314,7 +315,7 @@ class Installing(LabellingOperation):
         self._account.ordered(request.rank, now)
         return worker_pb2.AgentReply(
             install=worker_pb2.InstallOrder(
-                fence=self.fence,
+                fence=self.install.fence,
                 identity=self.install.identity,
                 plan=self._blobs[worker.plan.digest],
                 expected=self._blobs[worker.expected.digest],
@@ -361,7 +362,7 @@ class Installing(LabellingOperation):
         replica = self.replica
         problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
         held = self._before.identity, replica.words.identity
-        answer = self._account.outcome(replica.name, self.fence, outcome, problem, held, now)
+        answer = self._account.outcome(replica.name, self.install.fence, outcome, problem, held, now)
         answer.label_problem = "" if outcome == manager_pb2.QUARANTINED else replica.label_problem()
         replica.last_outcome = answer
         replica.end()
@@ -397,4 +398,4 @@ class Installing(LabellingOperation):
 
     def _tell_progress(self) -> None:
         goes_back = self._going_back and not self._giving_orders and not self.replica.ordered(self.fence.epoch)
-        self.replica.session.send(self._account.progress(self.fence, goes_back))
+        self.replica.session.send(self._account.progress(self.install.fence, goes_back))

@@ -13,6 +13,7 @@ from typing import cast
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.sleeping import AWAKE
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.install import Installing
 from ckpt_engine.machines.agent.label import Stamping
 from ckpt_engine.machines.agent.operations import Preparing, Resuming
@@ -193,35 +194,35 @@ class AgentMachine:
             case manager_pb2.Refused():
                 self._session.refused(body.problem, now)
             case manager_pb2.Prepare():
-                if self._fills(body.fence):
-                    self._command("prepare", body.fence, lambda: Preparing(self.replica, body), now)
+                if self._fills(fence := Fence.of(body.fence)):
+                    self._command("prepare", fence, lambda: Preparing(self.replica, body), now)
             case manager_pb2.Install():
-                if self._installs(body.fence, now):
-                    self._command("install", body.fence, lambda: Installing(self.replica, body), now)
+                if self._installs(fence := Fence.of(body.fence), now):
+                    self._command("install", fence, lambda: Installing(self.replica, body), now)
             case manager_pb2.SleepWake():
-                if self._installs(body.fence, now):
-                    self._command("sleep", body.fence, lambda: SleepingOrWaking(self.replica, body), now)
+                if self._installs(fence := Fence.of(body.fence), now):
+                    self._command("sleep", fence, lambda: SleepingOrWaking(self.replica, body), now)
             case manager_pb2.Abandon():
                 operation = self.replica.operation
-                if operation is not None and operation.fence == body.fence:
+                if operation is not None and operation.fence == Fence.of(body.fence):
                     operation.overtaken(body.reason, now)
             case manager_pb2.OutcomeReceived():
                 outcome = self.replica.last_outcome
-                if outcome is not None and outcome.fence == body.fence:
+                if outcome is not None and Fence.of(outcome.fence) == Fence.of(body.fence):
                     self._outcome_received = True
             case manager_pb2.Heartbeat():
                 self._session.echoed(body, now)
             case manager_pb2.SealForReaders():
                 self._seal(body)
 
-    def _fills(self, fence: weights_pb2.Fence) -> bool:
+    def _fills(self, fence: Fence) -> bool:
         """Whether a fill fence is obeyed."""
         if fence.cluster != self._session.cluster or fence.epoch < self._filled:
             return False
         self._filled = fence.epoch
         return True
 
-    def _installs(self, fence: weights_pb2.Fence, now: float) -> bool:
+    def _installs(self, fence: Fence, now: float) -> bool:
         """Whether an install fence is obeyed; a later one turns back what can still be turned back."""
         if fence.cluster != self._session.cluster or fence.epoch < self._highest:
             return False
@@ -232,7 +233,7 @@ class AgentMachine:
             operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
         return True
 
-    def _command(self, kind: str, fence: weights_pb2.Fence, make: Callable[[], Operation], now: float) -> None:
+    def _command(self, kind: str, fence: Fence, make: Callable[[], Operation], now: float) -> None:
         """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
         operation = self.replica.operation
         if operation is not None:
@@ -240,10 +241,10 @@ class AgentMachine:
                 operation.repeated(now)
             return
         outcome, answer = self.replica.last_outcome, self._answers.get(kind)
-        if kind == "install" and outcome is not None and outcome.fence == fence:
+        if kind == "install" and outcome is not None and Fence.of(outcome.fence) == fence:
             self._outcome_received = False
             self._send_outcome()
-        elif answer is not None and answer.fence == fence:
+        elif answer is not None and Fence.of(answer.fence) == fence:
             self._session.send(answer)
         else:
             self.replica.begin(make(), now)
@@ -371,7 +372,7 @@ class AgentMachine:
     # -- sealing a directory for its readers
 
     def _seal(self, seal: manager_pb2.SealForReaders) -> None:
-        if not self._fills(seal.fence):
+        if not self._fills(Fence.of(seal.fence)):
             return
         key = (seal.fence.epoch, seal.table.digest)
         if key in self._seals:

@@ -6,6 +6,7 @@ from typing import ClassVar, cast
 
 from ckpt_engine.core.manifest import other_format
 from ckpt_engine.core.sleeping import AWAKE
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.check import STEPS, EngineCheck
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.state import Operation, Replica, acknowledged
@@ -81,10 +82,10 @@ class Preparing(Operation):
             case "want_prepare" if self._giving_orders:
                 return worker_pb2.AgentReply(
                     prepare=worker_pb2.PrepareOrder(
-                        fence=self.fence, manifest=self._manifest, deadline_seconds=self._end - now
+                        fence=self._prepare.fence, manifest=self._manifest, deadline_seconds=self._end - now
                     )
                 )
-            case "prepared" if request.prepared.fence == self.fence:
+            case "prepared" if Fence.of(request.prepared.fence) == self.fence:
                 self._recorded[request.rank] = (request.boot_id, request.prepared)
                 return acknowledged()
         return None
@@ -171,7 +172,7 @@ class Preparing(Operation):
 
     def _answer(self, problem: Problem | None = None) -> None:
         self.answer = manager_pb2.Prepared(
-            fence=self.fence,
+            fence=self._prepare.fence,
             manifest_digest=self._prepare.manifest.digest,
             workers=[]
             if problem is not None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Step, update_steps
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.state import ReadyWorker, Replica, acknowledged
 from ckpt_engine.machines.events import Done, PrepareEngine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -74,7 +75,6 @@ class Readying:
         """unopened: takes, by rank, what workers tell of regions that they could not open."""
         self._unopened = unopened
         self._replica = replica
-        self._fence = install.fence
         self._install = install
         self._workers = {worker.rank: worker for worker in install.workers}
         self._problems: dict[int, Problem] = {}
@@ -107,14 +107,14 @@ class Readying:
                 worker = self._workers[request.rank]
                 return worker_pb2.AgentReply(
                     ready=worker_pb2.ReadyOrder(
-                        fence=self._fence,
+                        fence=self._install.fence,
                         plan=blobs[worker.plan.digest],
                         deadline_seconds=seconds,
                         asleep=bool(self._replica.sleeping),
                         collective=part_of(self._install, worker, blobs),
                     )
                 )
-            case "ready" if request.ready.fence == self._fence:
+            case "ready" if Fence.of(request.ready.fence) == Fence.of(self._install.fence):
                 answer = request.ready
                 self._replica.ready[request.rank] = ReadyWorker(request.boot_id, frozenset(answer.plans))
                 self._take_unopened(request)

@@ -155,5 +155,5 @@ class SleepingOrWaking(Operation):
         self.run("undo", self.replica.mark(self._undone))
 
     def _answer(self, problem: Problem | None) -> None:
-        self.answer = manager_pb2.SleepWakeDone(fence=self.fence, problem=problem)
+        self.answer = manager_pb2.SleepWakeDone(fence=self._command.fence, problem=problem)
         self.replica.end()

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.sleeping import AWAKE, Sleeping
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import (
     AgentCommand,
     AgentTask,
@@ -204,7 +205,7 @@ class Operation(ABC):
 
     def __init__(self, replica: Replica, fence: weights_pb2.Fence) -> None:
         self.replica = replica
-        self.fence = fence
+        self.fence = Fence.of(fence)
         self.number = 0
 
     def run(self, step: str, task: AgentTask) -> None:

@@ -24,6 +24,7 @@ from typing import TypeAlias, cast
 from ckpt_engine.core.deadlines import bounded
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Key, Run
 from ckpt_engine.machines.relay.tasks import (
@@ -35,14 +36,13 @@ from ckpt_engine.machines.relay.tasks import (
     StopFilling,
 )
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayProgress
-from ckpt_engine.v1.weights_pb2 import Identity
 
 
 @dataclass(frozen=True)
 class HeldVersion:
     """A version to say that it is held. table, record: serialised."""
 
-    identity: Identity
+    identity: Version
     table: bytes
     record: bytes
 
@@ -114,11 +114,10 @@ class RelayFilling:
     @property
     def held(self) -> tuple[HeldVersion, ...]:
         """Each version once, the one that was filled last first."""
-        slots = sorted((slot for slot in self._slots if slot.held is not None), key=lambda slot: -slot.since)
-        found: dict[bytes, HeldVersion] = {}
-        for slot in slots:
-            assert slot.held is not None
-            found.setdefault(slot.held.identity.SerializeToString(deterministic=True), slot.held)
+        found: dict[Version, HeldVersion] = {}
+        for slot in sorted(self._slots, key=lambda slot: -slot.since):
+            if slot.held is not None:
+                found.setdefault(slot.held.identity, slot.held)
         return tuple(found.values())
 
     def message(self, body: FillRelay, cluster: str, now: float) -> None:
@@ -126,7 +125,7 @@ class RelayFilling:
         if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
         if not self.is_newer(body):
-            if self._answer is not None and self._answer.fence == body.fence:
+            if self._answer is not None and Fence.of(self._answer.fence) == Fence.of(body.fence):
                 self._send(self._answer)
             return
         self._obeyed = _turn(body)
@@ -150,7 +149,7 @@ class RelayFilling:
     def progress(self, said: FillingProgress) -> None:
         """Passed on while that filling is what the manager waits for."""
         work = self._work
-        if work is not None and not work.overtaken and work.command.fence == said.fence:
+        if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(said.fence):
             self._send(RelayProgress(fence=said.fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
 
     def stop(self) -> None:
@@ -177,11 +176,8 @@ class RelayFilling:
 
     def _free(self, command: FillRelay) -> int:
         """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
-        free = [
-            number
-            for number, slot in enumerate(self._slots)
-            if not (command.HasField("keep") and slot.held is not None and slot.held.identity == command.keep)
-        ]
+        keep = Version.or_none(command.keep)
+        free = [number for number, slot in enumerate(self._slots) if slot.held is None or slot.held.identity != keep]
         if not free:  # both hold it, for other needs: the one that is read stays, else the fuller one, which came later
             free = [number for number, slot in enumerate(self._slots) if not _is_read(slot, command)]
         return min(free, key=lambda number: (self._slots[number].held is not None, self._slots[number].since))
@@ -208,7 +204,7 @@ class RelayFilling:
         told = RelayFilled(table=blob_digest(filled.table))
         told.MergeFrom(filled.told)
         self._slots[work.slot] = _Slot(
-            held=HeldVersion(command.identity, filled.table, filled.record),
+            held=HeldVersion(Version.of(command.identity), filled.table, filled.record),
             told=told,
             needs=_digests(command.needs),
             everything=command.everything,
@@ -252,7 +248,7 @@ def _is_read(slot: _Slot, command: FillRelay) -> bool:
 
 def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
     """Whether a slot holds some of the version, laid out as this command would have it."""
-    if slot.held is None or slot.told is None or slot.held.identity != command.identity:
+    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
         return False
     same = slot.needs == _digests(command.needs) and slot.everything == command.everything
     return same and slot.within == _digests(command.within) and bool(slot.told.missing_cells)
@@ -260,8 +256,8 @@ def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
 
 def _serves(slot: _Slot, command: FillRelay) -> bool:
     """Whether a slot holds all that a command asks for."""
-    if slot.held is None or slot.told is None or slot.held.identity != command.identity or slot.told.missing_cells:
+    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
         return False
-    if slot.within and not (command.within and _digests(command.within) <= slot.within):
+    if slot.told.missing_cells or (slot.within and not (command.within and _digests(command.within) <= slot.within)):
         return False
     return slot.everything or (not command.everything and _digests(command.needs) <= slot.needs)

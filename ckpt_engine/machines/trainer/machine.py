@@ -10,6 +10,7 @@ from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines, bounded
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Done, PartTaken, Run, RunPart, TrainerEvent
 from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -49,7 +50,7 @@ class TrainerMachine(OfferingMachine):
             return manager_pb2.Publish(table=told.held[0].table if told.held else None)
 
         super().__init__(Kind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)
-        self._part = weights_pb2.Fence()
+        self._part = Fence()
         self._took: manager_pb2.TookPart | None = None
 
     def _take(self, event: TrainerEvent, now: float) -> None:
@@ -67,20 +68,19 @@ class TrainerMachine(OfferingMachine):
             super()._message(body, now)
 
     def _take_part(self, body: manager_pb2.TakePart) -> None:
-        if body.fence == self._part:
+        fence = Fence.of(body.fence)
+        if fence == self._part:
             if self._took is not None:
                 self._session.send(self._took)
             return
-        if body.fence.cluster != self._session.cluster:
+        late = fence.cluster == self._part.cluster and fence.epoch < self._part.epoch
+        if late or fence.cluster != self._session.cluster:
             return
-        if body.fence.cluster == self._part.cluster and body.fence.epoch < self._part.epoch:
-            return
-        self._part, self._took = body.fence, None
-        seconds = bounded(body.deadline_seconds)
-        task = RunPart(body.fence.epoch, body.sealed.epoch, body.collective, body.member, seconds)
-        self._out.append(Run(("part", body.fence.epoch), task))
+        self._part, self._took = fence, None
+        task = RunPart(fence.epoch, body.sealed.epoch, body.collective, body.member, bounded(body.deadline_seconds))
+        self._out.append(Run(("part", fence.epoch), task))
 
     def _part_over(self, result: object, problem: weights_pb2.Problem | None) -> None:
         taken = PartTaken(problem) if problem is not None else cast(PartTaken, result)
-        self._took = manager_pb2.TookPart(fence=self._part, problem=taken.problem, blamed=taken.blamed)
+        self._took = manager_pb2.TookPart(fence=self._part.message(), problem=taken.problem, blamed=taken.blamed)
         self._session.send(self._took)
