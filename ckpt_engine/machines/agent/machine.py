@@ -87,7 +87,7 @@ class AgentMachine:
         self._filled = 0  # fill fence
         self._answers: dict[str, manager_pb2.Prepared | manager_pb2.SleepWakeDone] = {}
         self._outcome_received = True
-        self._seals: dict[tuple[int, bytes], tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
+        self._seals: dict[Key, tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
         self._looking = False
         self._told: object = None
 
@@ -366,34 +366,32 @@ class AgentMachine:
                 operation = self.replica.operation
                 if operation is not None and operation.number == number:
                     operation.done(step, done, now)
-            case ("seal", int() as epoch, str() as table):
-                self._sealed((epoch, bytes.fromhex(table)), done)
+            case ("seal", int(), bytes()) if done.key in self._seals:  # else of an update before this one
+                self._sealed(done)
 
     # -- sealing a directory for its readers
 
     def _seal(self, seal: manager_pb2.SealForReaders) -> None:
         if not self._fills(Fence.of(seal.fence)):
             return
-        key = (seal.fence.epoch, seal.table.digest)
+        key = ("seal", seal.fence.epoch, seal.table.digest)
         if key in self._seals:
             answer = self._seals[key][1]
             if answer is not None:
                 self._session.send(answer)
             return
-        self._seals = {other: value for other, value in self._seals.items() if other[0] == seal.fence.epoch}
+        self._seals = {other: said for other, said in self._seals.items() if said[0].fence.epoch == seal.fence.epoch}
         self._seals[key] = (seal, None)
         task = SealDirectory(seal.table, seal.atoms, seal.deadline_seconds)
-        self._out.append(Run(("seal", seal.fence.epoch, seal.table.digest.hex()), task))
+        self._out.append(Run(key, task))
 
-    def _sealed(self, key: tuple[int, bytes], done: Done) -> None:
-        if key not in self._seals:
-            return  # of an update before this one
-        seal = self._seals[key][0]
+    def _sealed(self, done: Done) -> None:
+        seal = self._seals[done.key][0]
         answer = manager_pb2.Sealed(fence=seal.fence, atoms=seal.atoms, problem=done.problem)
         if done.problem is None:
             sealed = cast(SealResult, done.result)
             answer.digests.CopyFrom(sealed.digests)
             answer.copy_seconds = sealed.copy_seconds
             answer.digest_seconds = sealed.digest_seconds
-        self._seals[key] = (seal, answer)
+        self._seals[done.key] = (seal, answer)
         self._session.send(answer)
