@@ -6,7 +6,7 @@ back when its agent is connected and has found the engine. One that stays away i
 
 When a rank is gone, leaves its call, or offers other weights before the intent, its weights may change from then on.
 Before relays are filled that refuses the update. Afterwards the sealed record and the relays suffice: the update goes
-on with what these hold or are still being filled with, and nobody reads the trainer any more. Replicas that were to
+on with what these hold or are still being filled with, and none reads the trainer any more. Replicas that were to
 read it keep what they serve, with the reason.
 """
 
@@ -59,7 +59,7 @@ class Absences:
         self._recipients = recipients
         self._timer = timer
         self._cancel = cancel
-        self._overdue: set[str] = set()  # replicas for which nobody waits any more
+        self._overdue: set[str] = set()  # replicas that are waited for no more
 
     def concern(self, member: Member) -> bool:
         """Whether it takes part in the update."""
@@ -145,7 +145,7 @@ def not_there(replica: Replica, now: float) -> CkptEngineError:
 
 class Ranks:
     """The trainer ranks of one update. refuse: ends it with a problem. undecided: ranks whose call was cancelled, when
-    nobody knows yet whether they live; no intent is recorded meanwhile."""
+    it is not known yet whether they live; no intent is recorded meanwhile."""
 
     def __init__(self, course: Course, refuse: Callable[[weights_pb2.Problem], None]) -> None:
         self._course = course
@@ -155,8 +155,8 @@ class Ranks:
         self.undecided: set[int] = set()
 
     def caller_left(self, rank: int) -> None:
-        """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. Whoever
-        called for a version that was sealed before is no rank: nobody whose weights are read has died."""
+        """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. A
+        caller of a version that was sealed before is not a rank: no source that is read has died."""
         del self._goal.calls[rank]
         if self._goal.sealed is not None:
             if self._course.refusable:
@@ -180,7 +180,7 @@ class Ranks:
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
     def gone(self, member: Trainer | Holder) -> None:
-        """Goes on, or refuses, without somebody whose weights are read and who will not come back."""
+        """Goes on, or refuses, without a source that is read and will not come back."""
         self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
     def _without(self, problem: weights_pb2.Problem) -> bool:

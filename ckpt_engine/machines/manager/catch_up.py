@@ -1,8 +1,8 @@
 """Which replica is to be brought to the latest version of its lineage, when, and what it gives way to.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
-sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller, from whoever of them
-is nearest. What the sealed record tells need not be hashed again: of what holders hold, and of what the ranks hold if
+sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller, from the nearest
+of them. What the sealed record tells need not be hashed again: of what holders hold, and of what the ranks hold if
 they were not told to seal another version since. Decides nothing about how: that is an update.
 
 It is brought up only when nothing else can be done in its pool, and gives way to what comes meanwhile.
@@ -220,7 +220,7 @@ class CatchUp:
     def _source(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
         """Where a version's bytes lie, if they stay there, and its record, if that tells what is there.
 
-        What ranks and holders hold is joined, so that each worker reads whoever is nearest. Ranks that were told to
+        What ranks and holders hold is joined, so that each worker reads the nearest of them. Ranks that were told to
         seal another version since must digest all again, so they are no part of that: every second attempt reads them.
         """
         offered = self._offered(latest)

@@ -1,4 +1,4 @@
-"""The part of an update in which replicas get their weights by a collective: who takes part, and who is told what.
+"""The part of an update in which replicas get their weights by a collective: the members, and what each is told.
 
 The manager chooses the members before the intent and tells them after it. It decides nothing else: members vote in the
 lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which several
@@ -50,7 +50,7 @@ class Collecting:
         self.replicas: frozenset[str] = frozenset()
         self.why = ""
 
-    # -- who takes part
+    # -- the members
 
     def choose(self, compiled: Compiled, near_relays: Collection[str]) -> bool:
         """Whether plans are to be compiled once more, now with a collective. near_relays: replicas that reach one."""
@@ -117,7 +117,7 @@ class Collecting:
             candidates[name] = candidates[name]._replace(unable=why)
 
     def begin(self, fence: Fence) -> None:
-        """The intent is on the disk: from now on `install` and `send` tell who takes part."""
+        """The intent is on the disk: from now on `install` and `send` tell which take part."""
         plan = None if self._compiled is None else self._compiled.collective
         if plan is None:
             return
@@ -194,7 +194,7 @@ class Collecting:
         self._gone.add(trainer.rank)
 
     def out_of_time(self) -> None:
-        """Waits for nobody any more."""
+        """Waits for none any more."""
         self._gone.update(self.waiting_for())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -208,7 +208,7 @@ class Collecting:
     # -- the end
 
     def over(self) -> None:
-        """Every replica has an outcome: keeps the communicator if all went well, else leaves out who was to blame."""
+        """Every replica has an outcome: keeps the communicator if all went well, else leaves the blamed out."""
         if not self._ranks:
             return
         well = not self._gone and not self.waiting_for()

@@ -94,11 +94,11 @@ class Course:
         return SAID.get(self.phase, self.phase)
 
     def waiting_for(self) -> list[str]:
-        """Whom it waits for now, as people call them; empty: for nobody, or only for a task of the manager's own."""
+        """What it waits for now, as people call it; empty: nothing, or only a task of the manager's own."""
         return self.awaited[self.phase]() if self.phase in self.awaited else []
 
     def describe(self, fence: Fence) -> str:
-        """What runs, for who must wait for it."""
+        """What runs, for those that must wait for it."""
         goal = self.goal
         what = "rollback" if goal.back is not None else "update"
         what = what if goal.late is None else f"bringing up {goal.replicas[0]}: update"
@@ -186,7 +186,7 @@ class Course:
             self.cancel(step)
 
     def answer(self, report: manager_pb2.UpdateReport) -> None:
-        """Gives all callers their report; nobody calls any more."""
+        """Gives all callers their report; no caller is left."""
         for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(report=report))
             self.state.finish(call)
@@ -201,7 +201,7 @@ class Course:
         self.goal.calls.clear()
 
     def release(self) -> None:
-        """Trainers may change their weights; what was sealed before held up nobody."""
+        """Trainers may change their weights; what was sealed before held none of them up."""
         if self.goal.sealed is None:
             for trainer in self.state.members.ranks(self.goal.lineage).values():
                 self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))

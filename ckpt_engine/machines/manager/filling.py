@@ -2,7 +2,7 @@
 
 A relay is told the tables that it reads, and the needs of its host and of those that it feeds. Those that are told at
 the same time to bring the same from the same network are filled together: they pass it on to each other, so that each
-byte leaves those who hold the version about once.
+byte leaves those that hold the version about once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OVER = "tcp"
 class Filling:
     """One relay that is filled.
 
-    replicas: that are to be installed from it; none: it is a step in between. route: from whom it is filled. command:
+    replicas: that are to be installed from it; none: it is a step in between. route: what it is filled from. command:
     what it was told last, by which route (`told`); None: it waits for its upstream. attempts: how often it was told
     before. tried: tables of relays that it was told to read. pausing: it is told once more in a moment. session: of the
     process that answered. early: what it answered when it had brought what its own sources have, which others read.
@@ -94,7 +94,7 @@ def fill_command(
     the lineage's last version."""
     holders, published = course.state.members.holders, course.goal.published
     tables = {source.source: source.table for source in published.sources}
-    # Others that hold it, and of which nobody knows how they are read: whoever reads finds out.
+    # Others that hold it, and of which it is unknown how they are read: the reader finds out.
     others = [
         held.table
         for other in course.state.members.connected_holders()
@@ -102,7 +102,7 @@ def fill_command(
         if held.identity == identity and other.filling is None and other.source not in tables
     ]
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
-    # What nobody brings to it would take memory for nothing. It may lie with sources that it does not read itself.
+    # What is not brought to it would take memory for nothing. It may lie with sources that it does not read itself.
     within = [tables[source] for source in route.within if source in tables]
     latest = course.state.versions.latest.get(course.goal.lineage)
     return manager_pb2.FillRelay(
@@ -145,7 +145,7 @@ def filled_together(
             continue
         if not route.over or route.ahead:
             continue
-        # Whoever is reached on its own host only is no step for others.
+        # One that is reached on its own host only is no step for others.
         passes_on = holder.filling.HasField("passes_on") and by_network(holder.host, weights_pb2.Host()).ok
         if set(route.over) != {OVER} or not passes_on:
             others.setdefault(route.over, []).append(filling.relay)
@@ -220,7 +220,7 @@ def blobs_of(fillings: Iterable[Filling]) -> list[manager_pb2.BlobRef]:
 
 
 def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict[str, str]:
-    """What the relay of each replica was not to bring, since nobody reaches it."""
+    """What the relay of each replica was not to bring, since it is out of reach."""
     hosts = {source.source: name_of(source.host) for source in sources}
     return {
         name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"

@@ -40,7 +40,7 @@ class ForgetTimer:
 
 @dataclass
 class Forgetting:
-    """Says who is to be forgotten; the manager's machine then sees to it that everybody hears of it."""
+    """Says which members are to be forgotten; the manager's machine then tells all that must know."""
 
     state: State
     unreached: dict[str, None] = field(
@@ -87,7 +87,7 @@ class Forgetting:
         return [trainer for trainer in trainers if trainer.lineage in over]
 
     def prune(self) -> None:
-        """Lets go of what runs without ranks have published, if it can help nobody any more."""
+        """Lets go of what runs without ranks have published, if it is of no use any more."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
         wanted = self.state.versions.lineages()
         for lineage, latest in self.state.versions.latest.items():

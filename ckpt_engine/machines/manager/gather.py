@@ -4,7 +4,7 @@ Decides which calls belong together, when all are there, which version they mean
 calls wait and for how long, and whose turn it is:
 - A lineage of which this manager knows no rank is refused at once. After a restart it waits first for members to dial
   in again. One whose ranks have all lost their sessions has a lease to come back.
-- A gather that lacks ranks holds up nobody: no other lineage, no late replica, no sleep or wake.
+- A gather that lacks ranks holds up nothing: no other lineage, no late replica, no sleep or wake.
 - Those that lack nothing take turns in the order in which that came true, in each pool. So a lineage that calls again
   at once comes after those that waited.
 Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
@@ -97,7 +97,7 @@ class Gather:
         del self.requests[rank]
 
     def describe(self) -> str:
-        """What is going on, for who must wait for it."""
+        """What is going on, for those that must wait for it."""
         return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or 'all are there'}"
 
     def known(self) -> bool:
@@ -109,7 +109,7 @@ class Gather:
         return any(trainer.peer is not None for trainer in self.state.members.ranks(self.lineage).values())
 
     def nobody(self) -> CkptEngineError:
-        """The refusal of a call for a lineage that nobody could update."""
+        """The refusal of a call for a lineage without ranks that could update it."""
         return precondition(
             f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
             "under the lineage that it said hello with",
@@ -198,7 +198,7 @@ class Gather:
         ]
 
     def _check_agreement(self) -> None:
-        """All ranks must ask for the same; else nobody knows what was meant."""
+        """All ranks must ask for the same; else it is not known what was meant."""
         versions = {rank: self._meant(request) for rank, request in self.requests.items()}
         if len(set(versions.values())) > 1:
             asking: dict[int, list[int]] = {}

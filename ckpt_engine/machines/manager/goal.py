@@ -16,7 +16,7 @@ class Goal:
     """What an update is to do. end: monotonic seconds by which it must have reported.
 
     replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
-    is ok only with all. selection: whom the version is for, as `selection_of` has it. late: the version that a late
+    is ok only with all. selection: what the version is for, as `selection_of` has it. late: the version that a late
     replica is brought to. back: the version that replicas are brought back to. Both were sealed before; with neither
     the version is sealed now, and its root is not known yet. record: the sealed record of a version that was sealed
     before, if the sources need digest no more than what is finer. before: the lineage's version before this one, if one

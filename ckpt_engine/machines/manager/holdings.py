@@ -1,10 +1,10 @@
-"""Who holds a version: what a late replica can be brought up from, and where somebody who is no member can read it.
+"""What holds a version: what a late replica can be brought up from, and where a non-member can read it.
 
 All connected holders of one version are joined, and ranks that hold it still; each may have other boxes of it. A record
-counts only if it hashes to the root by which the ledger, or the words of workers, know the version. Whoever brings
+counts only if it hashes to the root by which the ledger, or the words of workers, know the version. One that brings
 another one, or a table that does not fit, is told so and left out; the others are read.
 
-Somebody who is no member can read versions that connected holders hold under such a root, and the latest one of a
+A non-member can read versions that connected holders hold under such a root, and the latest one of a
 lineage as long as all of its sources stay sealed. Saying where changes nothing and reserves nothing.
 """
 
@@ -77,7 +77,7 @@ class Holdings:
         return stage.problem if isinstance(stage, Failed) else None
 
     def of(self, latest: Latest, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
-        """Where a version lies and its record; None if nobody holds it, or as long as that is not known. ranks: what is
+        """Where a version lies and its record; None if nothing holds it, or while that is not known. ranks: what is
         known of trainer ranks that hold it too; equally near, holders are read before them."""
         lineage = latest.identity.lineage
         offers = self.state.members.offers(latest.identity)

@@ -64,7 +64,7 @@ class Installing:
         self._course.run(Entry.INTENT, intent)
 
     def begin(self, now: float, cut: str) -> None:
-        """The intent is on the disk. cut: why nobody is to be told to install any more."""
+        """The intent is on the disk. cut: why none is to be told to install any more."""
         versions = self._state.versions
         self._state.intent_ended(self.fence)
         versions.take_number(self._identity)
@@ -78,7 +78,7 @@ class Installing:
         self._course.begin("installing", self._goal.end - now, now)
 
     def send(self, now: float) -> None:
-        """Tells, again, everybody who has no outcome."""
+        """Tells, again, all that have no outcome."""
         ways, seconds = {} if self._relaying is None else self._relaying.ways, self._course.left(now)
         self._recipients.install(self._identity, ways, self._direct, seconds, self._collecting.install)
         self._collecting.send(self.fence, seconds)
@@ -91,7 +91,7 @@ class Installing:
         return [f"{'rank' if isinstance(each, int) else 'replica'} {each}" for each in self.waiting_for()]
 
     def out_of_time(self, seconds: float) -> None:
-        """Waits for nobody any more, `seconds` after the update began."""
+        """Waits no more, `seconds` after the update began."""
         self._collecting.out_of_time()
         for name in self._recipients.waiting_for():
             message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"

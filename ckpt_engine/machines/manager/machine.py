@@ -1,6 +1,6 @@
-"""The manager's machine: who is there, and one thing at a time for all of them.
+"""The manager's machine: its members, and one thing at a time for all of them.
 
-Decides who may join, which call begins an update, and what waits for what:
+Decides which members may join, which call begins an update, and what waits for what:
 - In each pool one update runs at a time, perhaps beside the installs of the one before it; those of different pools run
   side by side (`updates`). Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
   another call of the lineage that is being updated is ABORTED, naming the update.
@@ -236,7 +236,7 @@ class ManagerMachine:
             session = self._session_of(known)
             member, before = self._members.hello(peer, hello, now)
         except CkptEngineError as error:
-            self._lost(peer, now)  # if the stream spoke for somebody, it does no more
+            self._lost(peer, now)  # if the stream spoke for a member, it does no more
             self._state.out.append(ClosePeer(peer, error.problem))
             return
         if before is not None and before != peer:

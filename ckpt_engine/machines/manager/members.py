@@ -1,4 +1,4 @@
-"""Who is there: trainer ranks, holders and replicas; what is known of each, and which stream speaks for it.
+"""The members: trainer ranks, holders and replicas; what is known of each, and which stream speaks for it.
 
 Decides which hello is accepted, and which heartbeats tell nothing. A member that lost its stream is remembered until it
 says goodbye or is replaced.
@@ -26,7 +26,7 @@ MOST_HELD = 64
 """Versions that one holder may hold, far more than fit into a host."""
 
 MOST_RANKS = 1 << 16
-"""Far more than any run has: who is missing is looked at rank by rank, so a number that cannot be must not be taken."""
+"""Far more than any run has: missing ranks are looked for one by one, so a number that cannot be must not be taken."""
 
 MOST_SHUT = 256
 """Ways that are remembered of one replica, the newest: far more than it has sources, since one is told for each."""
@@ -87,7 +87,7 @@ class RelayWords:
 
 
 def _rate(body: manager_pb2.RelayFilled | manager_pb2.RelayPassedOn, name: str) -> Rate | None:
-    """What nobody can have measured counts for nothing."""
+    """What cannot have been measured counts for nothing."""
     if not body.HasField(name):
         return None
     said: manager_pb2.Rate = getattr(body, name)
@@ -97,8 +97,9 @@ def _rate(body: manager_pb2.RelayFilled | manager_pb2.RelayPassedOn, name: str) 
 
 @dataclass
 class Holder:
-    """Who holds sealed versions and is no trainer rank. kind: for people. source: the id of what it offers. peer: None
-    while its session is lost. filling: what it can be filled with, if it can. words: what it said last of that."""
+    """A member that holds sealed versions and is not a trainer rank. kind: for people. source: the id of what it
+    offers. peer: None while its session is lost. filling: what it can be filled with, if it can. words: what it said
+    last of that."""
 
     kind: str
     name: str
@@ -274,7 +275,7 @@ def member_id(member: Member) -> MemberId:
 
 @dataclass
 class Members:
-    """All of them. cluster: this manager's ledger; whoever served another one is refused."""
+    """All of them. cluster: this manager's ledger; a member that served another one is refused."""
 
     cluster: str
     trainers: dict[tuple[str, int], Trainer] = field(default_factory=dict)
@@ -335,7 +336,7 @@ class Members:
         return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
 
     def lose(self, peer: Peer) -> Member | None:
-        """The member that this stream spoke for, now without one; None if the stream spoke for nobody."""
+        """The member that this stream spoke for, now without one; None if the stream spoke for none."""
         member = self.by_peer.pop(peer, None)
         if member is not None:
             member.peer = None
@@ -375,7 +376,7 @@ class Members:
         return self.replica_hello(peer, hello, now)
 
     def known(self, hello: Hello) -> Member | None:
-        """Who said hello under this name before."""
+        """The member that said hello under this name before."""
         if isinstance(hello, manager_pb2.TrainerHello):
             return self.trainers.get((hello.lineage, hello.rank))
         if isinstance(hello, manager_pb2.HolderHello):

@@ -1,6 +1,6 @@
 """What an operator asks of one replica (another try, or its end) or of one run (its end).
 
-It decides what is answered, and who is sent away.
+It decides what is answered, and which members are sent away.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Members = Sequence[Replica | Trainer]
 def operate(
     state: State, catch_up: CatchUp, event: OperatorCall
 ) -> tuple[FinishCall, Members, weights_pb2.Problem | None]:
-    """The answer, who is to be forgotten, and what they hear: their sessions end for good.
+    """The answer, the members that are to be forgotten, and what they hear: their sessions end for good.
 
-    The answer is NOT_FOUND for a name that nobody has, FAILED_PRECONDITION for a try that cannot work.
+    The answer is NOT_FOUND for an unknown name, FAILED_PRECONDITION for a try that cannot work.
     """
     request = event.request
     try:

@@ -75,7 +75,7 @@ class Sealing:
         return [source for source in asked if source.source not in self.digests]
 
     def send(self, seconds: float) -> None:
-        """Tells, again, everybody who has not answered."""
+        """Tells, again, all that have not answered."""
         state, lineage, version = self.course.state, self.course.goal.lineage, self.course.goal.version
         if not self.keep:
             state.versions.sealed_anew(lineage)
@@ -98,7 +98,7 @@ class Sealing:
                 state.send_to(self.reader, command)
 
     def overdue(self, seconds: float) -> Problem:
-        """Who was silent for too long, `seconds` after the update began."""
+        """Those that were silent for too long, `seconds` after the update began."""
         silent = self.missing()
         message = f"{', '.join(source.source for source in silent)} had not sealed the weights {seconds:.1f} s after "
         ranks = [source.rank for source in silent if source.rank is not None]

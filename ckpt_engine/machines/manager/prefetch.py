@@ -1,9 +1,9 @@
-"""The relays of one update, between sealing and the intent: who is filled for whom, and what came of it.
+"""The relays of one update, between sealing and the intent: which is filled for which replicas, and what came of it.
 
 - A relay is filled for replicas that have a worker which reaches it, and with what all workers of its host need, also
   those of replicas that are away now. One that others further away read is filled for them too.
-- Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, whoever waits
-  for it is routed anew; whoever was reading it is told again as soon as somebody else holds the version. One that
+- Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, what waits
+  for it is routed again; what was reading it is told again as soon as another one holds the version. One that
   failed although all that it reads hold it tries again a few times: networks may be cut for a moment.
 - A relay counts when its hello names the version under the very table of its answer.
 - A relay that fails, leaves, or does not answer in time is left out with a reason; no replica is touched by that.
@@ -78,7 +78,7 @@ class Prefetch:
         self._begun = False
         self._routed = 0  # how many were left out when routes were made
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
-        # Whoever does not answer on a network is found to be gone after a lease.
+        # One that does not answer on a network is found to be gone after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
         self._along: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
         self._together = Together()
@@ -108,7 +108,7 @@ class Prefetch:
         )
 
     def missing(self) -> list[Filling]:
-        """The relays that are waited for: steps in between only as long as somebody waits for them."""
+        """The relays that are waited for: steps in between only as long as they are waited for."""
         missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
@@ -117,7 +117,7 @@ class Prefetch:
         return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
 
     def advance(self, seconds: float) -> None:
-        """Tells those whose turn has come, and leaves those out that nobody can fill any more. Called whenever
+        """Tells those whose turn has come, and leaves those out that cannot be filled any more. Called whenever
         something has changed."""
         changed = self._begun = True
         while changed:
@@ -132,7 +132,7 @@ class Prefetch:
                 changed = True
 
     def send(self, seconds: float) -> None:
-        """Tells, again, everybody who has not answered."""
+        """Tells, again, all that have not answered."""
         for filling in self.missing():
             if filling.command is not None and filling.answer is None:
                 self._tell(filling, seconds)
@@ -213,7 +213,7 @@ class Prefetch:
         return blobs_of(self._fillings.values())
 
     def lacking(self) -> dict[str, str]:
-        """For each replica, what its relay was not to bring, since nobody reaches it."""
+        """For each replica, what its relay was not to bring, since it is out of reach."""
         found = lacking(self._fillings.values(), self._goal.published.sources)
         return {name: self._with_failures(why) for name, why in found.items()}
 
@@ -228,10 +228,10 @@ class Prefetch:
             return self._from[name]
         return "; ".join(filter(None, (self.why.get(name), self._from.get(name), self._along.get(name))))
 
-    # -- from whom
+    # -- routes
 
     def _make_routes(self) -> None:
-        """For all that are not filled yet, and for those that may have lost whom they read."""
+        """For all that are not filled yet, and for those that may have lost what they read."""
         out = {each.relay for each in self._out()}
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
@@ -257,7 +257,7 @@ class Prefetch:
             if self._fillings[name].command is None:
                 self._fillings[name].left_out = precondition(self._with_failures(why)).problem
             else:
-                self._fillings[name].route = Route(0, ())  # nobody is left to wait for
+                self._fillings[name].route = Route(0, ())  # none is left to wait for
         self._routed = len(self._out())
 
     def _known_relays(self) -> list[Holder]:
@@ -286,7 +286,7 @@ class Prefetch:
         return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
     def _with_failures(self, why: str) -> str:
-        """Why nobody fills a relay, where others that might have done so have failed."""
+        """Why a relay is not filled, where others that might have done so have failed."""
         failed = [each for each in self._out() if not each.replicas]
         said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
         return "; ".join([*said, why])
@@ -351,7 +351,7 @@ class Prefetch:
         return filling is not None and self._settled(filling)
 
     def _settled(self, filling: Filling) -> bool:
-        """Whether it holds what it ever will. Some of it may be missing: then it is waited for whoever has more."""
+        """Whether it holds what it ever will. Some of it may be missing: then others that have more are waited for."""
         if filling.ahead or not self._holds(filling):
             return False
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))

@@ -25,7 +25,7 @@ class Recipients:
     """The replicas that an update is for, and what becomes of each.
 
     outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
-    for anything. told: those that were told to install. guessed: those of them of which nobody knows what became, with
+    for anything. told: those that were told to install. guessed: those of them of which it is unknown what became, with
     the session that was told. cut_off: those that cannot read the sources, and may be
     installed from relays; with the reason.
 
@@ -63,7 +63,7 @@ class Recipients:
 
     @property
     def enough(self) -> bool:
-        """Whether those that are prepared suffice, so that nobody who has had half of the time is waited for."""
+        """Whether those that are prepared suffice, so that none that has had half of the time is waited for."""
         return len(self._prepared) >= max(1, self._goal.least)
 
     def prepare(self, seconds: float) -> None:
@@ -82,7 +82,7 @@ class Recipients:
                 self._state.send_to(name, command)
 
     def overdue(self, seconds: float) -> None:
-        """Waits for nobody any more who is not prepared, `seconds` after the update began."""
+        """Waits no more for those that are not prepared, `seconds` after the update began."""
         for name in self.unprepared():
             message = f"its engine's loader was not recorded within {seconds:.1f} s{self.says(name)}"
             self.leave_out(name, deadline(message, replica=name).problem)
@@ -130,8 +130,8 @@ class Recipients:
         return bool(known)
 
     def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
-        """Takes in for whom no plan can be made. Other sources may be within their reach, so they are asked again;
-        those near relays may be installed from these."""
+        """Takes in those for which no plan can be made. Other sources may be within their reach, so they are asked
+        again; those near relays may be installed from these."""
         for name, problem in problems.items():
             if name in near_relays:
                 self.cut_off[name] = problem
@@ -139,9 +139,9 @@ class Recipients:
                 self._leave_out_unplanned(name, problem)
 
     def take_ways(self, identity: Version, planned: Collection[str], why: Mapping[str, Problem], never: str) -> None:
-        """Takes in who is installed from relays; those that cannot read the trainer, or may not, are left out. planned:
-        those that are installed from relays. never: why the others may not read the trainer; empty: they may. Those
-        that cannot, or may not, are left out. why: of all, why they are not installed from relays."""
+        """Takes in which are installed from relays. planned: these. never: why the others may not read the trainer;
+        empty: they may. Those that cannot, or may not, are left out. why: of all, why they are not installed from
+        relays."""
         for name in self.lacking(identity):
             if name in planned:
                 continue
@@ -185,7 +185,7 @@ class Recipients:
         return problem
 
     def remember_unfit(self) -> None:
-        """Remembers who is unfit: for the status, and so that what can never work is not asked for again."""
+        """Remembers which are unfit: for the status, and so that what can never work is not asked for again."""
         for name in self._goal.replicas:
             replica = self._state.members.replicas.get(name)
             if replica is not None and (name in self._unfit or name in self._prepared):
@@ -237,7 +237,7 @@ class Recipients:
         seconds: float,
         add: Callable[[str, manager_pb2.Install], None],
     ) -> None:
-        """Tells, again, everybody who has no outcome. ways: by replica; direct: of all others. add: what else a replica
+        """Tells, again, all that have no outcome. ways: by replica; direct: of all others. add: what else a replica
         is to know."""
         for name in self.waiting_for():
             if name in self.awaited:
@@ -258,7 +258,7 @@ class Recipients:
                 self.told.add(name)
 
     def abandon(self, reason: str) -> None:
-        """Asks everybody who has no outcome to go back, if no byte was written."""
+        """Asks all that have no outcome to go back, if no byte was written."""
         for name in self.waiting_for():
             self._state.send_to(name, manager_pb2.Abandon(fence=self._fence.message(), reason=reason))
 

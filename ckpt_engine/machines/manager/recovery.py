@@ -1,9 +1,9 @@
 """What a manager does about a ledger that is not what it should be, and what it says about that.
 
 - Rolled back (an old copy was put back), or lost and made anew under the old cluster's id: members have seen higher
-  epochs and versions than it knows. The manager goes on above them, so that no epoch is given out twice to anybody.
+  epochs and versions than it knows. The manager goes on above them, so that no epoch is given out twice.
 - Lost, with another cluster's id now: members of the old cluster are refused, stay as they are and ask again. Only an
-  operator knows whether the old ledger is gone, so it is said who they are and what brings them back.
+  operator knows whether the old ledger is gone, so they are named, with what brings them back.
 - Members that have seen far higher epochs than any ledger could have forgotten: they are not believed and not let in,
   since one wrong hello would spend all epochs, for ever and for everybody. They stay as they are and ask again.
 - Not to be written: nothing is begun that would need it, and no replica is touched.

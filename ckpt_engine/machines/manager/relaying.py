@@ -76,7 +76,7 @@ class Relaying:
         return not wanted and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
-        """Tells, again, everybody who has not answered."""
+        """Tells, again, all that have not answered."""
         if self._course.phase == "filling":
             self._prefetch.send(self._course.left(now))
         else:
@@ -96,7 +96,7 @@ class Relaying:
         return self._course.phase == "joining" and self._routes.over
 
     def overdue(self, seconds: float, now: float) -> None:
-        """This phase's time is over, `seconds` after the update began: who has not answered is left out."""
+        """This phase's time is over, `seconds` after the update began: those that have not answered are left out."""
         if self._course.phase == "queueing":
             if self._may_do_without:
                 self._without = True
@@ -134,7 +134,7 @@ class Relaying:
 
     def alone(self, problem: weights_pb2.Problem) -> bool:
         """Gives the trainer up, which is gone or may change its weights: returns whether the update goes on without it,
-        from relays that hold the version or are being filled. Then nobody is to read the trainer."""
+        from relays that hold the version or are being filled. Then none is to read the trainer."""
         if self._course.phase == "queueing":
             return False  # no relay was told anything
         if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
@@ -163,7 +163,7 @@ class Relaying:
         return self._prefetch.back(holder)
 
     def gone(self, relay: str, why: str, now: float) -> None:
-        """Goes on without a relay that is not there any more, and that nobody waits for."""
+        """Goes on without a relay that is not there any more, and that is not waited for."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
             self._routes.gone(relay, why, now)

@@ -42,7 +42,7 @@ def left_out(
 ) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that gave none.
 
-    told: it was told to install. Then nobody knows what became of it, and it counts as closed. Otherwise it is as it
+    told: it was told to install. Then what became of it is unknown, and it counts as closed. Otherwise it is as it
     was: unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
     """
     named = weights_pb2.Problem()

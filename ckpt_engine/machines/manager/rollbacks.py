@@ -1,4 +1,4 @@
-"""Rollbacks that were called and have not begun: which version each means, who holds it, and whose turn it is.
+"""Rollbacks that were called and have not begun: which version each means, what holds it, and which one's turn it is.
 
 A rollback is an update that reads a version which holders still hold. Decides
 - which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
@@ -209,7 +209,7 @@ def _describe(asked: Asked) -> str:
 
 
 def _listed(held: list[tuple[str, Version]]) -> str:
-    """Which versions are held, and by whom."""
+    """Which versions are held, and by which holders."""
     by_version: dict[str, list[str]] = {}
     for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].number, each[0])):
         by_version.setdefault(str(identity), []).append(source)

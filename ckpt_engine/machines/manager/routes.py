@@ -6,7 +6,7 @@ spoils no other. On each: what its relays hold is joined, plans are compiled alo
 digested by the relays and must add up to it.
 
 A relay that fails on the way is left out, and its route begins anew with the others, which may hold all that is needed.
-If nobody can say which one failed, each is tried alone.
+If it is not known which one failed, each is tried alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Route:
 
     @property
     def unread(self) -> dict[str, Problem]:
-        """The relays of it that nobody reads, with the reason."""
+        """The relays of it that are not read, with the reason."""
         stage = self.pipeline.stage
         if isinstance(stage, Way) or self.replaced:
             return self.out
@@ -133,7 +133,7 @@ class Routes:
                 self._again(route, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
-        """Relays that hold the version and are read by nobody, with the reason."""
+        """Relays that hold the version and are not read, with the reason."""
         return {relay: why for route in self._routes for relay, why in route.unread.items()}
 
     def unfit(self) -> dict[str, Problem]:
@@ -152,7 +152,7 @@ class Routes:
         route.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
 
     def _again(self, route: Route, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
-        """Goes on without those that failed; with each alone if nobody can say who did. Ends it if nobody is left."""
+        """Goes on without those that failed; with each alone if it is not known which did. Ends it if none is left."""
         rest = [filling for filling in route.fillings if filling.relay not in failed]
         parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
         route.out |= failed

@@ -4,7 +4,7 @@ A pool is a name that replicas are started with; those without one are a pool, t
 that share a manager do not meet: replicas of another pool are not touched, and naming one is refused.
 
 Also those whose agents are not connected: their engines may serve an older version, so a report must not leave them
-out. Who said goodbye or was evicted is not registered any more.
+out. A replica that said goodbye or was evicted is not registered any more.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def check_wishes(request: manager_pb2.UpdateWeightsRequest) -> None:
 
 
 def selection_of(request: manager_pb2.UpdateWeightsRequest | manager_pb2.RollbackRequest) -> frozenset[str]:
-    """Whom a version is for, as `versions` remembers it: the names that were given, or everybody in the pool."""
+    """What a version is for, as `versions` remembers it: the names that were given, or everybody in the pool."""
     return frozenset(request.replicas) or frozenset((everybody(request.pool),))
 
 
 def check_named(members: Members, names: Iterable[str], pool: str) -> None:
-    """Raises NOT_FOUND for a replica that nobody knows, and INVALID_ARGUMENT for one of another pool."""
+    """Raises NOT_FOUND for an unknown replica, and INVALID_ARGUMENT for one of another pool."""
     check_pool(pool)
     for name in names:
         replica = members.replica(name)
@@ -69,7 +69,7 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
 def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
     """The names of the replicas, in order.
 
-    Raises NOT_FOUND for a name that nobody has, INVALID_ARGUMENT for one of another pool or a pause mode that one of
+    Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
     those that are connected does not have, and FAILED_PRECONDITION for a replica that receives no weights or if too few
     are connected, or have been so a moment ago.
     """

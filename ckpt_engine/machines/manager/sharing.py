@@ -1,9 +1,9 @@
-"""Holders that updates of several pools want at the same time: relays to fill, and whoever a version is read from.
+"""Holders that updates of several pools want at the same time: relays to fill, and those that a version is read from.
 
 A relay has room for two versions and fills one at a time, and a holder obeys rising fill fences only. So each serves
 one update at a time, from when that fills or reads it until that is over; once that one only has replicas read it,
 others may begin to read it too. An update that wants one of them waits for
-those that have it, and with nothing in its hands for those that asked before too; so nobody is passed for ever. Only
+those that have it, and with nothing in its hands for those that asked before too; so none is passed for ever. Only
 those can wait in a circle that read holders from their beginning and want relays later: one of them is ended. An update
 and the one whose installs it goes on beside share holders: of a relay it leaves the slot
 alone that the other one reads.
@@ -18,10 +18,10 @@ from itertools import takewhile
 
 @dataclass
 class Sharing:
-    """Who uses which holders, and who waits for them: by update, in the order in which they asked. uses: what it has.
-    waits: what it has asked for; below 0 those that have not begun, since others use what they read. beside: the update
-    whose installs it goes on beside. reading: those that tell holders nothing any more: others may begin to read these
-    too. told: by holder, the highest fence that it was told."""
+    """Which update uses which holders, and which waits for them: by update, in the order in which they asked. uses:
+    what it has. waits: what it has asked for; below 0 those that have not begun, since others use what they read.
+    beside: the update whose installs it goes on beside. reading: those that tell holders nothing any more: others may
+    begin to read these too. told: by holder, the highest fence that it was told."""
 
     uses: dict[int, Set[str]] = field(default_factory=dict)
     waits: dict[int, Set[str]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Sharing:
         return all(map(names.isdisjoint, (*used, *(self.waits[other] for other in before))))
 
     def reserve(self, wanted: Mapping[int, Set[str]]) -> None:
-        """Reserves what those wait for that have not begun and lack nothing else: nobody who asks later passes them."""
+        """Reserves what those wait for that have not begun and lack nothing else: none that asks later passes them."""
         for key in [key for key in self.waits if key < 0 and key not in wanted]:
             del self.waits[key]
         self.waits.update(wanted)
@@ -89,7 +89,7 @@ class Sharing:
         return {name for other in self._others(number) for name in self.uses[other]}
 
     def add(self, number: int, names: Set[str]) -> None:
-        """Gives an update these too; nobody else has them."""
+        """Gives an update these too; no other has them."""
         self.uses[number] |= names
 
     def over(self, number: int) -> None:

@@ -34,8 +34,8 @@ class SleepersResend:
 
 
 class Sleepers:
-    """Runs one call. Raises at construction: NOT_FOUND for a replica that nobody knows, INVALID_ARGUMENT for one of
-    another pool or for a timeout that nobody can wait, FAILED_PRECONDITION for a pool that nobody is in."""
+    """Runs one call. Raises at construction: NOT_FOUND for an unknown replica, INVALID_ARGUMENT for one of
+    another pool or for an impossible timeout, FAILED_PRECONDITION for a pool without replicas."""
 
     def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
@@ -70,11 +70,11 @@ class Sleepers:
         return self.fence.epoch if name in self._names and self.fence.epoch else self.state.installs
 
     def describe(self) -> str:
-        """What runs, for who must wait for it."""
+        """What runs, for those that must wait for it."""
         return f"{'waking' if self.wake else 'putting to sleep'} {', '.join(self._names)}"
 
     def start(self, now: float) -> None:
-        """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or nobody waits any more."""
+        """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or no call waits now."""
         if self.fence.epoch or self.over:
             return
         if self.call is None:
@@ -94,7 +94,7 @@ class Sleepers:
         self._when_done()
 
     def send_missing(self, now: float) -> None:
-        """Tells, again, whoever has not answered."""
+        """Tells, again, those that have not answered."""
         if not self.fence.epoch:
             return
         for name in self._names:
@@ -116,7 +116,7 @@ class Sleepers:
             self._when_done()
 
     def lost(self, name: str) -> None:
-        """A replica's agent was lost; nobody knows what became of it."""
+        """A replica's agent was lost; what became of it is unknown."""
         if name in self._names and name not in self._results:
             self._result(name, unavailable("its agent was lost", replica=name).problem)
             self._when_done()

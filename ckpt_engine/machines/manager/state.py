@@ -55,10 +55,10 @@ class State:
 
     epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
     spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
-    for the disk. spending: up to which they are being spent, 0 if they are not. versions: who is to hold what.
+    for the disk. spending: up to which they are being spent, 0 if they are not. versions: what each is to hold.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
     lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica. sharing: who uses which holder. pipelines: how many
+    collectives in a row ended badly because of a replica. sharing: which update uses which holder. pipelines: how many
     there were.
     """
 
@@ -156,7 +156,7 @@ class State:
             self.out.append(Send(member.peer, body))
 
     def send_to(self, name: str, body: ProtobufMessage) -> bool:
-        """The same for a replica by its name; dropped if nobody knows it. Whether it was connected."""
+        """The same for a replica by its name; dropped if it is unknown. Whether it was connected."""
         replica = self.members.replicas.get(name)
         if replica is None or replica.peer is None:
             return False

@@ -39,8 +39,8 @@ def status_of(
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
     drifts: Mapping[str, Drift] | None,
 ) -> manager_pb2.GetStatusResponse:
-    """All members by name, the last sealed version, what goes on, what is kept for whom, and what an operator should
-    know of. drifts: of the replicas that have one; None: replicas are left out."""
+    """All members by name, the last sealed version, what goes on, what is kept for which of them, and what an operator
+    should know of. drifts: of the replicas that have one; None: replicas are left out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch).message(),
@@ -128,7 +128,7 @@ def _named(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
 
 
 def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
-    """Without what lets whoever has it read a relay."""
+    """Without the keys that let their bearer read a relay."""
     if filling is None:
         return None
     found = manager_pb2.Filling()

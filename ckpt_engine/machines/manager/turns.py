@@ -1,7 +1,7 @@
-"""What was called and has not begun, of all kinds that are carried out as updates, and who waits for an update's end.
+"""What was called and has not begun, of all kinds that are carried out as updates, and what waits for an update's end.
 
-Decides which comes first: rollbacks, in the order of their calls, then the lineages whose ranks are gathered. Whoever
-meets nothing that goes on, and nobody before it in this order, begins.
+Decides which comes first: rollbacks, in the order of their calls, then the lineages whose ranks are gathered. What
+meets nothing that goes on, and nothing before it in this order, begins.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ version (`goal.late`); then there is no caller. Whatever was sealed before (`goa
 An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
 then go on beside the next update, whose intent waits until every replica of this one has an outcome.
 
-Every message that somebody must act on is sent again until it is answered, and at once when its receiver comes back.
+Every message that must be acted on is sent again until it is answered, and at once when its receiver comes back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Update:
         return None if self._installing is None else self._installing.reported
 
     def describe(self) -> str:
-        """What runs, for who must wait for it."""
+        """What runs, for those that must wait for it."""
         return self.course.describe(self.installs or self.fence)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -88,7 +88,7 @@ class Update:
         return refs + ([] if self.goal.record is None else [self.goal.record])
 
     def under_way(self) -> tuple[list[str], Version | None]:
-        """Whom it writes to or is about to, and what: from the intent on, until each has an outcome."""
+        """Which replicas it writes to or is about to, and what: from the intent on, until each has an outcome."""
         return (self._recipients.waiting_for() if self.phase in ("recording", "installing") else []), self._identity
 
     def start(self, now: float) -> None:
@@ -364,7 +364,7 @@ class Update:
     # -- time, and the end
 
     def _phase_over(self, now: float) -> None:
-        """Somebody was silent too long."""
+        """A member was silent too long."""
         seconds = now - self.course.started
         if self.phase == "preparing":
             self._recipients.overdue(seconds)

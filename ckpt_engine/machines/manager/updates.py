@@ -38,7 +38,7 @@ class Updates:
 
     def lets(self, goal: Goal, key: int | None = None) -> bool:
         """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
-        meet, and reads holders that nobody else uses. key: by which it waits for them, if so."""
+        meet, and reads holders that no other uses. key: by which it waits for them, if so."""
         return self.passes(goal) and self.state.sharing.lets(goal.holders, key)
 
     def passes(self, goal: Goal) -> bool:

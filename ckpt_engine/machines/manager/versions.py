@@ -50,9 +50,9 @@ class Intended:
 class Latest:
     """The last version of a lineage that was sealed and meant for installing.
 
-    epoch: the highest that anybody may have installed it with, late replicas aside. published: where its bytes lie;
+    epoch: the highest that a replica may have installed it with, late replicas aside. published: where its bytes lie;
     None after a restart of the manager, until its ranks have published again. selection: the replicas that it is for,
-    by name, or everybody in a pool. record: its SealedRecord, a blob; None: nobody has one. sealed_since: its ranks
+    by name, or everybody in a pool. record: its SealedRecord, a blob; None: there is none. sealed_since: its ranks
     were told to seal another version since, so what they hold now must be hashed again before it is called this one.
     """
 
@@ -117,12 +117,12 @@ class Versions:
         return True
 
     def doubt(self, identity: Version) -> None:
-        """Nobody knows whether its intent was written. It may be on the disk all the same, and what is there counts
+        """It is not known whether its intent was written. It may be on the disk all the same, and what is there counts
         after a restart: its number is taken."""
         self.take_number(identity)
 
     def remember(self, identity: Version) -> None:
-        """The ledger, or the words of a worker, say that this version has this root. Who said so first is believed."""
+        """The ledger, or the words of a worker, say that this version has this root. The first word is believed."""
         named = identity.lineage, identity.number
         self.roots[named] = self.roots.pop(named, identity.root)
         while len(self.roots) > KNOWN_ROOTS:
@@ -165,7 +165,7 @@ class Versions:
                 "take a higher version, or start a new lineage"
             )
 
-    # -- who is to hold what
+    # -- what each is to hold
 
     def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
         """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
@@ -182,7 +182,7 @@ class Versions:
         self.revision += 1
         if goal.late is None:
             whole = self.selection(identity, goal.selection)
-            # Who holds what was gone back to, and its record, is asked whenever that is needed.
+            # Which holders have what was gone back to, and its record, is asked whenever that is needed.
             published = goal.published if goal.back is None else None
             self.latest[identity.lineage] = Latest(identity, epoch, published, whole, record)
             self.meant |= dict.fromkeys(goal.selection, (epoch, identity.lineage))
@@ -195,7 +195,7 @@ class Versions:
             self.latest[lineage].sealed_since = True
 
     def selection(self, identity: Version, selection: frozenset[str]) -> frozenset[str]:
-        """Whom a version is for, if it is asked for once more for these: for all that it was ever asked for."""
+        """What a version is for, if it is asked for once more for these: for all that it was ever asked for."""
         known = self.latest.get(identity.lineage)
         if known is None or known.identity != identity:
             return selection
@@ -213,7 +213,7 @@ class Versions:
             self.pools.pop(name, None)
 
     def learn(self, name: str, identity: Version, epoch: int) -> None:
-        """A replica holds what the ledger does not know of. It tells of that replica, and of nobody else."""
+        """A replica holds what the ledger does not know of. It tells of that replica, and of no other."""
         lineage = identity.lineage
         known = self.latest.get(lineage)
         if epoch <= self.known_until or (known is not None and epoch < known.epoch):

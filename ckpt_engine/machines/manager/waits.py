@@ -1,7 +1,7 @@
-"""Calls that wait for the end of an update: for whoever returned when relays held its version, and for other processes.
+"""Calls that wait for the end of an update: for callers that returned when relays held its version, and others.
 
 What runs is waited for. How an update ended is known from memory, or from the ledger if it ended before this manager
-began. Late replicas that were brought up are no updates here: nobody asked for them.
+began. Late replicas that were brought up are no updates here: no call asked for them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Waits:
             self._end(number)
 
     def over(self, update: Update) -> None:
-        """An update has ended: tells those who wait for it."""
+        """An update has ended: tells those that wait for it."""
         if update.goal.late is not None:
             return
         version = update.goal.lineage, update.goal.version

@@ -73,7 +73,7 @@ def in_between(relay: str, children: Sequence[str], whom: str) -> str:
 
 
 def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
-    """A sentence on whom a relay is filled from that does not reach all sources itself. partly: it reaches some."""
+    """A sentence on what a relay is filled from that does not reach all sources itself. partly: it reaches some."""
     reached = f"all of {whom}" if partly else whom
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
@@ -88,8 +88,8 @@ class Candidate(NamedTuple):
 
 
 def collective_decision(asked: bool, held: bool, late: bool, candidates: Mapping[str, Candidate]) -> Decision:
-    """Who takes part. asked: all that is published is offered over nccl alone. held: callers return when relays hold
-    the version. late: a late replica is brought to a version that replicas have already."""
+    """Which replicas take part. asked: all that is published is offered over nccl alone. held: callers return when
+    relays hold the version. late: a late replica is brought to a version that replicas have already."""
     if late:
         return Decision((), "no collective: a late replica is brought up without the others")
     if held:
