@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
-from ckpt_engine.machines.manager import catch_up
+from ckpt_engine.machines.manager import catch_up, holdings
 from ckpt_engine.machines.manager.absences import Ranks
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.members import Replica
@@ -35,7 +35,7 @@ from tests.simulation.world import BrokenPromiseError
 
 def only_what_stays_sealed_is_read_outside_its_call(patch: Patch) -> None:
     """A late replica reads the trainer's own memory."""
-    patch.setattr(catch_up, "stays_sealed", lambda published: True)
+    patch.setattr(holdings, "stays_sealed", lambda published: True)
 
 
 def a_rank_that_leaves_its_call_is_not_read(patch: Patch) -> None:

@@ -1,9 +1,8 @@
 """Which replica is to be brought to the latest version of its lineage, when, and what it gives way to.
 
-A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If all
-sources of that version stay sealed, or holders hold it, it is brought up alone, without a caller, from the nearest
-of them. What the sealed record tells need not be hashed again: of what holders hold, and of what the ranks hold if
-they were not told to seal another version since. Decides nothing about how: that is an update.
+A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If that
+version can be read (`holdings`), it is brought up alone, without a caller. Decides nothing about how: that is an
+update.
 
 It is brought up only when nothing else can be done in its pool, and gives way to what comes meanwhile.
 """
@@ -18,11 +17,10 @@ from zlib import crc32
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import HeldOffer, Peer, Published, SourceOffer
+from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
-from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.versions import Latest
@@ -66,7 +64,6 @@ class CatchUp:
     pause it."""
 
     state: State
-    publications: Publications
     holdings: Holdings
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
@@ -83,7 +80,7 @@ class CatchUp:
                 self.attempts.pop(replica.name, None)
                 continue
             attempts = self._attempts(replica, latest, sources(latest.identity.lineage))
-            found = self._source(latest, attempts.count)
+            found = self.holdings.supply(latest, attempts.count)
             if found is None:
                 attempts.no_source = self._no_source(latest)
                 self._say_no_source(replica, latest, attempts)
@@ -165,7 +162,7 @@ class CatchUp:
             raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
         if hindrance := self._hindrance(replica, latest):
             raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
-        if self._source(latest) is None and (reason := self._no_source(latest)):
+        if self.holdings.supply(latest) is None and (reason := self._no_source(latest)):
             raise precondition(f"{version} cannot be brought to it now: {reason}", replica=replica.name)
         self.attempts.pop(replica.name, None)
         return f"it is brought to {version}"
@@ -217,46 +214,8 @@ class CatchUp:
         least = min(deadlines.catch_up_retry_most, deadlines.catch_up_retry * 2.0 ** min(count - 1, 60))
         return least * (1 + crc32(f"{name} {count}".encode()) / 2**32 / 5)
 
-    def _source(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
-        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there.
-
-        What ranks and holders hold is joined, so that each worker reads the nearest of them. Ranks that were told to
-        seal another version since must digest all again, so they are no part of that: every second attempt reads them.
-        """
-        offered = self._offered(latest)
-        if (
-            offered is None
-            or not stays_sealed(offered)
-            or any(self._taken_back(latest, source) for source in offered.sources)
-        ):
-            return self.holdings.of(latest)
-        there = all(self._is_there(latest, source) for source in offered.sources)
-        told = offered == latest.published and not latest.sealed_since and latest.record is not None
-        ranks = offered.sources if there and told else ()
-        held = self.holdings.of(latest, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
-        if held is not None and (told or not there or attempt % 2 == 0):
-            return held
-        if there and self.holdings.looking(latest):
-            return None
-        return offered, latest.record if there and told else None
-
-    def _taken_back(self, latest: Latest, source: SourceOffer) -> bool:
-        """Whether nothing is to be hoped for of it: its rank is there and offers something else, or nothing."""
-        rank = None if source.rank is None else self.state.members.ranks(latest.identity.lineage).get(source.rank)
-        return not source.outlives and rank is not None and rank.peer is not None and rank.table != source.table
-
-    def _is_there(self, latest: Latest, source: SourceOffer) -> bool:
-        return source.outlives or self.state.members.source(latest.identity.lineage, source) is not None
-
-    def _offered(self, latest: Latest) -> Published | None:
-        """What the ranks of a version published. After a rollback they have published another one since."""
-        identity = latest.identity
-        if latest.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
-            return latest.published
-        return self.publications.get(identity.lineage).published
-
     def _never_loads(self, replica: Replica, latest: Latest) -> Unfit | None:
-        offered = self._offered(latest)
+        offered = self.holdings.offered(latest)
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
     def _attempts(self, replica: Replica, latest: Latest, sources: frozenset[str]) -> Attempts:
@@ -265,11 +224,6 @@ class CatchUp:
             known = Attempts(replica.boot_ids(), latest.identity, sources)
             self.attempts[replica.name] = known
         return known
-
-
-def stays_sealed(published: Published) -> bool:
-    """Whether it may be read outside the call in which it was sealed: no rank changes it before it seals again."""
-    return all(source.stays_sealed for source in published.sources)
 
 
 def _same(known: Attempts, replica: Replica, latest: Latest, sources: frozenset[str]) -> bool:

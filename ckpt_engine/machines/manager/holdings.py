@@ -1,4 +1,7 @@
-"""What holds a version: what a late replica can be brought up from, and where a non-member can read it.
+"""What holds a version: what a late replica, or a rollback, is brought up from, and where a non-member can read it.
+
+Ranks that stay sealed hold the version that they sealed last, and holders what they say. What the sealed record tells
+need not be hashed again: of what holders hold, and of what ranks hold that were not told to seal another version since.
 
 All connected holders of one version are joined, and ranks that hold it still; each may have other boxes of it. A record
 counts only if it hashes to the root by which the ledger, or the words of workers, know the version. One that brings
@@ -15,9 +18,10 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Done, HeldOffer, Joined, JoinSources, Published
+from ckpt_engine.machines.events import Done, HeldOffer, Joined, JoinSources, Published, SourceOffer
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
+from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -48,13 +52,52 @@ class Joining:
 
 @dataclass
 class Holdings:
-    """Joins what holders hold into sources of a version.
+    """Says where a version can be read: joins what holders hold, and ranks that hold it still, into sources.
 
     by_lineage: what was joined last for the version of each lineage that was asked for last.
     """
 
     state: State
+    publications: Publications
     by_lineage: dict[str, Joining] = field(default_factory=dict)
+
+    def supply(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
+        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there; None: nowhere,
+        or that is not known yet (`looking`, `failure`). attempt: how many failed before.
+
+        What ranks and holders hold is joined, so that each worker reads the nearest of them. Ranks that were told to
+        seal another version since must digest all again, so they are no part of that: every second attempt reads them.
+        """
+        offered = self.offered(latest)
+        if (
+            offered is None
+            or not stays_sealed(offered)
+            or any(self._taken_back(latest, source) for source in offered.sources)
+        ):
+            return self.of(latest)
+        there = all(_is_there(self.state, latest, source) for source in offered.sources)
+        told = offered == latest.published and not latest.sealed_since and latest.record is not None
+        ranks = offered.sources if there and told else ()
+        held = self.of(latest, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
+        if held is not None and (told or not there or attempt % 2 == 0):
+            return held
+        if there and self.looking(latest):
+            return None
+        return offered, latest.record if there and told else None
+
+    def offered(self, latest: Latest) -> Published | None:
+        """What the ranks of a version published. After a rollback they have published another one since."""
+        identity = latest.identity
+        if latest.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
+            return latest.published
+        return self.publications.get(identity.lineage).published
+
+    def _taken_back(self, latest: Latest, source: SourceOffer) -> bool:
+        """Whether nothing is to be hoped for of it: its rank is there and offers something else, or nothing."""
+        if source.outlives or source.rank is None:
+            return False
+        rank = self.state.members.trainers.get((latest.identity.lineage, source.rank))
+        return rank is not None and rank.peer is not None and rank.table != source.table
 
     def told(self, holder: Holder) -> None:
         """A holder says what it has. What was joined without it is joined again."""
@@ -133,6 +176,15 @@ class _Readable:
     tables: list[manager_pb2.BlobRef] = field(default_factory=list)
 
 
+def stays_sealed(published: Published) -> bool:
+    """Whether it may be read outside the call in which it was sealed: no rank changes it before it seals again."""
+    return all(source.stays_sealed for source in published.sources)
+
+
+def _is_there(state: State, latest: Latest, source: SourceOffer) -> bool:
+    return source.outlives or state.members.source(latest.identity.lineage, source) is not None
+
+
 def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
     """Where a version can be read. Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if several lineages
     are meant."""
@@ -185,8 +237,5 @@ def _sealed_tables(state: State, latest: Latest) -> list[manager_pb2.BlobRef]:
     if latest.published is None or latest.sealed_since:
         return []
     return [
-        source.table
-        for source in latest.published.sources
-        if source.stays_sealed
-        and (source.outlives or state.members.source(latest.identity.lineage, source) is not None)
+        source.table for source in latest.published.sources if source.stays_sealed and _is_there(state, latest, source)
     ]

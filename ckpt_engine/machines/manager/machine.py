@@ -100,8 +100,8 @@ class ManagerMachine:
         self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest, identities)
         self._members = self._state.members
         self._publications = Publications(self._state)
-        self._holdings = Holdings(self._state)
-        self._catch_up = CatchUp(self._state, self._publications, self._holdings)
+        self._holdings = Holdings(self._state, self._publications)
+        self._catch_up = CatchUp(self._state, self._holdings)
         self._drifts = Drifts(self._state, self._catch_up)
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)

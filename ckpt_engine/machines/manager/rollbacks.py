@@ -19,6 +19,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Latest
@@ -54,12 +55,13 @@ class Rollbacks:
     """
 
     state: State
+    publications: Publications
     waiting: dict[int, Asked] = field(default_factory=dict)
     running: list[Goal] = field(default_factory=list)
     numbers: int = 0
 
     def __post_init__(self) -> None:
-        self.holdings = Holdings(self.state)
+        self.holdings = Holdings(self.state, self.publications)
 
     def join(self, call: Call, request: manager_pb2.RollbackRequest, now: float) -> None:
         """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""

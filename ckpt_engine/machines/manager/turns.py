@@ -36,7 +36,7 @@ class Turns:
     def __post_init__(self) -> None:
         self.updates = Updates(self.state, self._over)
         self.gathers = Gathers(self.state, self.publications)
-        self.rollbacks = Rollbacks(self.state)
+        self.rollbacks = Rollbacks(self.state, self.publications)
         self.waits = Waits(self.state)
         self.corrections = Corrections(self.state)
 
