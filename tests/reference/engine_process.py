@@ -21,7 +21,7 @@ from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
 from tests.ports import free_port
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 CALL_SECONDS = 60.0
 _DIE_WITH_US = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also if pytest is killed
 
