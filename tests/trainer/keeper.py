@@ -62,7 +62,7 @@ class Keeper:
     def start(self, identity: weights_pb2.Identity) -> Keeper:
         """Says that it holds this version."""
         self._thread.start()
-        loop, session, _ = self._running.result(20)
+        loop, session, _ = self._running.result(60)
         version = OfferedVersion(canonical(self._table), canonical(self.record()), identity)
         loop.call_soon_threadsafe(session.feed, HoldVersions((version,)))
         assert self.opened.wait(60)
@@ -70,7 +70,7 @@ class Keeper:
 
     def stop(self) -> None:
         """Says goodbye."""
-        loop, _, ending = self._running.result(20)
+        loop, _, ending = self._running.result(60)
         loop.call_soon_threadsafe(ending.set)
         self._thread.join(60)
         self._source.close()

@@ -85,6 +85,7 @@ def test_bad_calls_say_what_is_wrong() -> None:
 def test_a_manager_that_is_not_there_is_named() -> None:
     with Trainer(NOBODY, lineage="run", deadlines=DEADLINES) as trainer:
         trainer.publish({"a": torch.ones(3)})
+        eventually("it knows why it has no session", 60, lambda: trainer._background._lost)
         with pytest.raises(CkptEngineError, match=r"127\.0\.0\.1:1: nothing listens there") as caught:
             trainer.update_weights(timeout=1.0)
         assert code_of(caught) == Problem.UNAVAILABLE
@@ -225,6 +226,7 @@ def test_a_manager_that_comes_later_and_one_that_is_restarted(tmp_path: Path) ->
                 trainer.wait_for_replicas(timeout=60)
                 first = trainer.update_weights(timeout=60)
                 assert first.ok
+            eventually("it knows that its session has ended", 60, lambda: trainer._background._lost)
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(timeout=0.5)
             assert code_of(caught) == Problem.UNAVAILABLE

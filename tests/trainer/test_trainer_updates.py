@@ -18,6 +18,7 @@ from trainer_world import DEADLINES
 
 from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.cluster import eventually
 
 Problem = weights_pb2.Problem
 StartReplica = Callable[..., PlainReplica]
@@ -149,9 +150,7 @@ def test_a_late_replica_gets_what_stays_sealed_while_the_trainer_computes(manage
         update(trainer, 3)
         weights["a"].zero_()
         late = replica("late")
-        end = time.monotonic() + 60
-        while late.identity is None and time.monotonic() < end:
-            time.sleep(0.05)
+        eventually("the late one is brought up", 60, lambda: late.identity)
         assert holds(late, {"a": torch.ones(8)})
         assert late.identity is not None
         assert late.identity.version == 3
@@ -180,7 +179,8 @@ def test_changing_weights_while_they_are_copied_is_found_out(manager: str, repli
             weights["a"].add_(1)
 
     def update_until_seen() -> None:
-        for _ in range(20):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             update(trainer)
 
     with a_trainer(manager) as trainer:
@@ -281,14 +281,14 @@ def test_an_interrupt_cancels_the_call_and_the_trainer_goes_on(manager: str, rep
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(KeyboardInterrupt):
             update(trainer, on_progress=interrupt)
-        # The manager hears of the interrupt a little after us; from then on no other update runs.
-        for _ in range(100):
+
+        def refused() -> str:
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(timeout=1.5)
-            if caught.value.problem.code != Problem.ABORTED:
-                break
-            time.sleep(0.02)
-        assert "not recorded" in caught.value.problem.message
+            return caught.value.problem.message
+
+        # The manager hears of the interrupt a little after us; from then on no other update runs.
+        eventually("the next update runs", 60, lambda: "not recorded" in refused())
         go_on.set()
         assert update(trainer).ok
 
@@ -303,12 +303,12 @@ def test_an_interrupt_between_sealing_and_reading_is_survived(manager: str, repl
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(KeyboardInterrupt):
             update(trainer, on_progress=interrupt)
-        # The manager may hear of the interrupt a little after us.
-        for _ in range(100):
+
+        def is_updated() -> bool:
             with suppress(CkptEngineError):
                 assert update(trainer).ok
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail("no update after the interrupted one")
+                return True
+            return False
+
+        eventually("an update after the interrupted one", 60, is_updated)  # of which the manager hears a little later
         assert len(reader.installs) == 1
