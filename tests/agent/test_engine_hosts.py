@@ -269,7 +269,7 @@ async def test_an_engine_that_ends_by_itself_is_started_again_also_with_status_0
 async def test_an_engine_that_is_there_but_deaf_is_replaced(
     launch: Launch, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_health=0.2 engine_unhealthy=0.5")
+    monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_health=0.5 engine_unhealthy=2")
     host = launch()
     async with running(host):
         await events.until(lambda: len(events.ready) == 1)
@@ -277,7 +277,7 @@ async def test_an_engine_that_is_there_but_deaf_is_replaced(
         async with httpx.AsyncClient(base_url=events.ready[0].engine.url) as client:
             await client.post("/deaf")
         await events.until(lambda: len(events.ready) == 2)
-        assert events.exits == ["the engine has not answered its health route for 0.5 s"]
+        assert events.exits == ["the engine has not answered its health route for 2 s"]
         assert host.pid != deaf
 
 

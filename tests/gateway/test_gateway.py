@@ -203,14 +203,15 @@ def test_versions_that_are_asked_for(world: World) -> None:
     now = str(world.version)
 
     def ask(**headers: str) -> httpx.Response:
-        return world.gateway.post("/v1/completions", body, x_ckpt_engine_queue_seconds="0.3", **headers)
+        return world.gateway.post("/v1/completions", body, **headers)
 
     assert ask(x_ckpt_engine_version=now).status_code == 200
     assert ask(x_ckpt_engine_min_version=now, x_ckpt_engine_max_lag="0").status_code == 200
-    gone, later = ask(x_ckpt_engine_version="0"), ask(x_ckpt_engine_min_version=str(world.version + 1))
+    soon = {"x_ckpt_engine_queue_seconds": "0.3"}
+    gone, later = ask(x_ckpt_engine_version="0"), ask(x_ckpt_engine_min_version=str(world.version + 1), **soon)
     assert (gone.status_code, gone.json()["reason"]) == (409, "version_gone")
     assert (later.status_code, later.json()["reason"]) == (503, "version_not_yet")
-    other = ask(x_ckpt_engine_lineage="another")
+    other = ask(x_ckpt_engine_lineage="another", **soon)
     assert (other.status_code, other.json()["reason"]) == (503, "no_replica")
     assert ask(x_ckpt_engine_version="new").status_code == 400
 
