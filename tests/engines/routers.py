@@ -43,7 +43,7 @@ class Router:
 
     def healthy(self) -> set[str]:
         """The URLs of the replicas that it would send requests to."""
-        workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
+        workers = httpx.get(f"{self.url}/workers", timeout=60).json()["workers"]
         return {worker["url"] for worker in workers if worker["is_healthy"]}
 
     def tail(self) -> str:
@@ -76,7 +76,7 @@ def running_router(
         yield router
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def ask(router: Router, prompt: Sequence[int], count: int = 4, seconds: float = 60.0, **options: Any) -> httpx.Response:

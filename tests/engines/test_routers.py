@@ -88,7 +88,8 @@ def test_a_quarantined_replica_gets_no_request_and_after_its_return_its_share(
 
             assert trainer.update_weights(version=3, replicas=["b"]).ok
             eventually("it gets requests again", PROBED_SECONDS, lambda: answered(router, 2)["3"])
-            assert answered(router, 8) == {"1": 4, "3": 4}
+            # A probe that comes late on a busy machine takes either of them out for a moment.
+            eventually("each gets its share", PROBED_SECONDS, lambda: answered(router, 8) == {"1": 4, "3": 4})
 
 
 @pytest.mark.parametrize("kind", MODULES)
