@@ -55,7 +55,7 @@ class Replica:
         found = [replica for replica in self.cluster.status().replicas if replica.name == self.name]
         return found[0] if found else None
 
-    def registered(self, seconds: float = 180.0) -> Replica:
+    def registered(self, seconds: float = 400.0) -> Replica:
         """Waits until its session is open and its workers have started."""
 
         def look() -> bool:

@@ -27,7 +27,7 @@ def world(tmp_path: Path, bare_model: Path) -> Iterator[World]:
         for number, name in enumerate(("near", "far")):
             made.replica(name, number)
         for name in ("near", "far"):
-            eventually(f"{name} registers", 120.0, lambda name=name: name in made.status()["replicas"])
+            made.registers(name)
         yield made
 
 

@@ -32,7 +32,7 @@ import sys, torch
 from ckpt_engine import Trainer
 with Trainer(sys.argv[1]) as trainer:
     trainer.publish({"weight": torch.ones(4)})
-    trainer.wait_for_replicas(1, timeout=60)
+    trainer.wait_for_replicas(1, timeout=240)
     report = trainer.update_weights(replicas=[sys.argv[2]])
     assert report.ok, report
 """

@@ -78,7 +78,8 @@ def test_three_hosts_cost_the_trainers_interface_one_model(world: Wide) -> None:
     names = {f"far{host}": host for host in FAR}
     for name, host in names.items():
         world.replica(name, host)
-    eventually("the replicas register", 180.0, lambda: world.status()["replicas"].keys() >= names.keys())
+    for name in names:
+        world.registers(name)
     for version in (1, 2):
         size = world.train(version)
         before = world.hosts[0].sent()
@@ -100,7 +101,8 @@ def test_whose_interface_is_slow_passes_nothing_on_in_a_later_plan(world: Wide) 
     names = {f"far{host}": host for host in FAR}
     for name, host in names.items():
         world.replica(name, host)
-    eventually("the replicas register", 180.0, lambda: world.status()["replicas"].keys() >= names.keys())
+    for name in names:
+        world.registers(name)
     _limit(world.hosts[1], "32mbit")
     for version in (1, 2, 3):
         size = world.train(version)

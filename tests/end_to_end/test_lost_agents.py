@@ -30,7 +30,7 @@ def test_a_replica_whose_agent_is_killed_in_its_install_is_told_as_what_it_is(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call says that it is quarantined, since nobody knows better then."""
-    monkeypatch.setenv(ENVIRONMENT, "lease=5")
+    monkeypatch.setenv(ENVIRONMENT, "lease=15")
     torch.set_num_threads(1)
     model = make_tiny_qwen3(tmp_path / "model", 3, vocabulary=PADDED_VOCABULARY)
     http = free_address()

@@ -77,7 +77,7 @@ def test_a_server_spans_a_network(
             command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address]
             command += ["--engine", "reference", "--model", str(bare_model), "--name", "wide", "--nodes", "2"]
             command += ["--node-rank", str(rank), "--leader", leader, "--node-token", str(tmp_path / "token")]
-            command += ["--deadline", "lease=4", "--advertise", network.address, "--engine-output", "--"]
+            command += ["--deadline", "lease=15", "--advertise", network.address, "--engine-output", "--"]
             command += ["--tensor-parallel", "2", "--host", "0.0.0.0"]
             inside = ["ip", "netns", "exec", network.namespace] if rank else []
             environment = {

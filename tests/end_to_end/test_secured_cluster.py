@@ -72,7 +72,7 @@ def test_everybody_shows_a_token_and_a_stranger_stays_out(
             monkeypatch.setenv(name, value)
         with Trainer(address, lineage="run") as trainer:
             trainer.publish(make_tiny_qwen3(tmp_path / "model", 3, vocabulary=500, weights=False), move=True)
-            assert trainer.wait_for_replicas(timeout=120) == ["one"]
+            assert trainer.wait_for_replicas(timeout=400) == ["one"]
             assert trainer.update_weights(version=1).ok
         eventually("the stranger says why", 60, lambda: "may not act as replica 'two'" in stranger.read_text())
         asked = {**os.environ, **environment("operator")}

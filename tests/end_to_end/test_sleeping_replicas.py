@@ -158,7 +158,7 @@ def attach(cluster: Cluster, log: str, url: str) -> Replica:
     replica = Replica(cluster, log, [*command, "--name", "beside", "--mode", "hybrid", "--url", url], {})
     replica.name = "beside"
     cluster.replicas.append(replica)
-    eventually("it is connected", 60, lambda: (status := replica.status) and status.connected and status.workers)
+    eventually("it is connected", 240, lambda: (status := replica.status) and status.connected and status.workers)
     return replica
 
 

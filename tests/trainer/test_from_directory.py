@@ -109,7 +109,7 @@ def test_replicas_get_what_lies_there_and_repeating_the_call_is_the_same_update(
     (root / "latest").symlink_to(first)
     assert bring(manager, root / "latest", lineage="prime").identity == report.identity
     command = [sys.executable, str(EXAMPLE), "--manager", manager, "--lineage", "prime", str(root / "latest")]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     assert said.stdout == "version 1: one\n"
     assert len(one.installs) == 1
 
