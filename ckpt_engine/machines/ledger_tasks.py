@@ -21,15 +21,14 @@ class SpendEpoch:
 class RecordIntent:
     """Ledger.record_intent. Result: None, once it is on the disk.
 
-    selection: the replicas that the version is for, by name, or a pool (versions.everybody). meant: those that this
-    update is for, and none if it brings up a late one.
+    selection: the replicas that are to serve the version from now on, by name, or all of a pool (versions.everybody);
+    none if a replica is only brought to what it was to serve already.
     """
 
     epoch: int
     identity: Version
     seconds: float
     selection: tuple[str, ...] = ()
-    meant: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """What must survive a manager: which cluster this is, which epochs are spent, what was about to happen and what did.
 
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents, reports and which update was for whom; what replicas hold is never in here, only the workers know that. All
-statements run on one thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
+intents, reports and which version each replica is to serve; what replicas hold is never in here, only the workers know
+that. All statements run on one thread of the ledger's own, in the order of the calls, so the event loop never waits
+for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents, and of what is older the last
-intent of each lineage.
+intent of each lineage and every commit that is still some replica's newest.
 
 A lock can be lost (a network file system, a file put in another's place), so it is not all: each opening counts the
 file's generation up, and every write insists on its own generation and on the file that it opened. A manager that was
@@ -28,7 +29,7 @@ from typing import TypeVar
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
-from ckpt_engine.machines.manager.versions import Intended, Meant
+from ckpt_engine.machines.manager.versions import Commit, Recorded
 from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
 from ckpt_engine.v1 import manager_pb2
 
@@ -134,15 +135,8 @@ class Ledger:
 
         await self._run(statements)
 
-    async def record_intent(
-        self,
-        epoch: int,
-        identity: Version,
-        selection: Sequence[str] = (),
-        meant: Sequence[str] = (),
-    ) -> None:
-        """Stores what is about to be installed, and spends its epoch. selection, meant: see events.RecordIntent; what
-        is meant for nobody is for a late replica.
+    async def record_intent(self, epoch: int, identity: Version, selection: Sequence[str] = ()) -> None:
+        """Stores what is about to be installed, and spends its epoch. selection: see events.RecordIntent.
 
         Also raises FAILED_PRECONDITION, storing nothing, for a number that the lineage has used for another root.
         """
@@ -155,12 +149,12 @@ class Ledger:
                     "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (
                         *(epoch, identity.lineage, identity.number, identity.root),
-                        *(time.time(), json.dumps(selection), not meant),
+                        *(time.time(), json.dumps(selection), not selection),
                     ),
                 )
                 self._connection.executemany(
                     "INSERT OR REPLACE INTO meant VALUES (?, ?, ?)",
-                    [(replica, epoch, identity.lineage) for replica in meant],
+                    [(replica, epoch, identity.lineage) for replica in selection],
                 )
 
         await self._run(statements)
@@ -178,21 +172,29 @@ class Ledger:
         await self._run(statements)
         self.written(epoch)
 
-    async def last_intents(self) -> list[Intended]:
-        """The latest intent of each lineage, oldest first."""
-        rows = await self._run(
-            lambda: self._connection.execute(
-                "SELECT max(epoch), lineage, version, root, selection FROM intents GROUP BY lineage ORDER BY max(epoch)"
+    async def recorded(self) -> Recorded:
+        """The commits that are some replica's newest, and the last one of each lineage."""
+
+        def statements() -> Recorded:
+            rows = self._connection.execute(
+                "SELECT epoch, lineage, version, root, selection FROM intents "
+                "WHERE epoch IN (SELECT epoch FROM meant) "
+                "OR epoch IN (SELECT coalesce(max(CASE WHEN late THEN NULL ELSE epoch END), max(epoch)) "
+                "FROM intents GROUP BY lineage) ORDER BY epoch"
             ).fetchall()
-        )
-        return [
-            Intended(
-                epoch,
-                Version(lineage, number, root),
-                tuple(json.loads(selection)),
-            )
-            for epoch, lineage, number, root, selection in rows
-        ]
+            found = {row[0]: Commit(row[0], Version(*row[1:4])) for row in rows}
+            last = {commit.identity.lineage: commit for commit in found.values()}
+            selected = {row[1]: json.loads(row[4]) for row in rows}
+            desired = {}
+            for replica, epoch, lineage in self._connection.execute("SELECT replica, epoch, lineage FROM meant"):
+                if epoch in found:
+                    desired[replica] = found[epoch]
+                elif replica in selected.get(lineage, ()):  # of a ledger that did not keep them all
+                    desired[replica] = last[lineage]
+            (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
+            return Recorded(until, tuple(last.values()), desired)
+
+        return await self._run(statements)
 
     async def highest(self) -> list[Version]:
         """The version with the highest number of each lineage."""
@@ -231,11 +233,6 @@ class Ledger:
         epoch, report = (None, None) if found is None else found
         ended = None if report is None else manager_pb2.UpdateReport.FromString(report)
         return Found(epoch, ended, tuple(number for (number,) in last))
-
-    async def meant(self) -> dict[str, Meant]:
-        """The last update that was for each replica, by name; by `versions.everybody`, that was for all of a pool."""
-        rows = await self._run(lambda: self._connection.execute("SELECT replica, epoch, lineage FROM meant").fetchall())
-        return {replica: (epoch, lineage) for replica, epoch, lineage in rows}
 
     async def history(self, before: int | None = None, limit: int = 50, without: Collection[int] = ()) -> list[Record]:
         """Updates, newest first. before: the lowest epoch of the page before this one. without: epochs whose report is
@@ -292,7 +289,8 @@ class Ledger:
         )
 
     def _forget_old(self) -> None:
-        """Deletes reports beyond those that are kept, and their intents unless they are the last of a lineage."""
+        """Deletes reports beyond those that are kept, and their intents unless they are the last of a lineage, or
+        commits that are some replica's newest."""
         oldest = self._connection.execute(
             "SELECT epoch FROM outcomes ORDER BY epoch DESC LIMIT 1 OFFSET ?", (self._kept_reports,)
         ).fetchone()
@@ -300,7 +298,8 @@ class Ledger:
             self._connection.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
             self._connection.execute(
                 "DELETE FROM intents WHERE epoch <= ? "
-                "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage)",
+                "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage, late) "
+                "AND epoch NOT IN (SELECT epoch FROM meant)",
                 oldest,
             )
 

@@ -217,10 +217,9 @@ class ManagerServer:
         machine = ManagerMachine(
             self.ledger.cluster,
             self.ledger.epoch,
-            await self.ledger.last_intents(),
             config.deadlines,
             software_version(),
-            await self.ledger.meant(),
+            await self.ledger.recorded(),
             await self.ledger.highest(),
             await self.ledger.identities(),
         )

@@ -55,8 +55,8 @@ class Tasks:
                 return await loop.run_in_executor(self._thread, self._compiler.combine, task)
             case events.SpendEpoch(epoch):
                 await self._ledger.spend_epoch(epoch)
-            case events.RecordIntent(epoch, identity, _, selection, meant):
-                await self._ledger.record_intent(epoch, identity, selection, meant)
+            case events.RecordIntent(epoch, identity, _, selection):
+                await self._ledger.record_intent(epoch, identity, selection)
             case events.FindReport(lineage, version):
                 return await self._ledger.last_update(lineage, version)
             case events.RecordOutcome(report):

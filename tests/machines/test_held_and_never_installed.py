@@ -15,7 +15,7 @@ EPOCH = 7
 
 @pytest.mark.parametrize(("epoch", "warned"), [(EPOCH, False), (EPOCH + 1, True)])
 def test_only_an_epoch_that_the_ledger_lacks_says_that_it_was_rolled_back(epoch: int, warned: bool) -> None:
-    machine = ManagerMachine("cluster", EPOCH, [], Deadlines())
+    machine = ManagerMachine("cluster", EPOCH, Deadlines())
     held = manager_pb2.Held(
         identity=weights_pb2.Identity(lineage="run", version=3, root=b"root"),
         table=manager_pb2.BlobRef(digest=b"table", size=5),

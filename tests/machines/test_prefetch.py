@@ -25,7 +25,7 @@ class Update:
     """An update that fills one relay."""
 
     def __init__(self) -> None:
-        self.state = State.from_ledger("cluster", 0, (), Deadlines())
+        self.state = State.from_ledger("cluster", 0, Deadlines())
         self.state.spent = 2
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
         order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)

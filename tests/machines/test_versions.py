@@ -7,7 +7,7 @@ import pytest
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.versions import EVERYBODY, Intended, Meant, Versions, everybody
+from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Recorded, Versions, everybody
 from ckpt_engine.v1 import manager_pb2
 
 PUBLISHED = Published(manager_pb2.BlobRef(digest=b"m" * 32), (), 1, 1)
@@ -22,8 +22,8 @@ class Manager:
 
     def __init__(self) -> None:
         self.versions = Versions()
-        self.intents: dict[str, Intended] = {}
-        self.meant: dict[str, Meant] = {}
+        self.last: dict[str, Commit] = {}
+        self.desired: dict[str, Commit] = {}
         self.epoch = 0
 
     def install(self, what: Version, *names: str, late: bool = False) -> None:
@@ -34,12 +34,13 @@ class Manager:
         mode = manager_pb2.KEEP
         order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
         intent = self.versions.intent(self.epoch, what, order, 1.0)
-        self.intents[what.lineage] = Intended(self.epoch, what, intent.selection)
-        self.meant |= dict.fromkeys(intent.meant, (self.epoch, what.lineage))
+        if intent.selection:
+            self.last[what.lineage] = Commit(self.epoch, what)
+        self.desired |= dict.fromkeys(intent.selection, Commit(self.epoch, what))
         self.versions.begin(what, self.epoch, order, None)
 
     def restarted(self) -> Versions:
-        return Versions.from_ledger(list(self.intents.values()), self.meant)
+        return Versions.from_ledger(Recorded(self.epoch, tuple(self.last.values()), self.desired))
 
 
 def held(versions: Versions) -> dict[str, tuple[str, int] | None]:
@@ -49,14 +50,14 @@ def held(versions: Versions) -> dict[str, tuple[str, int] | None]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_replica_that_its_run_left_out_waits_also_after_a_restart(late: bool) -> None:
-    """late: one of those that were chosen was brought up once more, which is no news of the others."""
+def test_a_replica_that_a_commit_does_not_select_keeps_what_it_was_to_serve(late: bool) -> None:
+    """Also after a restart. late: one of those that were chosen was brought up once more, which is no news."""
     manager = Manager()
     manager.install(identity(1))
     manager.install(identity(2), "a", "b")
     if late:
         manager.install(identity(2), "a", late=True)
-    assert held(manager.versions) == {"a": ("run", 2), "b": ("run", 2), "c": None}
+    assert held(manager.versions) == {"a": ("run", 2), "b": ("run", 2), "c": ("run", 1)}
     assert held(manager.restarted()) == held(manager.versions)
     manager.install(identity(2), "c")
     assert held(manager.versions) == dict.fromkeys("abc", ("run", 2))
@@ -90,14 +91,14 @@ def test_pools_do_not_meet_also_after_a_restart() -> None:
 
 
 def test_what_one_pool_got_is_not_for_another_one() -> None:
-    """A frozen pool: its replicas wait for an update that is for them, whatever their run's other pool gets."""
+    """A frozen pool: its replicas are to serve what their own pool got, whatever their run's other pool gets."""
     manager = Manager()
     manager.versions.pools |= {"a": "actor", "b": "evaluation"}
     manager.install(identity(1), everybody("actor"))
     manager.install(identity(1), everybody("evaluation"))
     assert held(manager.versions) == {"a": ("run", 1), "b": ("run", 1), "c": None}
     manager.install(identity(2), everybody("actor"))
-    assert held(manager.versions) == {"a": ("run", 2), "b": None, "c": None}
+    assert held(manager.versions) == {"a": ("run", 2), "b": ("run", 1), "c": None}
 
 
 def test_a_replica_that_comes_back_in_another_pool_is_to_hold_what_that_one_got() -> None:

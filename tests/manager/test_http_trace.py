@@ -76,7 +76,7 @@ async def test_an_older_update_to_the_same_version_is_had_by_its_epoch(config: M
     await write_past_updates(config.ledger)
     async with ManagerServer(config) as server:
         again = weights_pb2.Identity(lineage="run-a", version=1, root=b"\1" * 32)
-        await server.ledger.record_intent(9, Version.of(again), meant=["one"])
+        await server.ledger.record_intent(9, Version.of(again), selection=["one"])
         fence = weights_pb2.Fence(cluster=server.ledger.cluster, epoch=9)
         report = manager_pb2.UpdateReport(fence=fence, identity=again, ok=True, seconds=1.0)
         await server.ledger.record_outcome(report)

@@ -175,7 +175,7 @@ async def test_a_report_that_is_corrected_has_not_ended_again(tmp_path: Path, ca
     report.replicas.add(replica="a", outcome=manager_pb2.QUARANTINED)
     report.replicas.add(replica="b", outcome=manager_pb2.OLD_SERVING)
     try:
-        await ledger.record_intent(3, Version.of(identity(7)), meant=["a", "b"])
+        await ledger.record_intent(3, Version.of(identity(7)), selection=["a", "b"])
         assert (await tasks.run(("report",), events.RecordOutcome(report, 60.0))).problem is None
         manager.metrics.called("run")
         before = {name: value for name, value in manager.samples().items() if name[0].startswith("ckpt_engine_")}

@@ -68,9 +68,7 @@ class Invariants:
         self._meant_for: dict[tuple[int, str], int] = {}  # by generation and replica, the last intent for it
         self._told_holders: dict[tuple[int, str], int] = {}  # by generation and session, the highest fill fence
         self.side_by_side = 0  # events at which updates of two pools went on
-        self._installed: set[int] = set()  # epochs that some replica was told to install
-        self._asked_back: dict[str, int] = {}  # by lineage, the epoch of the last rollback's intent
-        self._went_back: dict[str, tuple[int, Version]] = {}  # the same of one that is installed
+        self.installed: set[int] = set()  # epochs that some replica was told to install
 
     def check(self) -> None:
         """After every event."""
@@ -250,12 +248,9 @@ class Invariants:
         match command:
             case events.Send(peer, manager_pb2.Install() as body):
                 self._install_fence(manager, peer, body.fence)
-                self._installed.add(body.fence.epoch)
+                self.installed.add(body.fence.epoch)
                 self._late_sources(manager, body)
                 self._held_sources(manager, body)
-                updates = manager.machine._updates.all()
-                if any(update.installs == Fence.of(body.fence) and update.goal.back for update in updates):
-                    self._went_back[body.identity.lineage] = body.fence.epoch, Version.of(body.identity)
             case events.Send(peer, manager_pb2.FillRelay() as body):
                 self._fill_fence(manager, body.fence)
                 self._obeyed_by_holder(manager, peer, body.fence)
@@ -389,22 +384,15 @@ class Invariants:
         before = {number: other for number, other in manager.ledger.intents.items() if other.lineage == lineage}
         known = not self.scenario.ledgers_replaced
         if update.goal.back is not None:
-            self._asked_back[lineage] = since = epoch
+            since = epoch
             wishes = [manager.calls[call].request.version for call in update.goal.calls.values()]
             if wishes != [identity.number] or (known and identity not in before.values()):
                 raise BrokenPromiseError(f"goes back to {identity}, which is not {wishes}, or was never installed")
         else:
-            since = self._asked_back.get(lineage, 0) if update.goal.late is not None else 0
-        if update.goal.late is not None and known and lineage in self._went_back:
-            went, back = self._went_back[lineage]
-            later = (other for number, other in before.items() if number > went and number not in manager.ledger.late)
-            if identity != back and identity not in later:
-                raise BrokenPromiseError(f"{identity} is brought to a late replica after a rollback to {back}")
-        late = update.goal.late is not None
+            since = 0
+        late = update.goal.late is not None  # to what it is to serve: Mechanism.check_desired_is_the_newest_commit
         for number, other in before.items():
-            # An intent that the disk has and nobody was told of was refused: late replicas stay at the version before.
-            meant = number >= since and (not late or number in self._installed)
-            if other.number > identity.number and meant:
+            if other.number > identity.number and number >= since and not late:
                 raise BrokenPromiseError(f"version {identity.number} after {other.number} of {identity.lineage}")
             if other.number == identity.number and other.root != identity.root:
                 raise BrokenPromiseError(f"version {identity.number} of {identity.lineage} has two roots")

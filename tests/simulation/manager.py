@@ -15,7 +15,7 @@ from ckpt_engine.machines.events import Call, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.state import EpochRetry
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.versions import Intended, Meant
+from ckpt_engine.machines.manager.versions import Commit, Recorded
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import locator_of, ways
 from tests.simulation.shell import Faults, Shell, Stream
@@ -41,8 +41,7 @@ class Ledger:
     generation: int = 0
     refuses: str = ""
     intents: dict[int, Version] = field(default_factory=dict)
-    selections: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    meant: dict[str, Meant] = field(default_factory=dict)
+    desired: dict[str, Commit] = field(default_factory=dict)
     highest: dict[str, Version] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
@@ -66,19 +65,18 @@ class Ledger:
             self,
             refuses="",
             intents=dict(self.intents),
-            selections=dict(self.selections),
-            meant=dict(self.meant),
+            desired=dict(self.desired),
             highest=dict(self.highest),
             reports=dict(self.reports),
             late=set(self.late),
         )
 
-    def last_intents(self) -> list[Intended]:
-        """The last one of each lineage, oldest first."""
-        last: dict[str, int] = {}
-        for epoch in sorted(self.intents):
-            last[self.intents[epoch].lineage] = epoch
-        return [Intended(epoch, self.intents[epoch], self.selections[epoch]) for epoch in sorted(last.values())]
+    def recorded(self) -> Recorded:
+        """Its commits: the last one of each lineage, and the newest one of each replica and pool."""
+        last: dict[str, Commit] = {}
+        for epoch in sorted(self.intents.keys() - self.late):
+            last[self.intents[epoch].lineage] = Commit(epoch, self.intents[epoch])
+        return Recorded(max(self.intents, default=0), tuple(last.values()), dict(self.desired))
 
 
 @dataclass
@@ -109,8 +107,8 @@ class ManagerShell(Shell):
         self.generation = ledger.open()
         highest = tuple(ledger.highest.values())
         made = machine(
-            *(ledger.cluster, ledger.epoch, ledger.last_intents(), deadlines),
-            meant=ledger.meant,
+            *(ledger.cluster, ledger.epoch, deadlines),
+            recorded=ledger.recorded(),
             highest=highest,
             identities=tuple(ledger.intents.values()),
         )
@@ -273,15 +271,16 @@ class ManagerShell(Shell):
             case events.SpendEpoch(epoch):
                 yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
-            case events.RecordIntent(epoch, identity, _, selection, meant):
+            case events.RecordIntent(epoch, identity, _, selection):
                 yield from self._written()
                 self.ledger.intents[epoch] = identity
-                self.ledger.selections[epoch] = selection
-                self.ledger.late |= set() if meant else {epoch}
+                self.ledger.late |= set() if selection else {epoch}
                 if identity.number >= self.ledger.highest.get(identity.lineage, identity).number:
                     self.ledger.highest[identity.lineage] = identity
-                for name in meant:  # a write that was slow is no newer than those that were made meanwhile
-                    self.ledger.meant[name] = max(self.ledger.meant.get(name, (0, "")), (epoch, identity.lineage))
+                for name in selection:  # a write that was slow is no newer than those that were made meanwhile
+                    known = self.ledger.desired.get(name)
+                    if known is None or known.epoch < epoch:
+                        self.ledger.desired[name] = Commit(epoch, identity)
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.FindReport(lineage, version):

@@ -25,7 +25,7 @@ from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.versions import Latest, everybody
+from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.weights import HeldSource
 from tests.simulation.world import BrokenPromiseError
@@ -43,7 +43,6 @@ class Today(Enum):
 
     LOST_READER = "a call ends while a replica reads the trainer that has had no session for a lease"
     CALLER_LEFT = "a replica is told to read live memory although a rank has left the call since the intent"
-    WORD_OF_A_LINEAGE = "what one replica holds and the ledger has lost, others of its lineage are to serve, too"
     OTHER_POOL = (
         "a replica that was moved is brought to its new pool's commit, which is older than the one in its words"
     )
@@ -108,9 +107,9 @@ class Mechanism:
 
     def _intent(self, manager: ManagerShell, task: events.RecordIntent) -> None:
         update = next(each for each in manager.machine._updates.all() if _installs(each, task.epoch))
-        latest = manager.machine._state.versions.latest.get(task.identity.lineage)
         cluster, late = manager.ledger.cluster, update.goal.late is not None
-        self._commits[cluster, task.epoch] = latest.epoch if late and latest is not None else task.epoch
+        commit = manager.machine._state.versions.commit_of(update.goal.replicas[0]) if late else None
+        self._commits[cluster, task.epoch] = task.epoch if commit is None else commit.epoch
         if late:
             self.scenario.truth.uncalled.add((cluster, task.epoch))
             self.check_desired_is_the_newest_commit(manager, update.goal.replicas[0], task.identity)
@@ -200,9 +199,14 @@ class Mechanism:
         if manager.generation != ledger.generation or self.scenario.ledgers_replaced:
             return
         pool = manager.machine._members.replicas[name].pool
-        meant = [ledger.meant[key] for key in (name, everybody(pool)) if key in ledger.meant]
-        if meant and max(meant)[1] != identity.lineage:
-            raise BrokenPromiseError(f"{name} is brought to {identity}, its last update was of {max(meant)}")
+        commits = [ledger.desired[key] for key in (name, everybody(pool)) if key in ledger.desired]
+        newest = max(commits, key=lambda commit: commit.epoch, default=None)
+        if newest is None or newest.identity == identity:
+            return
+        # An intent that the disk has and no replica was told of was refused: late ones stay at the version before.
+        told = newest.epoch in self.scenario.invariants.installed
+        if told or newest.identity.lineage != identity.lineage:
+            raise BrokenPromiseError(f"{name} is brought to {identity}, its newest commit is {newest}")
 
     def check_nobody_wakes_what_sleeps(self, manager: ManagerShell, name: str, update: Update) -> None:
         """A replica that sleeps is installed into only by an update that somebody called for."""
@@ -277,10 +281,10 @@ class Mechanism:
         self.check_nothing_uncalled_is_in_the_way(manager)
         self.check_tries_have_a_pace_and_an_end(manager)
         for name, replica in manager.machine._members.replicas.items():
-            latest = manager.machine._state.versions.of(name)
-            self.check_a_word_teaches_of_its_replica_only(manager, replica, latest, event)
-            if latest is not None and replica.peer is not None and replica.receives:
-                self.check_it_stands_still_for_a_reason(manager, replica, latest)
+            content = manager.machine._state.versions.of(name)
+            self.check_a_word_teaches_of_its_replica_only(manager, replica, content, event)
+            if content is not None and replica.peer is not None and replica.receives:
+                self.check_it_stands_still_for_a_reason(manager, replica, content)
 
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
@@ -320,12 +324,12 @@ class Mechanism:
                 raise BrokenPromiseError(f"{name} is tried {known[2] - manager.clock:.2f} s too early")
 
     def check_a_word_teaches_of_its_replica_only(
-        self, manager: ManagerShell, replica: Replica, latest: Latest | None, event: object
+        self, manager: ManagerShell, replica: Replica, content: Content | None, event: object
     ) -> None:
         """What a replica is to serve changes with a commit, with its own words and with its pool, and with nothing
         else."""
         key = manager.generation, replica.name
-        desired = None if latest is None else latest.identity
+        desired = None if content is None else content.identity
         before = self._desired.get(key, desired)
         self._desired[key] = desired
         if before == desired:
@@ -335,23 +339,19 @@ class Mechanism:
                 return
             case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
                 return
-            case events.Message(_, manager_pb2.ReplicaHello()) if (
-                before and desired and before.lineage == desired.lineage
-            ):
-                self._excuse(Today.WORD_OF_A_LINEAGE)
             case _:
                 raise BrokenPromiseError(f"{replica.name} is to serve {desired} after {before}, because of {event}")
 
-    def check_it_stands_still_for_a_reason(self, manager: ManagerShell, replica: Replica, latest: Latest) -> None:
+    def check_it_stands_still_for_a_reason(self, manager: ManagerShell, replica: Replica, content: Content) -> None:
         """A replica that is connected and does not hold what it is to serve is being brought to it, or there is a timer
         for that, or a reason that is told."""
-        if replica.holds(latest.identity):
+        if replica.holds(content.identity):
             return
-        reason = next((said for said, holds in REASONS.items() if holds(manager, replica, latest)), "")
+        reason = next((said for said, holds in REASONS.items() if holds(manager, replica, content)), "")
         self.reasons[reason] += 1
         if not reason:
             raise BrokenPromiseError(
-                f"{replica.name} is to serve {latest.identity}, and nothing happens: "
+                f"{replica.name} is to serve {content.identity}, and nothing happens: "
                 f"{manager.machine._catch_up.attempts.get(replica.name)}"
             )
 
@@ -383,7 +383,7 @@ def _rests(agent: AgentShell) -> bool:
 
 # ------------------------------------------------------------------------------- why a replica is not brought up now
 
-Judge = Callable[["ManagerShell", Replica, Latest], object]
+Judge = Callable[["ManagerShell", Replica, Content], object]
 
 
 def _installs(update: Update, epoch: int) -> bool:
@@ -400,59 +400,61 @@ def _goals(manager: ManagerShell) -> Iterable[Any]:
     return (*(update.goal for update in turns.updates.going), *(coming.goal for coming in turns.coming()))
 
 
-def _nobody_can_be_read(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+def _nobody_can_be_read(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     """It was told so in this session, and no connected holder that is believed holds the version."""
     attempts = manager.machine._catch_up.attempts.get(replica.name)
     if attempts is None or not attempts.no_source or attempts.no_source_told != (replica.peer, attempts.no_source):
         return False
-    joining = manager.machine._holdings.by_lineage.get(latest.identity.lineage)
+    joining = manager.machine._holdings.joinings.get(content.identity)
     refused = {} if joining is None or joining.joined is None else joining.joined.refused
     holders = manager.machine._members.connected_holders()
-    held = [each.source for each in holders for held in each.held if held.identity == latest.identity]
+    held = [each.source for each in holders for held in each.held if held.identity == content.identity]
     return not set(held) - refused.keys()
 
 
-def _used_up(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+def _used_up(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     attempts = manager.machine._catch_up.attempts.get(replica.name)
     return attempts is not None and _given_up(replica, attempts)
 
 
-def _due_later(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+def _due_later(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     attempts = manager.machine._catch_up.attempts.get(replica.name)
     return attempts is not None and attempts.next > manager.clock and CatchUpRetry() in manager._timers
 
 
-def _looked_again(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
-    joining = manager.machine._holdings.by_lineage.get(latest.identity.lineage)
+def _looked_again(manager: ManagerShell, replica: Replica, content: Content) -> bool:
+    joining = manager.machine._holdings.joinings.get(content.identity)
     return joining is not None and JoinRetry(joining.pipeline.number) in manager._timers
 
 
-def _holders_in_use(manager: ManagerShell, replica: Replica, latest: Latest) -> bool:
+def _holders_in_use(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     sharing = manager.machine._state.sharing
     return bool(sharing.uses or sharing.waits)
 
 
 REASONS: dict[str, Judge] = {
-    "running: an update that is for it": lambda manager, replica, latest: any(
+    "running: an update that is for it": lambda manager, replica, content: any(
         replica.name in goal.replicas for goal in _goals(manager)
     ),
-    "told: its engine is not there": lambda manager, replica, latest: not replica.workers,
-    "told: asleep": lambda manager, replica, latest: replica.asleep,
-    "told: its engine can never load it": lambda manager, replica, latest: manager.machine._catch_up._never_loads(
-        replica, latest
+    "told: its engine is not there": lambda manager, replica, content: not replica.workers,
+    "told: asleep": lambda manager, replica, content: replica.asleep,
+    "told: its engine can never load it": lambda manager, replica, content: manager.machine._catch_up._never_loads(
+        replica, content
     ),
-    "timer: the manager was restarted": lambda manager, replica, latest: not manager.machine._settled,
-    "told: the ledger cannot be written": lambda manager, replica, latest: manager.machine._state.ledger_problem,
-    "running: epochs are made durable": lambda manager, replica, latest: manager.machine._state.spending,
-    "running: its pool's turn is another one's": lambda manager, replica, latest: any(
-        goal.pool == replica.pool or goal.lineage == latest.identity.lineage for goal in _goals(manager)
+    "timer: the manager was restarted": lambda manager, replica, content: not manager.machine._settled,
+    "told: the ledger cannot be written": lambda manager, replica, content: manager.machine._state.ledger_problem,
+    "running: epochs are made durable": lambda manager, replica, content: manager.machine._state.spending,
+    "running: its pool's turn is another one's": lambda manager, replica, content: any(
+        goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)
     ),
-    "running: a call to sleep or wake": lambda manager, replica, latest: (
+    "running: a call to sleep or wake": lambda manager, replica, content: (
         manager.machine._sleepers is not None and not manager.machine._sleepers.over
     ),
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,
-    "running: a look at what holders hold": lambda manager, replica, latest: manager.machine._holdings.looking(latest),
+    "running: a look at what holders hold": lambda manager, replica, content: manager.machine._holdings.looking(
+        content
+    ),
     "timer: that look is repeated": _looked_again,
     "told: nobody can be read": _nobody_can_be_read,
     "running: holders that another update uses": _holders_in_use,

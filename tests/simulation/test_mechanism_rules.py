@@ -22,7 +22,7 @@ from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import EVERYBODY, Latest, Versions
+from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.mechanism import Today
@@ -64,7 +64,11 @@ def no_attempt_goes_back_behind_a_word(patch: Patch) -> None:
 
 def a_replica_is_to_serve_the_newest_commit_for_it(patch: Patch) -> None:
     """What was for its whole pool counts, and what named it does not."""
-    patch.setattr(Versions, "_meant_for", lambda self, name: self.meant.get(self._everybody_with(name), (0, "")))
+
+    def commit_of(self: Versions, name: str) -> Commit | None:
+        return self.desired.get(self._everybody_with(name))
+
+    patch.setattr(Versions, "commit_of", commit_of)
 
 
 def an_unanswered_intent_takes_its_number(patch: Patch) -> None:
@@ -137,7 +141,7 @@ def there_is_a_timer_for_the_next_try(patch: Patch) -> None:
 
 def who_waits_is_told_why(patch: Patch) -> None:
     """Nobody hears that nothing can be read."""
-    patch.setattr(CatchUp, "_say_no_source", lambda self, replica, latest, attempts: None)
+    patch.setattr(CatchUp, "_say_no_source", lambda self, replica, content, attempts: None)
 
 
 # ------------------------------------------------------------------------------------------------------- sleep and wake
@@ -148,10 +152,10 @@ def what_sleeps_is_not_brought_up(patch: Patch) -> None:
 
     original = CatchUp._hindrance
 
-    def hindrance(self: CatchUp, replica: Replica, latest: Latest) -> str:
+    def hindrance(self: CatchUp, replica: Replica, content: Content) -> str:
         asleep, replica.asleep = replica.asleep, False
         try:
-            return original(self, replica, latest)
+            return original(self, replica, content)
         finally:
             replica.asleep = asleep
 
@@ -381,7 +385,7 @@ def test_live_memory_is_read_today_although_its_rank_has_left_since_the_intent()
     assert story.invariants.mechanism.excused[Today.CALLER_LEFT]
 
 
-def test_a_word_decides_today_what_others_of_its_lineage_are_to_serve() -> None:
+def test_a_word_of_what_the_ledger_has_lost_decides_what_its_replica_is_to_serve_and_no_other() -> None:
     story = Story()
     knows, other = story.replica(), story.replica()
     group = story.ranks()
@@ -396,7 +400,10 @@ def test_a_word_decides_today_what_others_of_its_lineage_are_to_serve() -> None:
     story.wait(8.0)
     cut_off(story, knows.name, cut=False)
     story.wait(8.0)
-    assert story.invariants.mechanism.excused[Today.WORD_OF_A_LINEAGE]
+    assert story.cluster.manager is not None
+    versions = story.cluster.manager.machine._state.versions
+    desired = {agent: content.identity.number for agent in (knows, other) if (content := versions.of(agent.name))}
+    assert desired == {knows: 1, other: 0}
 
 
 def test_a_replica_that_was_moved_is_brought_back_today_to_the_older_commit_of_its_pool() -> None:

@@ -154,7 +154,7 @@ def test_an_operators_wish_is_not_refused_while_what_is_held_is_looked_at(
     report = story.trained(group, prefetch=ALWAYS)
     machine = story.cluster.manager.machine  # type: ignore[union-attr]
     story.join_replica(manager_pb2.STANDALONE)
-    story.until(lambda: machine._holdings.looking(machine._state.versions.latest["run"]))
+    story.until(lambda: machine._holdings.looking(machine._state.versions.last_of("run")))
     assert "is brought to version" in machine._catch_up.retry(machine._members.replica("replica-1"))
     story.wait(3.0)
     assert story.held_by(story.agents["replica-1"]) == report.identity

@@ -92,6 +92,26 @@ def test_only_those_that_are_named_go_back(story: Story) -> None:
     assert [story.held_by(agent), story.held_by(other)] == [second, first]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_those_that_do_not_go_back_are_still_brought_to_what_they_serve(story: Story, restarted: bool) -> None:
+    """Both versions are desired at a time: each replica comes back with its own, one after the other."""
+    agent, _, (first, second) = two_versions(story)
+    other = story.replica()
+    for version in (first, second):
+        holder_of(story, version)
+    story.wait(3.0)
+    assert story.roll_back(first.version, replicas=[other.name]).ok
+    if restarted:
+        story.restart_manager()
+    for each in (agent, other):
+        assert each.engine is not None
+        each.engine.kill()
+        each.engine_died()
+        story.start_engine(each)
+    story.wait(8.0)
+    assert [story.held_by(agent), story.held_by(other)] == [second, first]
+
+
 def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
     agent, _, (first, second) = two_versions(story)
     refused(story.roll_back(first.version), Problem.NOT_FOUND, "nothing that is connected holds version 0", "no holder")

@@ -15,7 +15,7 @@ async def write_past_updates(path: Path) -> None:
     updates = [("run-a", 1), ("run-b", 1), ("run-a", 2), ("run-a", 3)]
     for epoch, (lineage, version) in enumerate(updates, start=1):
         identity = weights_pb2.Identity(lineage=lineage, version=version, root=bytes([epoch]) * 32)
-        await ledger.record_intent(epoch, Version.of(identity), meant=["one"])
+        await ledger.record_intent(epoch, Version.of(identity), selection=["one"])
         if version < 3:
             fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=epoch)
             report = manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True, seconds=2.0)

@@ -1,4 +1,4 @@
-"""Which replica is to be brought to the latest version of its lineage, when, and what it gives way to.
+"""Which replica is to be brought to the version that it is to serve, when, and what it gives way to.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to hold (`versions`). If that
 version can be read (`holdings`), it is brought up alone, without a caller. Decides nothing about how: that is an
@@ -23,7 +23,7 @@ from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.turns import Turns
-from ckpt_engine.machines.manager.versions import Latest
+from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -75,15 +75,15 @@ class CatchUp:
         for replica in self.state.members.receivers():
             if replica.pool in busy:
                 continue
-            latest = self.state.versions.of(replica.name)
-            if latest is None or replica.holds(latest.identity) or self._hindrance(replica, latest):
+            content = self.state.versions.of(replica.name)
+            if content is None or replica.holds(content.identity) or self._hindrance(replica, content):
                 self.attempts.pop(replica.name, None)
                 continue
-            attempts = self._attempts(replica, latest, sources(latest.identity.lineage))
-            found = self.holdings.supply(latest, attempts.count)
+            attempts = self._attempts(replica, content, sources(content.identity.lineage))
+            found = self.holdings.supply(content, attempts.count)
             if found is None:
-                attempts.no_source = self._no_source(latest)
-                self._say_no_source(replica, latest, attempts)
+                attempts.no_source = self._no_source(content)
+                self._say_no_source(replica, content, attempts)
                 continue
             attempts.no_source = ""
             published, record = found
@@ -93,8 +93,8 @@ class CatchUp:
                 waits.append(attempts.next - now)
                 continue
             goal = Goal(
-                lineage=latest.identity.lineage,
-                version=latest.identity.number,
+                lineage=content.identity.lineage,
+                version=content.identity.number,
                 published=published,
                 replicas=(replica.name,),
                 calls={},
@@ -102,7 +102,7 @@ class CatchUp:
                 min_replicas=None,
                 selection=frozenset(),
                 end=now + self.state.deadlines.catch_up,
-                late=latest.identity,
+                late=content.identity,
                 record=record,
                 pool=replica.pool,
             )
@@ -122,14 +122,14 @@ class CatchUp:
         return frozenset((*ranks, *(each.session_id for each in members.holders.values() if each.filling is not None)))
 
     def standstill(
-        self, replica: Replica, latest: Latest, sources: frozenset[str], now: float
+        self, replica: Replica, content: Content, sources: frozenset[str], now: float
     ) -> tuple[str, float | None]:
         """Why a replica that does not hold this version is not being brought to it, for people, and the seconds until
         the next attempt; None: what it waits for has no time. sources: as `sources` tells them. Starts nothing."""
-        if hindrance := self._hindrance(replica, latest):
+        if hindrance := self._hindrance(replica, content):
             return hindrance, None
         attempts = self.attempts.get(replica.name)
-        if attempts is None or not _same(attempts, replica, latest, sources):
+        if attempts is None or not _same(attempts, replica, content, sources):
             return TURN, None
         if attempts.no_source:
             return attempts.no_source, None
@@ -147,22 +147,22 @@ class CatchUp:
 
         Raises FAILED_PRECONDITION, saying why that cannot work.
         """
-        latest = self.state.versions.of(replica.name)
-        if latest is None:
+        content = self.state.versions.of(replica.name)
+        if content is None:
             raise precondition(
                 "no version was sealed that is meant for it: the next update that is for it brings it weights",
                 replica=replica.name,
             )
-        version = str(latest.identity)
-        if replica.workers and replica.holds(latest.identity):
+        version = str(content.identity)
+        if replica.workers and replica.holds(content.identity):
             if replica.serving:
                 return f"nothing is to be done: it serves {version}"
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
             wake = f"; wake it: `ckpt-engine wake {replica.name}`" if replica.asleep else ""
             raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
-        if hindrance := self._hindrance(replica, latest):
+        if hindrance := self._hindrance(replica, content):
             raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
-        if self.holdings.supply(latest) is None and (reason := self._no_source(latest)):
+        if self.holdings.supply(content) is None and (reason := self._no_source(content)):
             raise precondition(f"{version} cannot be brought to it now: {reason}", replica=replica.name)
         self.attempts.pop(replica.name, None)
         return f"it is brought to {version}"
@@ -174,24 +174,24 @@ class CatchUp:
             attempts.count -= 1
             attempts.next = 0.0
 
-    def _no_source(self, latest: Latest) -> str:
+    def _no_source(self, content: Content) -> str:
         """Why nothing can be read of a version without a source, for people; empty: that is not known yet."""
-        if self.holdings.looking(latest):
+        if self.holdings.looking(content):
             return ""
-        problem = self.holdings.failure(latest)
+        problem = self.holdings.failure(content)
         if problem is None:
             return NO_SOURCE
         return f"what is held of it could not be joined, and this is tried again in a moment: {problem.message}"
 
-    def _say_no_source(self, replica: Replica, latest: Latest, attempts: Attempts) -> None:
+    def _say_no_source(self, replica: Replica, content: Content, attempts: Attempts) -> None:
         """Says once to each session that nothing can be read."""
         if attempts.no_source and replica.peer and attempts.no_source_told != (replica.peer, attempts.no_source):
             attempts.no_source_told = replica.peer, attempts.no_source
             self.state.send(
-                replica, manager_pb2.NotBrought(identity=latest.identity.message(), reason=attempts.no_source)
+                replica, manager_pb2.NotBrought(identity=content.identity.message(), reason=attempts.no_source)
             )
 
-    def _hindrance(self, replica: Replica, latest: Latest) -> str:
+    def _hindrance(self, replica: Replica, content: Content) -> str:
         """What of the replica itself keeps it from being brought to a version; empty: nothing."""
         if replica.peer is None:
             return "its agent is not connected"
@@ -199,7 +199,7 @@ class CatchUp:
             return f"it is asleep; wake it: `ckpt-engine wake {replica.name}`"
         if not replica.workers:
             return "it is without workers: its agent has found no engine yet"
-        never = self._never_loads(replica, latest)
+        never = self._never_loads(replica, content)
         if never is not None:
             return (
                 f"its engine can never load it: {never.problem.message}. Start an engine with that model, or take it "
@@ -214,21 +214,21 @@ class CatchUp:
         least = min(deadlines.catch_up_retry_most, deadlines.catch_up_retry * 2.0 ** min(count - 1, 60))
         return least * (1 + crc32(f"{name} {count}".encode()) / 2**32 / 5)
 
-    def _never_loads(self, replica: Replica, latest: Latest) -> Unfit | None:
-        offered = self.holdings.offered(latest)
+    def _never_loads(self, replica: Replica, content: Content) -> Unfit | None:
+        offered = self.holdings.offered(content)
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
-    def _attempts(self, replica: Replica, latest: Latest, sources: frozenset[str]) -> Attempts:
+    def _attempts(self, replica: Replica, content: Content, sources: frozenset[str]) -> Attempts:
         known = self.attempts.get(replica.name)
-        if known is None or not _same(known, replica, latest, sources):
-            known = Attempts(replica.boot_ids(), latest.identity, sources)
+        if known is None or not _same(known, replica, content, sources):
+            known = Attempts(replica.boot_ids(), content.identity, sources)
             self.attempts[replica.name] = known
         return known
 
 
-def _same(known: Attempts, replica: Replica, latest: Latest, sources: frozenset[str]) -> bool:
+def _same(known: Attempts, replica: Replica, content: Content, sources: frozenset[str]) -> bool:
     """Whether nothing has come since these attempts that the next one could profit from."""
-    same = (known.workers, known.identity) == (replica.boot_ids(), latest.identity)
+    same = (known.workers, known.identity) == (replica.boot_ids(), content.identity)
     return same and sources <= known.sources
 
 

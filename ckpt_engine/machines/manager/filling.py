@@ -104,14 +104,14 @@ def fill_command(
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
     # What is not brought to it would take memory for nothing. It may lie with sources that it does not read itself.
     within = [tables[source] for source in route.within if source in tables]
-    latest = course.state.versions.latest.get(course.goal.lineage)
+    last = course.state.versions.last.get(course.goal.lineage)
     return manager_pb2.FillRelay(
         fence=course.filling.message(),
         identity=identity.message(),
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
         needs=known.near(relays),
         everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
-        keep=None if latest is None else latest.identity.message(),
+        keep=None if last is None else last.identity.message(),
         within=within,
     )
 

@@ -77,12 +77,12 @@ class Forgetting:
             return bool(member.workers) or _reached(member)
         if isinstance(member, Holder):
             return bool(member.held) or member.filling is not None
-        return member.table is not None or member.lineage in self.state.versions.latest
+        return member.table is not None or member.lineage in self.state.versions.last
 
     def taken_over(self) -> list[Trainer]:
         """Ranks of runs that are gone and whose replicas all belong to others now."""
         versions, trainers = self.state.versions, self.state.members.trainers.values()
-        over = {trainer.lineage for trainer in trainers} & versions.latest.keys() - versions.lineages()
+        over = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.lineages()
         over -= {trainer.lineage for trainer in trainers if trainer.peer is not None}
         return [trainer for trainer in trainers if trainer.lineage in over]
 
@@ -90,12 +90,12 @@ class Forgetting:
         """Lets go of what runs without ranks have published, if it is of no use any more."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
         wanted = self.state.versions.lineages()
-        for lineage, latest in self.state.versions.latest.items():
-            published = latest.published
+        for content in self.state.versions.contents.values():
+            lineage, published = content.identity.lineage, content.published
             if published is None or lineage in alive:
                 continue
             if lineage not in wanted or not all(source.outlives for source in published.sources):
-                latest.published = latest.record = None
+                content.published = content.record = None
 
 
 def _reached(replica: Replica) -> bool:

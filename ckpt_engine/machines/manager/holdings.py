@@ -7,8 +7,8 @@ All connected holders of one version are joined, and ranks that hold it still; e
 counts only if it hashes to the root by which the ledger, or the words of workers, know the version. One that brings
 another one, or a table that does not fit, is told so and left out; the others are read.
 
-A non-member can read versions that connected holders hold under such a root, and the latest one of a
-lineage as long as all of its sources stay sealed. Saying where changes nothing and reserves nothing.
+A non-member can read versions that connected holders hold under such a root, and those that were
+committed last as long as all of their sources stay sealed. Saying where changes nothing and reserves nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Latest
+from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
@@ -52,95 +52,98 @@ class Joining:
 
 @dataclass
 class Holdings:
-    """Says where a version can be read: joins what holders hold, and ranks that hold it still, into sources.
-
-    by_lineage: what was joined last for the version of each lineage that was asked for last.
-    """
+    """Says where a version can be read: joins what holders hold, and ranks that hold it still, into sources."""
 
     state: State
     publications: Publications
-    by_lineage: dict[str, Joining] = field(default_factory=dict)
+    joinings: dict[Version, Joining] = field(default_factory=dict)  # what was joined last of each
+    called: frozenset[Version] = frozenset()  # that calls ask for; besides, those are kept that replicas are to serve
 
-    def supply(self, latest: Latest, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
+    def supply(self, content: Content, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
         """Where a version's bytes lie, if they stay there, and its record, if that tells what is there; None: nowhere,
         or that is not known yet (`looking`, `failure`). attempt: how many failed before.
 
         What ranks and holders hold is joined, so that each worker reads the nearest of them. Ranks that were told to
         seal another version since must digest all again, so they are no part of that: every second attempt reads them.
         """
-        offered = self.offered(latest)
+        offered = self.offered(content)
         if (
             offered is None
             or not stays_sealed(offered)
-            or any(self._taken_back(latest, source) for source in offered.sources)
+            or any(self._taken_back(content, source) for source in offered.sources)
         ):
-            return self.of(latest)
-        there = all(_is_there(self.state, latest, source) for source in offered.sources)
-        told = offered == latest.published and not latest.sealed_since and latest.record is not None
+            return self.of(content)
+        there = all(_is_there(self.state, content, source) for source in offered.sources)
+        told = offered == content.published and not content.sealed_since and content.record is not None
         ranks = offered.sources if there and told else ()
-        held = self.of(latest, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
+        held = self.of(content, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
         if held is not None and (told or not there or attempt % 2 == 0):
             return held
-        if there and self.looking(latest):
+        if there and self.looking(content):
             return None
-        return offered, latest.record if there and told else None
+        return offered, content.record if there and told else None
 
-    def offered(self, latest: Latest) -> Published | None:
+    def offered(self, content: Content) -> Published | None:
         """What the ranks of a version published. After a rollback they have published another one since."""
-        identity = latest.identity
-        if latest.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
-            return latest.published
+        identity = content.identity
+        if content.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
+            return content.published
         return self.publications.get(identity.lineage).published
 
-    def _taken_back(self, latest: Latest, source: SourceOffer) -> bool:
+    def _taken_back(self, content: Content, source: SourceOffer) -> bool:
         """Whether nothing is to be hoped for of it: its rank is there and offers something else, or nothing."""
         if source.outlives or source.rank is None:
             return False
-        rank = self.state.members.trainers.get((latest.identity.lineage, source.rank))
+        rank = self.state.members.trainers.get((content.identity.lineage, source.rank))
         return rank is not None and rank.peer is not None and rank.table != source.table
 
     def told(self, holder: Holder) -> None:
         """A holder says what it has. What was joined without it is joined again."""
         for held in holder.held:
             self.state.send(holder, manager_pb2.PublicationAccepted(table=held.table))
-        for lineage, joining in list(self.by_lineage.items()):
-            joined = joining.joined
-            if joined is not None and holder.source in joined.refused:
-                del self.by_lineage[lineage]
+        for identity, joining in list(self.joinings.items()):
+            if joining.joined is not None and holder.source in joining.joined.refused:
+                del self.joinings[identity]
 
-    def looking(self, latest: Latest) -> bool:
+    def looking(self, content: Content) -> bool:
         """Whether that will be known soon."""
-        known = self.by_lineage.get(latest.identity.lineage)
+        known = self.joinings.get(content.identity)
         return known is not None and isinstance(known.pipeline.stage, JoinSources)
 
-    def failure(self, latest: Latest) -> weights_pb2.Problem | None:
+    def failure(self, content: Content) -> weights_pb2.Problem | None:
         """Why what is held of it could not be joined; None: it was, or nothing was tried. A failed join is repeated."""
-        known = self.by_lineage.get(latest.identity.lineage)
+        known = self.joinings.get(content.identity)
         stage = None if known is None else known.pipeline.stage
         return stage.problem if isinstance(stage, Failed) else None
 
-    def of(self, latest: Latest, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
+    def of(self, content: Content, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where a version lies and its record; None if nothing holds it, or while that is not known. ranks: what is
         known of trainer ranks that hold it too; equally near, holders are read before them."""
-        lineage = latest.identity.lineage
-        offers = self.state.members.offers(latest.identity)
+        identity = content.identity
+        offers = self.state.members.offers(identity)
         if not offers:
-            self.by_lineage.pop(lineage, None)
+            self.joinings.pop(identity, None)
             return None
         offers = (*offers, *ranks)
-        known = self.by_lineage.get(lineage)
+        known = self.joinings.get(identity)
         if known is None or known.offers != offers:
-            known = self.by_lineage[lineage] = Joining(offers, PlanPipeline(self.state))
-            known.pipeline.run(JoinSources(latest.identity, offers, latest.record, self.state.deadlines.merge))
+            self._forget()
+            known = self.joinings[identity] = Joining(offers, PlanPipeline(self.state))
+            known.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
         joined = known.joined
         if joined is None or joined.published is None or joined.record is None:
             return None
         return joined.published, joined.record
 
+    def _forget(self) -> None:
+        """Forgets what was joined of versions that are asked for no more."""
+        wanted = self.called | self.state.versions.contents.keys()
+        self.joinings = {identity: each for identity, each in self.joinings.items() if identity in wanted}
+
     def planned(self, task: PlanTask, done: Done) -> None:
         """A task of a pipeline ended, which may be of these: tells those that were left out. What failed altogether is
         joined again a little later."""
-        for joining in self.by_lineage.values():
+        for joining in self.joinings.values():
             if not joining.pipeline.done(task, done):
                 continue
             if isinstance(joining.pipeline.stage, Failed):
@@ -152,9 +155,9 @@ class Holdings:
 
     def again(self, retry: JoinRetry) -> None:
         """Forgets what failed a moment ago, so that it is joined when it is asked for."""
-        for lineage, joining in list(self.by_lineage.items()):
+        for identity, joining in list(self.joinings.items()):
             if joining.pipeline.number == retry.pipeline:
-                del self.by_lineage[lineage]
+                del self.joinings[identity]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """The blobs that must stay, by the holder that needs them."""
@@ -163,9 +166,9 @@ class Holdings:
             used[holder.source] = [
                 ref for held in holder.held for ref in (held.table, held.record) if ref is not None and ref.digest
             ]
-        for lineage, joining in self.by_lineage.items():
+        for identity, joining in self.joinings.items():
             if refs := joining.pipeline.blobs():
-                used.setdefault(f"lineage {lineage!r}", []).extend(refs)
+                used.setdefault(f"lineage {identity.lineage!r}", []).extend(refs)
         return used
 
 
@@ -181,8 +184,8 @@ def stays_sealed(published: Published) -> bool:
     return all(source.stays_sealed for source in published.sources)
 
 
-def _is_there(state: State, latest: Latest, source: SourceOffer) -> bool:
-    return source.outlives or state.members.source(latest.identity.lineage, source) is not None
+def _is_there(state: State, content: Content, source: SourceOffer) -> bool:
+    return source.outlives or state.members.source(content.identity.lineage, source) is not None
 
 
 def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
@@ -193,10 +196,10 @@ def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_
     if not request.lineage and len(lineages) > 1:
         raise invalid(f"versions of the lineages {', '.join(map(repr, lineages))} can be read: name one of them")
     lineage = request.lineage or next(iter(lineages), "")
-    latest = state.versions.latest.get(lineage)
+    last = state.versions.last.get(lineage)
     number = request.version if request.HasField("version") else None
-    if number is None and latest is not None:
-        number = latest.identity.number
+    if number is None and last is not None:
+        number = last.identity.number
     found = None if number is None else readable.get((lineage, number))
     if found is None:
         what = "any version" if number is None else f"version {number}"
@@ -220,22 +223,24 @@ def _readable(state: State) -> dict[tuple[str, int], _Readable]:
             if held.record is not None and held.record.digest and state.versions.knows(identity):
                 each = found.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
                 each.tables.append(held.table)
-    for latest in state.versions.latest.values():
-        identity, tables = latest.identity, _sealed_tables(state, latest)
-        if latest.record is not None:
+    for content in state.versions.contents.values():
+        identity, tables = content.identity, _sealed_tables(state, content)
+        if content.record is not None:
             key = identity.lineage, identity.number
             if tables and key not in found:
-                found[key] = _Readable(identity, latest.record)
+                found[key] = _Readable(identity, content.record)
             if key in found:
-                found[key].record = latest.record  # its own
+                found[key].record = content.record  # its own
                 found[key].tables += tables
     return found
 
 
-def _sealed_tables(state: State, latest: Latest) -> list[manager_pb2.BlobRef]:
+def _sealed_tables(state: State, content: Content) -> list[manager_pb2.BlobRef]:
     """Tables of the ranks, or files, that still have the very weights that were sealed."""
-    if latest.published is None or latest.sealed_since:
+    if content.published is None or content.sealed_since:
         return []
     return [
-        source.table for source in latest.published.sources if source.stays_sealed and _is_there(state, latest, source)
+        source.table
+        for source in content.published.sources
+        if source.stays_sealed and _is_there(state, content, source)
     ]

@@ -58,7 +58,7 @@ from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, Sleeper
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
-from ckpt_engine.machines.manager.versions import Intended, Meant
+from ckpt_engine.machines.manager.versions import Recorded
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -77,9 +77,8 @@ class SettleEnd:
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger, as are intents, the last one of each lineage (Ledger.last_intents), meant, the last
-    update that was for each replica (Ledger.meant), highest, each lineage's highest number (Ledger.highest), and
-    identities, all versions that it knows (Ledger.identities).
+    cluster, epoch: from the ledger, as are recorded, its commits (Ledger.recorded), highest, each lineage's highest
+    number (Ledger.highest), and identities, all versions that it knows (Ledger.identities).
 
     changes: how many events were taken that may have changed what it shows or does.
     """
@@ -88,16 +87,15 @@ class ManagerMachine:
         self,
         cluster: str,
         epoch: int,
-        intents: Sequence[Intended] = (),
         deadlines: Deadlines | None = None,
         software_version: str = "",
-        meant: Mapping[str, Meant] | None = None,
+        recorded: Recorded | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, intents, self._deadlines, meant, highest, identities)
+        self._state = State.from_ledger(cluster, epoch, self._deadlines, recorded, highest, identities)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._holdings = Holdings(self._state, self._publications)
@@ -105,7 +103,7 @@ class ManagerMachine:
         self._drifts = Drifts(self._state, self._catch_up)
         self._recovery = Recovery(self._state)
         self._forgetting = Forgetting(self._state)
-        self._turns = Turns(self._state, self._publications)
+        self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
         self._late = GivingWay(self._state, self._catch_up, self._turns)
         self._sleepers: Sleepers | None = None
@@ -174,8 +172,7 @@ class ManagerMachine:
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
-        used = blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
-        return used | {"calls that wait": self._turns.blobs()}
+        return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
 
     def _phase(self) -> str:
         sleepers = [] if self._sleepers is None else [self._sleepers.describe()]
@@ -388,8 +385,7 @@ class ManagerMachine:
                 if (member := self._forgetting.due(key)) is not None:
                     self._goodbye(member, None, now)
             case JoinRetry():
-                for holdings in (self._holdings, self._turns.rollbacks.holdings):
-                    holdings.again(key)
+                self._holdings.again(key)
             case SettleEnd():
                 self._settled = True
             case EpochRetry():
@@ -409,8 +405,7 @@ class ManagerMachine:
                     self._forgetting.prune()
             case PlanTask() as key:
                 self._updates.planned(key, done, now)
-                for holdings in (self._holdings, self._turns.rollbacks.holdings):
-                    holdings.planned(key, done)
+                self._holdings.planned(key, done)
             case Merge() as key:
                 self._publications.merged(key, done)
             case Correction():

@@ -51,12 +51,13 @@ def _evict_run(
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
     """Also what the run has left for late replicas is let go."""
     lineage = request.lineage
-    ranks, latest = list(state.members.ranks(lineage).values()), state.versions.latest.get(lineage)
-    if not ranks and (latest is None or latest.published is None):
+    ranks = list(state.members.ranks(lineage).values())
+    contents = [each for each in state.versions.contents.values() if each.identity.lineage == lineage]
+    if not ranks and not any(each.published for each in contents):
         known = sorted({lineage for lineage, _ in state.members.trainers})
         raise not_found(f"there is no run {lineage!r} ({', '.join(known[:8]) or 'none is known'})")
-    if latest is not None:
-        latest.published = latest.record = None
+    for content in contents:
+        content.published = content.record = None
     connected = sum(trainer.peer is not None for trainer in ranks)
     problem = aborted(f"the run of lineage {lineage!r} was evicted{_why(request.reason)}").problem
     return manager_pb2.EvictTrainerResponse(ranks=len(ranks), connected=connected), ranks, problem

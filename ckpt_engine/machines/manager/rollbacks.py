@@ -19,10 +19,9 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
-from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Latest
+from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
@@ -37,6 +36,7 @@ class Asked:
     request: manager_pb2.RollbackRequest
     end: float
     goal: Goal | None = None
+    identity: Version | None = None
     lacks: str = "members dial in again, since the manager was restarted"
 
 
@@ -55,13 +55,10 @@ class Rollbacks:
     """
 
     state: State
-    publications: Publications
+    holdings: Holdings
     waiting: dict[int, Asked] = field(default_factory=dict)
     running: list[Goal] = field(default_factory=list)
     numbers: int = 0
-
-    def __post_init__(self) -> None:
-        self.holdings = Holdings(self.state, self.publications)
 
     def join(self, call: Call, request: manager_pb2.RollbackRequest, now: float) -> None:
         """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""
@@ -89,8 +86,8 @@ class Rollbacks:
             except CkptEngineError as error:
                 self._refuse(number, error.problem)
         self.running = [goal for goal in self.running if any(goal is other for other in others)]
-        if not self.waiting and not self.running:
-            self.holdings.by_lineage.clear()
+        asked_for = [each.identity for each in self.waiting.values()] + [goal.back for goal in self.running]
+        self.holdings.called = frozenset(identity for identity in asked_for if identity is not None)
 
     def coming(self) -> list[Coming]:
         """The rollbacks that lack nothing."""
@@ -114,10 +111,6 @@ class Rollbacks:
             lacks = "others to end" if asked.goal is not None else asked.lacks
             self._refuse(number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem)
 
-    def blobs(self) -> list[manager_pb2.BlobRef]:
-        """The blobs that must stay until it is over."""
-        return [ref for joining in self.holdings.by_lineage.values() for ref in joining.pipeline.blobs()]
-
     def describe(self) -> str:
         """What is going on, for people; empty if nothing is."""
         return " | ".join(
@@ -140,6 +133,8 @@ class Rollbacks:
             asked.lacks = f"another rollback of lineage {identity.lineage!r}"
             return None
         taken.add(identity.lineage)
+        asked.identity = identity
+        self.holdings.called |= {identity}
         held = self._held(identity)
         asked.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
         if held is None:
@@ -189,8 +184,8 @@ class Rollbacks:
 
     def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
-        held = self.holdings.of(Latest(identity, 0))
-        joining = self.holdings.by_lineage.get(identity.lineage)
+        held = self.holdings.of(Content(identity))
+        joining = self.holdings.joinings.get(identity)
         if held is None and joining is not None and joining.joined is not None:
             why = "; ".join(problem.message for _, problem in sorted(joining.joined.refused.items()))
             raise precondition(f"what holders hold of {identity} cannot be read: {why}")

@@ -8,7 +8,7 @@ neither makes the other one old. Both take their epochs from one count, so an ep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message as ProtobufMessage
@@ -31,7 +31,7 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.manager.members import Member, Members
 from ckpt_engine.machines.manager.sharing import Sharing
-from ckpt_engine.machines.manager.versions import Intended, Meant, Versions
+from ckpt_engine.machines.manager.versions import Recorded, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SHORTEST_SECONDS = 0.001
@@ -81,15 +81,14 @@ class State:
         cls,
         cluster: str,
         epoch: int,
-        intents: Sequence[Intended],
         deadlines: Deadlines,
-        meant: Mapping[str, Meant] | None = None,
+        recorded: Recorded | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
     ) -> State:
         """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
-        state.versions = Versions.from_ledger(intents, meant or {}, highest, identities)
+        state.versions = Versions.from_ledger(recorded or Recorded(), highest, identities)
         return state
 
     # -- epochs

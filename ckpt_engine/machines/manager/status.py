@@ -45,7 +45,7 @@ def status_of(
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch).message(),
         phase=phase,
-        latest=None if newest is None else newest.identity.message(),
+        latest=None if newest is None else newest.message(),
         software_version=software_version,
         warnings=warnings,
     )
@@ -79,8 +79,8 @@ def status_of(
             answer.holdings.add(owner=owner, bytes=size)
     for name in sorted(state.members.replicas) if drifts is not None else ():
         replica, drift = state.members.replicas[name], None if drifts is None else drifts.get(name)
-        latest = state.versions.of(name) if replica.receives else None
-        answer.replicas.append(_replica(replica, None if latest is None else latest.identity, drift))
+        desired = state.versions.of(name) if replica.receives else None
+        answer.replicas.append(_replica(replica, None if desired is None else desired.identity, drift))
     return answer
 
 
@@ -150,12 +150,12 @@ def blobs_in_use(
             used.setdefault(f"lineage {trainer.lineage!r}", []).append(trainer.table)
     for replica in state.members.replicas.values():
         used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
-    for lineage, latest in state.versions.latest.items():
-        if latest.record is not None:
-            used.setdefault(f"lineage {lineage!r}", []).append(latest.record)
-        if latest.published is not None:
-            tables = [source.table for source in latest.published.sources]
-            used.setdefault(f"lineage {lineage!r}", []).extend([latest.published.manifest, *tables])
+    for content in state.versions.contents.values():
+        kept = used.setdefault(f"lineage {content.identity.lineage!r}", [])
+        if content.record is not None:
+            kept.append(content.record)
+        if content.published is not None:
+            kept += [content.published.manifest, *(source.table for source in content.published.sources)]
     if updates:
         used["the update that runs"] = [ref for update in updates for ref in update.blobs()]
     return used
@@ -186,7 +186,7 @@ def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
             if brings is not None:
                 seen.next.CopyFrom(brings.message())
         replicas[name] = seen
-    latest = {lineage: last.identity for lineage, last in sorted(state.versions.latest.items())}
+    latest = {lineage: last.identity for lineage, last in sorted(state.versions.last.items())}
     return Watched(state.fence(state.installs), replicas, latest, not settled)
 
 

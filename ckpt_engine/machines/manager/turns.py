@@ -13,6 +13,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
+from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
@@ -20,7 +21,6 @@ from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.updates import Updates
 from ckpt_engine.machines.manager.waits import ReportSearch, WaitEnd, Waits
-from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass
@@ -32,11 +32,12 @@ class Turns:
 
     state: State
     publications: Publications
+    holdings: Holdings
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.state, self._over)
         self.gathers = Gathers(self.state, self.publications)
-        self.rollbacks = Rollbacks(self.state, self.publications)
+        self.rollbacks = Rollbacks(self.state, self.holdings)
         self.waits = Waits(self.state)
         self.corrections = Corrections(self.state)
 
@@ -114,10 +115,6 @@ class Turns:
     def describe(self) -> str:
         """What waits, for people; empty if nothing does."""
         return " | ".join(filter(None, (self.rollbacks.describe(), self.gathers.describe())))
-
-    def blobs(self) -> list[manager_pb2.BlobRef]:
-        """The blobs that must stay for them."""
-        return self.rollbacks.blobs()
 
     def _check_alone(self, lineage: str) -> None:
         """Refuses a second call: of an update the ranks are in a call already. While replicas are brought back they may

@@ -1,19 +1,20 @@
-"""Which numbers each lineage has used, which version it sealed last, and which replica is to hold which of them.
+"""The versions: their numbers and roots, where the bytes of each lie, and which one each replica is to serve.
 
 A number never goes down and never gets another root, also when the manager was restarted in between: the ledger keeps
-each lineage's highest number apart from its last intent, and members tell of numbers that the ledger lost. Only a
+each lineage's highest number apart from its commits, and members tell of numbers that the ledger lost. Only a
 rollback installs a lower one, under the root that the ledger or a worker's words know it by; numbers go on above the
 highest all the same.
 
-A replica belongs to the lineage whose update was for it last: one that named it, or one for its pool. It is to hold
-that lineage's last version, if that is for it too. So runs that share no replica do not meet, one that takes a replica
-over has it from then on, and a replica that came after its lineage chose others waits for an update that is for it.
+A *commit* is the durable decision that a selection of replicas, some names or everybody in a pool, is to serve a
+version. A replica is to serve the version of the newest commit whose selection contains it: newcomers that of their
+pool. So runs that share no replica do not meet, one that takes a replica over has it from then on, and what a commit
+does not select keeps what it was to serve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
@@ -33,76 +34,59 @@ KNOWN_ROOTS = 1000
 EVERYBODY = ""
 """In place of a replica's name: all that receive weights and are in the pool without a name."""
 
-Meant = tuple[int, str]
-"""The epoch of an update, and its lineage."""
+
+@dataclass(frozen=True)
+class Commit:
+    """That a selection of replicas is to serve a version, as the ledger has it."""
+
+    epoch: int  # orders commits
+    identity: Version
 
 
 @dataclass(frozen=True)
-class Intended:
-    """An intent as the ledger has it. selection: the replicas that the version is for; none: `EVERYBODY`."""
+class Recorded:
+    """What the ledger knows of commits when a manager begins."""
 
-    epoch: int
-    identity: Version
-    selection: tuple[str, ...] = ()
+    until: int = 0  # epoch of the last intent, also of one that carried out an older commit; others may be spent ahead
+    last: tuple[Commit, ...] = ()  # the newest one of each lineage
+    desired: Mapping[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
 
 
 @dataclass
-class Latest:
-    """The last version of a lineage that was sealed and meant for installing.
-
-    epoch: the highest that a replica may have installed it with, late replicas aside. published: where its bytes lie;
-    None after a restart of the manager, until its ranks have published again. selection: the replicas that it is for,
-    by name, or everybody in a pool. record: its SealedRecord, a blob; None: there is none. sealed_since: its ranks
-    were told to seal another version since, so what they hold now must be hashed again before it is called this one.
-    """
+class Content:
+    """Where the bytes of a version lie."""
 
     identity: Version
-    epoch: int
-    published: Published | None = None
-    selection: frozenset[str] = frozenset((EVERYBODY,))
-    record: manager_pb2.BlobRef | None = None
-    sealed_since: bool = False
+    published: Published | None = None  # None after a restart of the manager, until its ranks have published again
+    record: manager_pb2.BlobRef | None = None  # its SealedRecord; None: there is none
+    sealed_since: bool = False  # ranks of its lineage sealed another version since: what they hold is to be hashed
 
 
 @dataclass
 class Versions:
-    """Which version each lineage, and each replica, is to have.
+    """Which versions there are, and which one each replica is to serve."""
 
-    meant: by replica, the last update that was for it; by `everybody`, the last one for a pool. pools: of each
-    replica that has said hello, its pool; of one that has left, only if an update was for it. known_until: the
-    epoch of the last intent that the ledger had when the manager began; epochs above it may have been spent ahead, so
-    what a word says of those is news. highest: of each lineage the version with the highest number, which need not
-    be its latest one. roots: of versions that were meant for installing, by lineage and number.
-    """
-
-    known_until: int = 0
-    latest: dict[str, Latest] = field(default_factory=dict)
-    meant: dict[str, Meant] = field(default_factory=dict)
-    pools: dict[str, str] = field(default_factory=dict)
-    highest: dict[str, Version] = field(default_factory=dict)
-    roots: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    revision: int = 0  # rises when what replicas are to hold changes by more than the one that says hello
+    known_until: int = 0  # see Recorded.until: what a word says of epochs above is news
+    desired: dict[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
+    last: dict[str, Commit] = field(default_factory=dict)  # by lineage
+    contents: dict[Version, Content] = field(default_factory=dict)  # of all commits above
+    pools: dict[str, str] = field(default_factory=dict)  # by replica that has said hello, or that a commit names
+    highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
+    roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
+    revision: int = 0  # rises when what replicas are to serve changes by more than the one that says hello
 
     @classmethod
     def from_ledger(
-        cls,
-        intents: Sequence[Intended],
-        meant: Mapping[str, Meant],
-        highest: Sequence[Version] = (),
-        identities: Sequence[Version] = (),
+        cls, recorded: Recorded, highest: Sequence[Version] = (), identities: Sequence[Version] = ()
     ) -> Versions:
-        """The versions with which a manager begins. intents: the last one of each lineage. highest: of each lineage, at
-        least as high. identities: of all intents that are kept, oldest first."""
-        latest = {
-            intent.identity.lineage: Latest(
-                intent.identity, intent.epoch, None, frozenset(intent.selection or (EVERYBODY,))
-            )
-            for intent in intents
-        }
-        versions = cls(max((intent.epoch for intent in intents), default=0), latest, dict(meant))
-        for identity in (*(intent.identity for intent in intents), *highest):
+        """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
+        intents that are kept, oldest first."""
+        versions = cls(recorded.until, dict(recorded.desired), {each.identity.lineage: each for each in recorded.last})
+        committed = [each.identity for each in (*recorded.last, *recorded.desired.values())]
+        versions.contents = {identity: Content(identity) for identity in committed}
+        for identity in (*committed, *highest):
             versions.take_number(identity)
-        for identity in (*identities, *highest, *(intent.identity for intent in intents)):
+        for identity in (*identities, *highest, *committed):
             versions.remember(identity)
         return versions
 
@@ -165,88 +149,100 @@ class Versions:
                 "take a higher version, or start a new lineage"
             )
 
-    # -- what each is to hold
+    # -- what each is to serve
 
     def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
-        """What the ledger is to know. A late replica gets what it was meant to have, so nothing is meant anew."""
-        late = goal.late is not None
-        whole = self.selection(identity, frozenset() if late else goal.selection)
-        meant = () if late else tuple(sorted(goal.selection))
-        return RecordIntent(epoch, identity, seconds, tuple(sorted(whole)), meant)
+        """What the ledger is to know. A late replica gets what it was to serve already, so nothing is committed."""
+        selection = () if goal.late is not None else tuple(sorted(goal.selection))
+        return RecordIntent(epoch, identity, seconds, selection)
 
     def begin(self, identity: Version, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
-        """A version is about to be installed into those that its update is for; or a late replica is to get it, for
-        which all of it was hashed again if there is a record now."""
-        latest = self.latest.get(identity.lineage)
+        """A version is about to be installed into those that were selected; or a late replica is to get it, for which
+        all of it was hashed again if there is a record now."""
         self.remember(identity)
         self.revision += 1
-        if goal.late is None:
-            whole = self.selection(identity, goal.selection)
-            # Which holders have what was gone back to, and its record, is asked whenever that is needed.
-            published = goal.published if goal.back is None else None
-            self.latest[identity.lineage] = Latest(identity, epoch, published, whole, record)
-            self.meant |= dict.fromkeys(goal.selection, (epoch, identity.lineage))
-        elif latest is not None and latest.identity == identity:
-            latest.record = latest.record or record
+        if goal.late is not None:
+            content = self.contents.get(identity)
+            if content is not None:
+                content.record = content.record or record
+            return
+        commit = Commit(epoch, identity)
+        self.desired |= dict.fromkeys(goal.selection, commit)
+        self.last[identity.lineage] = commit
+        # Which holders have what was gone back to, and its record, is asked whenever that is needed.
+        self.contents[identity] = Content(identity, goal.published if goal.back is None else None, record)
+        if goal.back is None:
+            self._overwritten(identity)
+        self._forget_superseded()
 
     def sealed_anew(self, lineage: str) -> None:
         """The ranks of a lineage are told to seal what they have now."""
-        if lineage in self.latest:
-            self.latest[lineage].sealed_since = True
-
-    def selection(self, identity: Version, selection: frozenset[str]) -> frozenset[str]:
-        """What a version is for, if it is asked for once more for these: for all that it was ever asked for."""
-        known = self.latest.get(identity.lineage)
-        if known is None or known.identity != identity:
-            return selection
-        return known.selection | selection
+        for content in self.contents.values():
+            if content.identity.lineage == lineage:
+                content.sealed_since = True
 
     def joined(self, name: str, pool: str) -> None:
         """A replica said hello. One that comes back in another pool belongs to that one alone."""
         if self.pools.get(name, pool) != pool:
-            self.meant.pop(name, None)
+            self.desired.pop(name, None)
         self.pools[name] = pool
 
     def left(self, name: str) -> None:
         """A replica is not registered any more."""
-        if name not in self.meant:
+        if name not in self.desired:
             self.pools.pop(name, None)
 
     def learn(self, name: str, identity: Version, epoch: int) -> None:
         """A replica holds what the ledger does not know of. It tells of that replica, and of no other."""
-        lineage = identity.lineage
-        known = self.latest.get(lineage)
-        if epoch <= self.known_until or (known is not None and epoch < known.epoch):
+        commit, last = self.commit_of(name), self.last.get(identity.lineage)
+        if epoch <= self.known_until or (commit is not None and epoch <= commit.epoch):
             return
         self.revision += 1
-        if known is None:
-            self.latest[lineage] = Latest(identity, epoch, None, frozenset((name,)))
-        else:
-            selection = known.selection | {name}
-            if known.identity == identity:
-                self.latest[lineage] = replace(known, epoch=epoch, selection=selection)
-            else:
-                self.latest[lineage] = Latest(identity, epoch, None, selection)
-        if self._meant_for(name)[0] < epoch:
-            self.meant[name] = epoch, lineage
+        self.desired[name] = Commit(epoch, identity)
+        if last is None or last.epoch < epoch:
+            self.last[identity.lineage] = self.desired[name]
+        self.contents.setdefault(identity, Content(identity))
+        self._forget_superseded()
 
-    def of(self, name: str) -> Latest | None:
-        """What a replica is to hold; None: nothing, until an update is for it."""
-        latest = self.latest.get(self._meant_for(name)[1])
-        if latest is None or latest.selection.isdisjoint((name, self._everybody_with(name))):
-            return None
-        return latest
+    def commit_of(self, name: str) -> Commit | None:
+        """The newest commit that selects a replica, by its name, or all of a pool; None: there is none."""
+        found = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
+        return max(found, key=lambda commit: commit.epoch, default=None)
 
-    def newest(self) -> Latest | None:
-        """The newest version of all lineages."""
-        return max(self.latest.values(), key=lambda latest: latest.epoch, default=None)
+    def of(self, name: str) -> Content | None:
+        """What a replica is to serve; None: nothing, until it is selected."""
+        commit = self.commit_of(name)
+        return None if commit is None else self.contents[commit.identity]
+
+    def last_of(self, lineage: str) -> Content | None:
+        """The version of a lineage that was committed last."""
+        commit = self.last.get(lineage)
+        return None if commit is None else self.contents[commit.identity]
+
+    def newest(self) -> Version | None:
+        """What was committed last, of all lineages."""
+        commit = max(self.last.values(), key=lambda commit: commit.epoch, default=None)
+        return None if commit is None else commit.identity
 
     def lineages(self) -> set[str]:
-        """The lineages that some replica belongs to, or one that comes for the first time would."""
-        return {self._meant_for(name)[1] for name in (*self.meant, EVERYBODY)}
+        """The lineages that some replica is to serve, or one that comes for the first time would."""
+        commits = (self.commit_of(key) for key in (*self.desired, EVERYBODY))
+        return {commit.identity.lineage for commit in commits if commit is not None}
 
-    def _meant_for(self, name: str) -> Meant:
-        return max(self.meant.get(name, (0, "")), self.meant.get(self._everybody_with(name), (0, "")))
+    def _overwritten(self, identity: Version) -> None:
+        """The ranks of a lineage have another version now: what they held before is to be read from files only."""
+        for content in self.contents.values():
+            other = content.identity.lineage == identity.lineage and content.identity != identity
+            if other and content.published is not None:
+                files = all(source.outlives for source in content.published.sources)
+                content.published = content.published if files else None
+
+    def _forget_superseded(self) -> None:
+        """Forgets commits that no replica is to carry out any more, and where such versions lie."""
+        for key in [key for key, commit in self.desired.items() if self.commit_of(key) != commit]:
+            del self.desired[key]
+        kept = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
+        self.contents = {identity: content for identity, content in self.contents.items() if identity in kept}
 
     def _everybody_with(self, name: str) -> str:
         """What stands for everybody of a replica's pool, or of the pool that this means."""
