@@ -19,6 +19,7 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
@@ -289,21 +290,25 @@ class Mechanism:
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
-        sharing, going = machine._state.sharing, {update.number for update in machine._updates.going}
-        if not (sharing.uses or sharing.waits or sharing.reading or sharing.beside):
-            return
+        admission, going = machine._state.admission, {update.number for update in machine._updates.going}
         asked = {-number for number in machine._turns.rollbacks.waiting}
-        left = (sharing.uses.keys() | sharing.reading | sharing.beside.keys()) - going
-        left |= sharing.waits.keys() - going - asked
+        left = (admission.granted.keys() - going) | (admission.waiting.keys() - going - asked)
         if left:
             raise BrokenPromiseError(f"{sorted(left)} are over, and have holders or wait for some")
+        for number in admission.waiting:
+            if admission.granted.get(number, Claim()) != Claim():
+                raise BrokenPromiseError(f"{number} waits with {admission.granted[number]} in its hands")
 
     def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
         """What nobody called for gives way to every update that lacks nothing else."""
         late = [update for update in manager.machine._updates.late() if not update.cut]
         for update in late:
             for coming in manager.machine._turns.coming():
-                if coming.goal.meets(update.goal) or coming.goal.holders & update.goal.holders:
+                claims = (
+                    manager.machine._updates.claim(coming.goal),
+                    manager.machine._state.admission.granted[update.number],
+                )
+                if coming.goal.meets(update.goal) or claims[0].meets(claims[1]):
                     raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
 
     def check_tries_have_a_pace_and_an_end(self, manager: ManagerShell) -> None:
@@ -428,8 +433,8 @@ def _looked_again(manager: ManagerShell, replica: Replica, content: Content) -> 
 
 
 def _holders_in_use(manager: ManagerShell, replica: Replica, content: Content) -> bool:
-    sharing = manager.machine._state.sharing
-    return bool(sharing.uses or sharing.waits)
+    admission = manager.machine._state.admission
+    return any(claim != Claim() for claim in (*admission.granted.values(), *admission.waiting.values()))
 
 
 REASONS: dict[str, Judge] = {

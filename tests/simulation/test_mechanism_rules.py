@@ -16,10 +16,10 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import catch_up, holdings
 from ckpt_engine.machines.manager.absences import Ranks
+from ckpt_engine.machines.manager.admission import Admission
 from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
@@ -95,19 +95,20 @@ def replicas_are_counted_before_the_commit(patch: Patch) -> None:
 
 def what_is_over_lets_go_of_its_holders(patch: Patch) -> None:
     """It has them for ever."""
-    original = Sharing.over
+    original = Admission.end
 
-    def over(self: Sharing, number: int) -> None:
-        uses = self.uses.get(number, frozenset())
+    def end(self: Admission, number: int) -> None:
+        claim = self.granted.get(number)
         original(self, number)
-        self.uses[number] = uses
+        if claim is not None:
+            self.granted[number] = claim
 
-    patch.setattr(Sharing, "over", over)
+    patch.setattr(Admission, "end", end)
 
 
 def what_nobody_called_for_gives_way(patch: Patch) -> None:
     """An update waits until a late replica is brought up."""
-    patch.setattr(GivingWay, "_give_way", lambda self, now: None)
+    patch.setattr(GivingWay, "give_way", lambda self, now: None)
 
 
 def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:

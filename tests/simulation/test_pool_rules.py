@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import pytest
 
+from ckpt_engine.machines.manager.admission import Admission, Claim
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.updates import Updates
 from ckpt_engine.v1 import weights_pb2
@@ -18,16 +16,12 @@ from tests.simulation.scenario import Slant, run_seed
 def a_relay_serves_one_update_at_a_time(patch: Patch) -> None:
     """It is filled for one pool while replicas of another one read it."""
 
-    def ask(self: Sharing, number: int, names: Set[str]) -> bool:
-        self.uses[number] |= names
-        return True
-
-    patch.setattr(Sharing, "ask", ask)
+    patch.setattr(Claim, "meets", lambda self, other: False)
 
 
 def a_relay_is_told_a_fence_above_all_that_it_obeys(patch: Patch) -> None:
     """An update that waited for it goes on under the fence that it began with."""
-    patch.setattr(Sharing, "obeyed", lambda self, names: 0)
+    patch.setattr(Admission, "obeyed", lambda self, names: 0)
 
 
 def a_welcome_does_not_outrun_what_is_on_its_way(patch: Patch) -> None:

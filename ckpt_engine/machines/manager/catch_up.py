@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from zlib import crc32
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
@@ -258,21 +258,11 @@ class GivingWay:
         return self.catch_up.goal(busy, free, now)
 
     def give_way(self, now: float) -> None:
-        """Gives way to updates whose turn has come, and to those that wait for a relay which it reads; then ends one of
-        those that still wait for one another."""
-        self._give_way(now)
-        while (update := self.turns.updates.in_a_circle()) is not None:
-            if update.goal.late is not None:
-                self.catch_up.cut_short(update.goal.replicas[0])
-            update.cut_short(
-                "it and another update wait for relays that the other one reads: try again when that is over", now
-            )
-
-    def _give_way(self, now: float) -> None:
+        """Gives way to updates whose turn has come, and to those that wait for holders which it has."""
         if not self.turns.updates.late():
             return
         for coming in self.turns.coming():
-            self.cut_short(partial(_in_the_way, coming.goal), f"{coming.said} came", now)
+            self.cut_short(coming.goal.meets, f"{coming.said} came", now)
         wanted = self.turns.updates.in_the_way()
         for update in self.turns.updates.late():
             if update.number in wanted:
@@ -284,8 +274,3 @@ class GivingWay:
             if meets(update.goal) and not update.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])
                 update.cut_short(reason, now)
-
-
-def _in_the_way(coming: Goal, late: Goal) -> bool:
-    """Whether an update cannot begin because of a late replica's: they meet, or it reads a holder that this reads."""
-    return coming.meets(late) or not coming.holders.isdisjoint(late.holders)

@@ -10,6 +10,7 @@ from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Key, ManagerTask
+from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -132,35 +133,32 @@ class Course:
             self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
-    def share(self, relays: frozenset[str]) -> bool:
-        """Whether it may fill and read these from now on, under `filling`; else it asks again later."""
-        if not self.state.sharing.ask(self.number, relays):
+    def claim(self, claim: Claim) -> bool:
+        """Whether it has this of holders from now on, to tell them so under `filling`; else it asks again later."""
+        admission = self.state.admission
+        if not admission.ask(self.number, claim):
             return False
-        if self.state.sharing.obeyed(relays) > self.filling.epoch:
+        if admission.obeyed(claim.orders) > self.filling.epoch:
             if not self.state.epoch_ready():
                 return False
             self.filling = self.state.next_fill()
-        self.use(relays)
+        admission.fences |= dict.fromkeys(claim.orders, self.filling.epoch)
         return True
-
-    def share_none(self) -> None:
-        """Does without those that it has asked for."""
-        self.state.sharing.waits.pop(self.number, None)
 
     @property
     def waits(self) -> bool:
-        """Whether others have relays that it has asked for."""
-        return bool(self.state.sharing.in_the_way(self.number))
+        """Whether others have what it has claimed."""
+        return bool(self.state.admission.in_the_way(self.number))
 
-    def use(self, relays: frozenset[str]) -> None:
-        """Fills and reads these relays from now on: none of them is `taken`."""
-        self.state.sharing.add(self.number, relays)
-        self.state.sharing.told |= dict.fromkeys(relays, self.filling.epoch)
+    def extend_claim(self, relays: frozenset[str]) -> None:
+        """Fills and reads these relays, too: none of them is `blocked`."""
+        self.state.admission.extend(self.number, relays, self.filling.epoch)
 
-    def taken(self) -> set[str]:
-        """Relays that another update uses, or that obey a higher fence by now."""
-        sharing = self.state.sharing
-        return sharing.taken(self.number) | {name for name, told in sharing.told.items() if told > self.filling.epoch}
+    def blocked(self, keeps: Version | None) -> set[str]:
+        """Relays that it cannot fill besides: another job has them, or they obey a higher fence by now."""
+        admission = self.state.admission
+        higher = {name for name, fence in admission.fences.items() if fence > self.filling.epoch}
+        return admission.blocked(self.number, keeps) | higher
 
     def note(self, phase: str, now: float) -> None:
         """Notes a phase for the timeline: it began then, and what went on before has ended."""

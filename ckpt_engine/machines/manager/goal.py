@@ -67,10 +67,9 @@ class Goal:
 
 
 class Coming(NamedTuple):
-    """What was called and lacks nothing any more. said: what it is, for people. begin: to be called when its turn has
-    come. key: by which it keeps holders that it waits for; below 0, as no update's number is; None: it reads none."""
+    """What was called and lacks nothing any more."""
 
-    said: str
+    said: str  # what it is, for people
     goal: Goal
-    begin: Callable[[], None]
-    key: int | None = None
+    begin: Callable[[], None]  # to be called when its turn has come
+    call: int | None = None  # its number among those that wait for holders, below 0; None: it needs none to begin

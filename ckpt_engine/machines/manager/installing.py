@@ -57,7 +57,7 @@ class Installing:
     def record(self, now: float) -> None:
         """Has the intent made durable."""
         self._recipients.decided(self.fence, self._identity, self._collecting.replicas)
-        self._state.sharing.reading.add(self._course.number)
+        self._state.admission.only_reads(self._course.number)
         self._course.begin("recording", self._state.deadlines.ledger, now)
         seconds = self._course.left(now)
         intent = self._state.versions.intent(self.fence.epoch, self._identity, self._goal, seconds)

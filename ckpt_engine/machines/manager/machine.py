@@ -358,10 +358,12 @@ class ManagerMachine:
         if self._sleepers is not None:
             self._sleepers.start(now)
         self._updates.next(now)
-        self._turns.look(self._settled, now)
+        self._turns.look(self._settled, self._awake, now)
         self._late.give_way(now)
         while self._state.epoch_ready():
-            goal = self._turns.begin(self._awake) or (self._late.begin(self._awake, now) if self._settled else None)
+            if self._turns.begin(self._awake, now):
+                continue
+            goal = self._late.begin(self._awake, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)

@@ -20,6 +20,7 @@ from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
+from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import (
     FINAL,
@@ -100,12 +101,22 @@ class Prefetch:
                 self._fillings[name] = Filling(name, decision.replicas)
         self._make_routes()
 
-    def names(self) -> frozenset[str]:
+    def claim(self) -> Claim:
+        """What it needs of relays, and of holders that these read."""
+        names, sources = self._names(), self._names() | self._goal.holders
+        return Claim(sources, names, self._kept(), self._identity, sources)
+
+    def _names(self) -> frozenset[str]:
         """Relays that are filled, or read by those."""
         ways = [way for each in self._fillings.values() for way in (each.route, each.told) if way is not None]
         return frozenset(self._fillings) | frozenset(
             name for way in ways for name in (*way.upstream, *way.others, *way.early)
         )
+
+    def _kept(self) -> Version | None:
+        """The version that filled relays go on holding: `fill_command` has it."""
+        last = self._state.versions.last.get(self._goal.lineage)
+        return self._keep or (None if last is None else last.identity)
 
     def missing(self) -> list[Filling]:
         """The relays that are waited for: steps in between only as long as they are waited for."""
@@ -128,7 +139,7 @@ class Prefetch:
                 changed |= self._step(filling, seconds)
             if self._routed != len(self._out()):
                 self._make_routes()
-                self._course.use(self.names())
+                self._course.extend_claim(self._names())
                 changed = True
 
     def send(self, seconds: float) -> None:
@@ -266,7 +277,7 @@ class Prefetch:
         holders = self._state.members.holders
         found = {relay.source: relay for relay in connected_relays(self._state)}
         found |= {name: holders[name] for name in self._fillings if name in holders}
-        taken = self._course.taken() if self._begun else frozenset()
+        taken = self._course.blocked(self._kept()) if self._begun else frozenset()
         return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:

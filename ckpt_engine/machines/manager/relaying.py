@@ -49,7 +49,7 @@ class Relaying:
     def _begin(self, now: float) -> bool:
         self._prefetch = Prefetch(self._course, self._recipients, self._identity, self._record)
         self._prefetch.choose(self._compiled, None if self._before is None else self._before._prefetch)
-        if not self._course.share(self._prefetch.names()):
+        if not self._course.claim(self._prefetch.claim()):
             if not self._queued:
                 self._queued = True
                 self._course.begin("queueing", self._patience(now), now)
@@ -100,7 +100,7 @@ class Relaying:
         if self._course.phase == "queueing":
             if self._may_do_without:
                 self._without = True
-                self._course.share_none()
+                self._course.state.admission.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase == "filling":

@@ -29,8 +29,8 @@ from ckpt_engine.machines.events import (
     SetTimer,
     SpendEpoch,
 )
+from ckpt_engine.machines.manager.admission import Admission
 from ckpt_engine.machines.manager.members import Member, Members
-from ckpt_engine.machines.manager.sharing import Sharing
 from ckpt_engine.machines.manager.versions import Recorded, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -58,7 +58,7 @@ class State:
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: what each is to hold.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
     lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica. sharing: which update uses which holder. pipelines: how many
+    collectives in a row ended badly because of a replica. admission: which job has which holders. pipelines: how many
     there were.
     """
 
@@ -72,7 +72,7 @@ class State:
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
-    sharing: Sharing = field(default_factory=Sharing)
+    admission: Admission = field(default_factory=Admission)
     blames: dict[str, int] = field(default_factory=dict)
     pipelines: int = 0
 

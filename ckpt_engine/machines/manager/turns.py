@@ -66,31 +66,36 @@ class Turns:
         if replica is not None:
             self.corrections.look(replica)
 
-    def look(self, settled: bool, now: float) -> None:
-        """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more."""
+    def look(self, settled: bool, may: Callable[[Goal], bool], now: float) -> None:
+        """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more. may: see
+        `begin`."""
         self.gathers.look(settled, now)
         self.rollbacks.look(settled, [update.goal for update in self.updates.all()], now)
+        claims = {each.call: self.updates.claim(each.goal) for each in self._next(may) if each.call is not None}
+        self.state.admission.reserve(claims)
 
     def coming(self) -> list[Coming]:
         """What lacks nothing and has not begun, in the order of its turns."""
         return [*self.rollbacks.coming(), *self.gathers.coming()]
 
-    def begin(self, may: Callable[[Goal], bool]) -> Goal | None:
-        """The next one begins; None: none can. may: whether one may, for all that this does not know of."""
+    def begin(self, may: Callable[[Goal], bool], now: float) -> bool:
+        """Begins the next one; whether one could. may: whether one may, for all that this does not know of."""
+        for coming in self._next(may):
+            if self.updates.lets(coming.goal, coming.call):
+                coming.begin()
+                self.updates.start(coming.goal, now, coming.call)
+                return True
+        return False
+
+    def _next(self, may: Callable[[Goal], bool]) -> list[Coming]:
+        """Those whose turn it is, but for the holders that they need."""
         passed: list[Goal] = []
-        kept: dict[int, frozenset[str]] = {}
-        begun = None
+        found = []
         for coming in self.coming():
-            goal = coming.goal
-            if not any(map(goal.meets, passed)) and self.updates.passes(goal) and may(goal):
-                if begun is None and self.updates.lets(goal, coming.key):
-                    coming.begin()
-                    begun = goal
-                elif coming.key is not None:
-                    kept[coming.key] = goal.holders
-            passed.append(goal)
-        self.state.sharing.reserve(kept)
-        return begun
+            if not any(map(coming.goal.meets, passed)) and self.updates.passes(coming.goal) and may(coming.goal):
+                found.append(coming)
+            passed.append(coming.goal)
+        return found
 
     def timer(self, key: Key, now: float) -> None:
         """A timer of one of them fired."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_engine.machines.events import Call, Done
+from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Member
@@ -36,22 +37,30 @@ class Updates:
         """The updates that there are, in their order; the list stays as it is when one of them ends."""
         return list(self.going)
 
-    def lets(self, goal: Goal, key: int | None = None) -> bool:
+    def lets(self, goal: Goal, call: int | None = None) -> bool:
         """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
-        meet, and reads holders that no other uses. key: by which it waits for them, if so."""
-        return self.passes(goal) and self.state.sharing.lets(goal.holders, key)
+        meet, and needs holders from its beginning. call: its number while it waits for them, if it does."""
+        return self.passes(goal) and self.state.admission.lets(self.claim(goal), call)
+
+    def claim(self, goal: Goal) -> Claim:
+        """What an update needs of holders from its beginning: those of a version that was sealed before."""
+        if goal.sealed is None:
+            return Claim()
+        held = self.state.members.offers(goal.sealed)
+        doubles = frozenset(name for name in goal.holders if sum(offer.source == name for offer in held) > 1)
+        return Claim(goal.holders, reads=goal.sealed, sources=goal.holders, doubles=doubles)
 
     def passes(self, goal: Goal) -> bool:
         """Whether nothing that goes on is in its way, but for the holders that it reads."""
         near = self._near(goal)
         return not near or (goal.sealed is None and len(near) == 1 and near[0].released)
 
-    def start(self, goal: Goal, now: float) -> None:
+    def start(self, goal: Goal, now: float, call: int | None = None) -> None:
         """Begins one that `lets` has let."""
         before = next(iter(self._near(goal)), None)
         update = Update(self.state, goal, self._over, before)
         self.going.append(update)
-        self.state.sharing.begin(update.number, goal.holders, None if before is None else before.number)
+        self.state.admission.begin(update.number, self.claim(goal), call)
         update.start(now)
 
     def next(self, now: float) -> None:
@@ -64,14 +73,9 @@ class Updates:
         return [update for update in self.going if update.goal.late is not None]
 
     def in_the_way(self) -> set[int]:
-        """The numbers of those that use relays which others wait for; late replicas wait for one another."""
-        sharing, late = self.state.sharing, {update.number for update in self.late()}
-        return {number for waiting in sharing.waits.keys() - late for number in sharing.in_the_way(waiting)}
-
-    def in_a_circle(self) -> Update | None:
-        """The one to be ended of those that wait for one another for ever: the youngest."""
-        found = self.state.sharing.circle()
-        return next((update for update in reversed(self.going) if update.number in found), None)
+        """The numbers of those that have holders which others wait for; late replicas wait for one another."""
+        admission, late = self.state.admission, {update.number for update in self.late()}
+        return {number for waiting in admission.waiting.keys() - late for number in admission.in_the_way(waiting)}
 
     def installs(self, name: str) -> int:
         """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
@@ -136,7 +140,7 @@ class Updates:
 
     def _over(self, update: Update) -> None:
         self.going.remove(update)
-        self.state.sharing.over(update.number)
+        self.state.admission.end(update.number)
         late, refusal = update.goal.late, update.refusal
         if late is not None and not update.cut:
             self._note_failure(update)
