@@ -4,12 +4,13 @@ A replica that came late, was restarted or was quarantined does not hold what it
 version can be read (`holdings`), it is brought up alone, without a caller. Decides nothing about how: that is an
 update.
 
-It is brought up only when nothing else can be done in its pool, and gives way to what comes meanwhile.
+It is brought up only when no update goes on in its pool, beside a few others, and gives way to what comes meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from zlib import crc32
@@ -32,7 +33,10 @@ class CatchUpRetry:
     """Key of the timer of the next attempt that must wait."""
 
 
-TURN = "its turn comes when nothing else goes on in its pool"
+ATTEMPTS_AT_ONCE = 4
+"""Late replicas of one pool that are brought up side by side: they mostly read the same relays."""
+
+TURN = "its turn comes when no update goes on in its pool, and fewer others are brought up there"
 
 NO_SOURCE = (
     "no source of it stays sealed, and nothing that is connected holds it: it comes with the next update, or as soon "
@@ -67,13 +71,13 @@ class CatchUp:
     holdings: Holdings
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
-    def goal(self, busy: Collection[str], may: Callable[[Goal], bool], now: float) -> Goal | None:
-        """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: pools whose
-        replicas have no turn now. may: whether a goal may begin."""
+    def goal(self, busy: Callable[[Replica], bool], may: Callable[[Goal], bool], now: float) -> Goal | None:
+        """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: whether a
+        replica has no turn now. may: whether a goal may begin."""
         waits = []
         sources = cache(self.sources)
         for replica in self.state.members.receivers():
-            if replica.pool in busy:
+            if busy(replica):
                 continue
             content = self.state.versions.of(replica.name)
             if content is None or replica.holds(content.identity) or self._hindrance(replica, content):
@@ -239,7 +243,7 @@ def _given_up(replica: Replica, attempts: Attempts) -> bool:
 
 @dataclass
 class GivingWay:
-    """How late replicas give way; one of each pool is brought up at a time."""
+    """When late replicas are brought up, and how they give way. A few of each pool are brought up at a time."""
 
     state: State
     catch_up: CatchUp
@@ -248,9 +252,15 @@ class GivingWay:
     def begin(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
         """The next one whose turn has come. may: whether one may begin, for all that this does not know of."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
-        busy = {update.goal.pool for update in updates.all()}
-        if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= busy:
+        late = {update.goal.replicas[0]: update.goal.pool for update in updates.late()}
+        attempts = Counter(late.values())
+        pools = {update.goal.pool for update in updates.all() if update.goal.late is None}
+        pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
+        if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= pools:
             return None
+
+        def busy(replica: Replica) -> bool:
+            return replica.pool in pools or replica.name in late
 
         def free(goal: Goal) -> bool:
             return updates.lets(goal) and may(goal) and not any(map(goal.meets, coming))

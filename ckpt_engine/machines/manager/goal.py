@@ -54,11 +54,20 @@ class Goal:
         return frozenset(source.source for source in self.published.sources if source.rank is None)
 
     def meets(self, other: Goal) -> bool:
-        """Whether the two take turns: they are for one pool, of one lineage, or for a replica that has changed its pool
-        since one of them began."""
-        if self.pool == other.pool or self.lineage == other.lineage:
+        """Whether the two take turns: they are for one replica, for one pool, or of one lineage. Attempts for late
+        replicas go on side by side, and beside other pools' updates of their lineage unless they read its ranks."""
+        if not set(self.replicas).isdisjoint(other.replicas):
             return True
-        return not set(self.replicas).isdisjoint(other.replicas)
+        attempts = (self.late is not None) + (other.late is not None)
+        if attempts == 2:
+            return False
+        ranks = attempts == 0 or (self.reads_ranks and other.reads_ranks)
+        return self.pool == other.pool or (self.lineage == other.lineage and ranks)
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether some of its sources are trainer ranks, which obey rising fill fences as holders do."""
+        return any(source.rank is not None for source in self.published.sources)
 
     @property
     def least(self) -> int:

@@ -6,9 +6,9 @@ Decides which members may join, which call begins an update, and what waits for 
   another call of the lineage that is being updated is ABORTED, naming the update.
 - A rollback waits for what runs in its pool, and goes before updates that are gathered.
 - So do Sleep and Wake; what was called meanwhile for that pool waits for their end.
-- When nothing else can be done in a pool, its late replicas are brought up, one after the other. An update whose turn
-  has come, or that waits for a relay which this uses, cuts that short: before its install begins at once, afterwards
-  when the replica's outcome has come.
+- When no update goes on in a pool, its late replicas are brought up, a few at a time. An update whose turn has come, or
+  that waits for holders which one of these has, cuts that one short: before its install begins at once, afterwards when
+  the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
 """
 

@@ -48,7 +48,9 @@ class Updates:
             return Claim()
         held = self.state.members.offers(goal.sealed)
         doubles = frozenset(name for name in goal.holders if sum(offer.source == name for offer in held) > 1)
-        return Claim(goal.holders, reads=goal.sealed, sources=goal.holders, doubles=doubles)
+        ranks = (source.source for source in goal.published.sources if source.rank is not None)
+        orders = goal.holders | {f"{goal.lineage}\n{rank}" for rank in ranks}
+        return Claim(orders, reads=goal.sealed, sources=goal.holders, doubles=doubles)
 
     def passes(self, goal: Goal) -> bool:
         """Whether nothing that goes on is in its way, but for the holders that it reads."""
