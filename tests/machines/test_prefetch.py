@@ -28,7 +28,7 @@ class Update:
         self.state = State.from_ledger("cluster", 0, Deadlines())
         self.state.spent = 2
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
-        order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, None, 60.0)
+        order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, frozenset(("r",)), 60.0)
         self.course = Course(self.state, order)
         self.prefetch = Prefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
         command = manager_pb2.FillRelay(fence=self.course.fence.message(), identity=IDENTITY.message())

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published
-from ckpt_engine.machines.manager.goal import Goal
+from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Recorded, Versions, everybody
 from ckpt_engine.v1 import manager_pb2
 
@@ -30,9 +30,9 @@ class Manager:
         """Into these replicas; none: all without a pool. late: one of them gets what it was to hold already."""
         self.epoch += 1
         selection = frozenset() if late else frozenset(names or (EVERYBODY,))
-        before = what if late else None
         mode = manager_pb2.KEEP
-        order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, late=before)
+        held = HeldVersion(what, None) if late else None
+        order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, held=held)
         intent = self.versions.intent(self.epoch, what, order, 1.0)
         if intent.selection:
             self.last[what.lineage] = Commit(self.epoch, what)

@@ -85,7 +85,7 @@ class Invariants:
         self.scenario.truth.collectives.check()
         manager = self.scenario.cluster.manager
         updates = [] if manager is None else manager.machine._updates.all()
-        self.side_by_side += len({update.goal.pool for update in updates if update.goal.late is None}) > 1
+        self.side_by_side += len({update.goal.pool for update in updates if not update.goal.is_attempt}) > 1
         self._one_writes(updates)
         for update in updates:
             if update not in self._registered:
@@ -290,7 +290,7 @@ class Invariants:
     def _late_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """A late replica may serve an older version, so it is not sent to ranks that have sealed another one since."""
         update = manager.update_of(install.fence)
-        if update is None or update.goal.late is None or manager.generation != manager.ledger.generation:
+        if update is None or not update.goal.is_attempt or manager.generation != manager.ledger.generation:
             return
         if install.HasField("collective"):
             raise BrokenPromiseError("a late replica is brought up by a collective")
@@ -335,7 +335,7 @@ class Invariants:
         if manager is None or not manager.alive or manager.stopped or self.scenario.ledgers_replaced:
             return
         for update in manager.machine._updates.all():
-            if update.phase != "installing" or update.goal.late is not None or update._relaying is None:
+            if update.phase != "installing" or update.goal.is_attempt or update._relaying is None:
                 continue
             for name in update._recipients.waiting_for():
                 way = update._relaying.ways.get(name)
@@ -383,14 +383,14 @@ class Invariants:
         update = next(each for each in manager.machine._updates.all() if each.installs and each.installs.epoch == epoch)
         before = {number: other for number, other in manager.ledger.intents.items() if other.lineage == lineage}
         known = not self.scenario.ledgers_replaced
-        if update.goal.back is not None:
+        if update.goal.is_rollback:
             since = epoch
             wishes = [manager.calls[call].request.version for call in update.goal.calls.values()]
             if wishes != [identity.number] or (known and identity not in before.values()):
                 raise BrokenPromiseError(f"goes back to {identity}, which is not {wishes}, or was never installed")
         else:
             since = 0
-        late = update.goal.late is not None  # to what it is to serve: Mechanism.check_desired_is_the_newest_commit
+        late = update.goal.is_attempt  # to what it is to serve: Mechanism.check_desired_is_the_newest_commit
         for number, other in before.items():
             if other.number > identity.number and number >= since and not late:
                 raise BrokenPromiseError(f"version {identity.number} after {other.number} of {identity.lineage}")
@@ -407,7 +407,7 @@ class Invariants:
         if reported != set(update.goal.replicas):
             raise BrokenPromiseError(f"replicas have no outcome in the report of epoch {report.fence.epoch}")
         unsaid = self._registered.get(update, reported) - reported  # that of an overtaken manager was not seen to begin
-        if unsaid and everybody(update.goal.pool) in update.goal.selection and update.goal.late is None:
+        if unsaid and everybody(update.goal.pool) in update.goal.selection and not update.goal.is_attempt:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         self._outcomes(report)
         new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)

@@ -222,7 +222,7 @@ class ManagerShell(Shell):
         """A replica is to prepare under a fill fence of its own, beside an update that is not filling it itself. Its
         answer is nobody's."""
         state, updates = self.machine._state, self.machine._updates.all()
-        filling = any(update.phase == "preparing" or update.goal.late is not None for update in updates)
+        filling = any(update.phase == "preparing" or update.goal.is_attempt for update in updates)
         if state.epoch_ready() and not filling:
             fence = state.next_fill().message()
             manifest = self.blobs.put(b"model A")

@@ -108,7 +108,7 @@ class Mechanism:
 
     def _intent(self, manager: ManagerShell, task: events.RecordIntent) -> None:
         update = next(each for each in manager.machine._updates.all() if _installs(each, task.epoch))
-        cluster, late = manager.ledger.cluster, update.goal.late is not None
+        cluster, late = manager.ledger.cluster, update.goal.is_attempt
         commit = manager.machine._state.versions.commit_of(update.goal.replicas[0]) if late else None
         self._commits[cluster, task.epoch] = task.epoch if commit is None else commit.epoch
         if late:
@@ -211,8 +211,8 @@ class Mechanism:
 
     def check_nobody_wakes_what_sleeps(self, manager: ManagerShell, name: str, update: Update) -> None:
         """A replica that sleeps is installed into only by an update that somebody called for."""
-        if update.goal.late is not None and manager.machine._members.replicas[name].asleep:
-            raise BrokenPromiseError(f"{name} sleeps, and is brought to {update.goal.late}")
+        if update.goal.is_attempt and manager.machine._members.replicas[name].asleep:
+            raise BrokenPromiseError(f"{name} sleeps, and is brought to {update.goal.sealed}")
 
     def check_live_memory_is_read_by_its_own_seal(self, update: Update | None, name: str, live: frozenset[str]) -> None:
         """Memory that does not stay sealed is read only by installs of the update for which it was sealed last."""
@@ -301,7 +301,7 @@ class Mechanism:
 
     def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
         """What nobody called for gives way to every update that lacks nothing else."""
-        late = [update for update in manager.machine._updates.late() if not update.cut]
+        late = [update for update in manager.machine._updates.attempts() if not update.cut]
         for update in late:
             for coming in manager.machine._turns.coming():
                 claims = (

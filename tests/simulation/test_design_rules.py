@@ -238,7 +238,7 @@ def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     original = update.Update._decide_identity
 
     def decide(self: update.Update, root: bytes, now: float) -> None:
-        original(self, root if self.goal.late is None else self.goal.late.root, now)
+        original(self, self.goal.sealed.root if self.goal.is_attempt and self.goal.sealed else root, now)
 
     patch.setattr(update.Update, "_decide_identity", decide)
 

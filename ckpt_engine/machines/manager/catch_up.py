@@ -19,7 +19,7 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.goal import Goal
+from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.state import State
@@ -106,8 +106,7 @@ class CatchUp:
                 min_replicas=None,
                 selection=frozenset(),
                 end=now + self.state.deadlines.catch_up,
-                late=content.identity,
-                record=record,
+                held=HeldVersion(content.identity, record),
                 pool=replica.pool,
             )
             if not may(goal):
@@ -252,9 +251,9 @@ class GivingWay:
     def begin(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
         """The next one whose turn has come. may: whether one may begin, for all that this does not know of."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
-        late = {update.goal.replicas[0]: update.goal.pool for update in updates.late()}
+        late = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
         attempts = Counter(late.values())
-        pools = {update.goal.pool for update in updates.all() if update.goal.late is None}
+        pools = {update.goal.pool for update in updates.all() if not update.goal.is_attempt}
         pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
         if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= pools:
             return None
@@ -269,18 +268,18 @@ class GivingWay:
 
     def give_way(self, now: float) -> None:
         """Gives way to updates whose turn has come, and to those that wait for holders which it has."""
-        if not self.turns.updates.late():
+        if not self.turns.updates.attempts():
             return
         for coming in self.turns.coming():
             self.cut_short(coming.goal.meets, f"{coming.said} came", now)
         wanted = self.turns.updates.in_the_way()
-        for update in self.turns.updates.late():
+        for update in self.turns.updates.attempts():
             if update.number in wanted:
                 self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
 
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
         """Ends those that this meets."""
-        for update in self.turns.updates.late():
+        for update in self.turns.updates.attempts():
             if meets(update.goal) and not update.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])
                 update.cut_short(reason, now)

@@ -101,8 +101,8 @@ class Course:
     def describe(self, fence: Fence) -> str:
         """What runs, for those that must wait for it."""
         goal = self.goal
-        what = "rollback" if goal.back is not None else "update"
-        what = what if goal.late is None else f"bringing up {goal.replicas[0]}: update"
+        what = "rollback" if goal.is_rollback else "update"
+        what = f"bringing up {goal.replicas[0]}: update" if goal.is_attempt else what
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
         return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
 

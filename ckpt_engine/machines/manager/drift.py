@@ -59,7 +59,7 @@ class Drifts:
         running: dict[str, Update] = {}
         for update in updates:
             # An attempt for one replica has begun when its update has; an update for many may go on without a replica.
-            names = update.under_way()[0] if update.goal.late is None else update.goal.replicas
+            names = update.under_way()[0] if not update.goal.is_attempt else update.goal.replicas
             running |= dict.fromkeys(names, update)
         sources = cache(self.catch_up.sources)
         drifts = {}

@@ -11,42 +11,53 @@ from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.v1 import manager_pb2
 
 
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version that was sealed before, and is only read again."""
+
+    identity: Version
+    record: manager_pb2.BlobRef | None  # if its sources need digest no more than what is finer than this
+
+
 @dataclass
 class Goal:
-    """What an update is to do. end: monotonic seconds by which it must have reported.
+    """What an update is to do: to bring replicas to a version that ranks seal in it, or that was sealed before.
 
-    replicas: those it is for, by name. min_replicas: how many of them suffice; None: it is carried out for one too, but
-    is ok only with all. selection: what the version is for, as `selection_of` has it. late: the version that a late
-    replica is brought to. back: the version that replicas are brought back to. Both were sealed before; with neither
-    the version is sealed now, and its root is not known yet. record: the sealed record of a version that was sealed
-    before, if the sources need digest no more than what is finer. before: the lineage's version before this one, if one
-    is known. prefetch: whether relays are filled first. until: what its callers wait for.
-    pool: that of its replicas. called: when the first rank called, monotonic seconds; None: none did.
+    It commits the version for a selection of replicas, by their names or as `everybody` in their pool. An *attempt* is
+    for one replica, and carries out a commit that there is; nothing has called for it.
     """
 
     lineage: str
     version: int
-    published: Published
-    replicas: tuple[str, ...]
+    published: Published  # what offers it
+    replicas: tuple[str, ...]  # that it is for, by name
     calls: dict[int, Call]  # by trainer rank
     pause_mode: manager_pb2.PauseMode
-    min_replicas: int | None
-    selection: frozenset[str]
-    end: float
-    late: Version | None = None
-    record: manager_pb2.BlobRef | None = None
-    before: Version | None = None
-    prefetch: manager_pb2.Prefetch = manager_pb2.AUTO
-    until: manager_pb2.Until = manager_pb2.INSTALLED
-    back: Version | None = None
-    pool: str = ""
-    called: float | None = None
+    min_replicas: int | None  # how many suffice; None: it is carried out for one too, but is ok only with all
+    selection: frozenset[str]  # that is to serve the version from its commit on; empty: it is an attempt
+    end: float  # monotonic seconds by which it must have reported
+    held: HeldVersion | None = None  # None: it is sealed now, and its root is not known yet
+    before: Version | None = None  # the lineage's version before this one, if one is known
+    prefetch: manager_pb2.Prefetch = manager_pb2.AUTO  # whether relays are filled first
+    until: manager_pb2.Until = manager_pb2.INSTALLED  # what its callers wait for
+    pool: str = ""  # that of its replicas
+    called: float | None = None  # when the first rank called, monotonic seconds; None: none did
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
+
+    @property
+    def is_attempt(self) -> bool:
+        """Whether it carries out a commit that there is."""
+        return not self.selection
+
+    @property
+    def is_rollback(self) -> bool:
+        """Whether it commits a version that was sealed before."""
+        return self.held is not None and not self.is_attempt
 
     @property
     def sealed(self) -> Version | None:
         """The version, if it was sealed before and is only read again."""
-        return self.late or self.back
+        return None if self.held is None else self.held.identity
 
     @property
     def holders(self) -> frozenset[str]:
@@ -58,7 +69,7 @@ class Goal:
         replicas go on side by side, and beside other pools' updates of their lineage unless they read its ranks."""
         if not set(self.replicas).isdisjoint(other.replicas):
             return True
-        attempts = (self.late is not None) + (other.late is not None)
+        attempts = self.is_attempt + other.is_attempt
         if attempts == 2:
             return False
         ranks = attempts == 0 or (self.reads_ranks and other.reads_ranks)

@@ -17,7 +17,7 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
-from ckpt_engine.machines.manager.goal import Coming, Goal
+from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.selection import replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
@@ -86,7 +86,7 @@ class Rollbacks:
             except CkptEngineError as error:
                 self._refuse(number, error.problem)
         self.running = [goal for goal in self.running if any(goal is other for other in others)]
-        asked_for = [each.identity for each in self.waiting.values()] + [goal.back for goal in self.running]
+        asked_for = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
         self.holdings.called = frozenset(identity for identity in asked_for if identity is not None)
 
     def coming(self) -> list[Coming]:
@@ -123,7 +123,7 @@ class Rollbacks:
         request = asked.request
         identity = self._identity(request)
         for goal in others:
-            if goal.late is None and goal.lineage == identity.lineage:
+            if not goal.is_attempt and goal.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
         wishes = manager_pb2.UpdateWeightsRequest(
             pause_mode=request.pause_mode, replicas=request.replicas, pool=request.pool
@@ -150,8 +150,7 @@ class Rollbacks:
             min_replicas=None,
             selection=selection_of(request),
             end=asked.end,
-            record=record,
-            back=identity,
+            held=HeldVersion(identity, record),
             pool=request.pool,
         )
 

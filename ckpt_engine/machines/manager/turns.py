@@ -131,7 +131,7 @@ class Turns:
     def _over(self, update: Update) -> None:
         """It has ended."""
         self.waits.over(update)
-        if update.report is not None and update.goal.late is not None and not update.guessed:
+        if update.report is not None and update.goal.is_attempt and not update.guessed:
             for outcome in update.report.replicas:
                 self.corrections.brought(outcome)
         elif update.report is not None:

@@ -1,8 +1,8 @@
 """One update that runs: prepare, plan, seal, combine, fill relays, record the intent, install, report.
 
 Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on it always
-ends with an outcome for every replica, at its deadline at the latest. The same steps bring a late replica to the latest
-version (`goal.late`); then there is no caller. Whatever was sealed before (`goal.sealed`) its sources only digest.
+ends with an outcome for every replica, at its deadline at the latest. The same steps are those of an attempt for one
+replica, which no call asked for. What was sealed before (`goal.held`) its sources only digest.
 
 An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
 then go on beside the next update, whose intent waits until every replica of this one has an outcome.
@@ -77,6 +77,11 @@ class Update:
         """How it ended, once every replica has an outcome."""
         return None if self._installing is None else self._installing.reported
 
+    @property
+    def _record(self) -> manager_pb2.BlobRef | None:
+        """The sealed record of a version that was sealed before, if that tells what its sources offer."""
+        return None if self.goal.held is None else self.goal.held.record
+
     def describe(self) -> str:
         """What runs, for those that must wait for it."""
         return self.course.describe(self.installs or self.fence)
@@ -85,7 +90,7 @@ class Update:
         """Blobs that members may fetch for it, or that it still needs."""
         refs = [*self._recipients.blobs(), *self._pipeline.blobs(), *self._collecting.blobs()]
         refs += [] if self._relaying is None else self._relaying.blobs()
-        return refs + ([] if self.goal.record is None else [self.goal.record])
+        return refs + ([] if self._record is None else [self._record])
 
     def under_way(self) -> tuple[list[str], Version | None]:
         """Which replicas it writes to or is about to, and what: from the intent on, until each has an outcome."""
@@ -276,7 +281,7 @@ class Update:
         self.course.begin("planning", self.state.deadlines.plan, now)
         goal, root = self.goal, b"" if self.goal.sealed is None else self.goal.sealed.root
         workers, members = self._recipients.workers(), self._collecting.replicas
-        self._pipeline.run(CompilePlans(goal.published, workers, self.course.left(now), goal.record, root, members))
+        self._pipeline.run(CompilePlans(goal.published, workers, self.course.left(now), self._record, root, members))
 
     def _seal(self, compiled: Compiled, now: float) -> None:
         kept, near = self.goal.sealed is not None, set().union(*near_relays(self.state, self._recipients).values())
@@ -295,7 +300,7 @@ class Update:
     def _too_few(self, because: Problem | None = None) -> bool:
         """Whether the update is refused since those that are left are not enough. because: what that comes from."""
         problem = self._recipients.too_few()
-        if problem is None or self.goal.late is not None:
+        if problem is None or self.goal.is_attempt:
             self._recipients.remember_unfit()
         if problem is not None:
             self._refuse(because or problem)
@@ -309,7 +314,7 @@ class Update:
             return
         way = self._pipeline.stage
         assert isinstance(way, Way)
-        record = way.combined.record or goal.record
+        record = way.combined.record or self._record
         needed = goal.sealed is None or bool(self._recipients.cut_off)
         if record is None or not needed:
             self._intend(now)

@@ -70,14 +70,14 @@ class Updates:
         for update in self.all():
             update.look(now)
 
-    def late(self) -> list[Update]:
+    def attempts(self) -> list[Update]:
         """The updates that bring up a late replica."""
-        return [update for update in self.going if update.goal.late is not None]
+        return [update for update in self.going if update.goal.is_attempt]
 
     def in_the_way(self) -> set[int]:
-        """The numbers of those that have holders which others wait for; late replicas wait for one another."""
-        admission, late = self.state.admission, {update.number for update in self.late()}
-        return {number for waiting in admission.waiting.keys() - late for number in admission.in_the_way(waiting)}
+        """The numbers of those that have holders which updates wait for; attempts wait for one another."""
+        admission, attempts = self.state.admission, {update.number for update in self.attempts()}
+        return {number for waiting in admission.waiting.keys() - attempts for number in admission.in_the_way(waiting)}
 
     def installs(self, name: str) -> int:
         """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
@@ -143,11 +143,11 @@ class Updates:
     def _over(self, update: Update) -> None:
         self.going.remove(update)
         self.state.admission.end(update.number)
-        late, refusal = update.goal.late, update.refusal
-        if late is not None and not update.cut:
+        refusal = update.refusal
+        if update.goal.is_attempt and not update.cut:
             self._note_failure(update)
-        if late is not None and refusal is not None and not update.cut:
-            told = manager_pb2.NotBrought(identity=late.message(), reason=refusal.message)
+        if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
+            told = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
             self.state.send_to(update.goal.replicas[0], told)
         self.ended(update)
 

@@ -153,15 +153,14 @@ class Versions:
 
     def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
         """What the ledger is to know. A late replica gets what it was to serve already, so nothing is committed."""
-        selection = () if goal.late is not None else tuple(sorted(goal.selection))
-        return RecordIntent(epoch, identity, seconds, selection)
+        return RecordIntent(epoch, identity, seconds, tuple(sorted(goal.selection)))
 
     def begin(self, identity: Version, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
         """A version is about to be installed into those that were selected; or a late replica is to get it, for which
         all of it was hashed again if there is a record now."""
         self.remember(identity)
         self.revision += 1
-        if goal.late is not None:
+        if goal.is_attempt:
             content = self.contents.get(identity)
             if content is not None:
                 content.record = content.record or record
@@ -170,8 +169,8 @@ class Versions:
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
         # Which holders have what was gone back to, and its record, is asked whenever that is needed.
-        self.contents[identity] = Content(identity, goal.published if goal.back is None else None, record)
-        if goal.back is None:
+        self.contents[identity] = Content(identity, None if goal.is_rollback else goal.published, record)
+        if not goal.is_rollback:
             self._overwritten(identity)
         self._forget_superseded()
 
