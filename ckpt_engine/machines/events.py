@@ -37,6 +37,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.machines.ledger_tasks import CorrectOutcome as CorrectOutcome
 from ckpt_engine.machines.ledger_tasks import FindReport as FindReport
 from ckpt_engine.machines.ledger_tasks import Found as Found
+from ckpt_engine.machines.ledger_tasks import ReadCommits as ReadCommits
 from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent
 from ckpt_engine.machines.ledger_tasks import RecordOutcome as RecordOutcome
 from ckpt_engine.machines.ledger_tasks import SpendEpoch as SpendEpoch

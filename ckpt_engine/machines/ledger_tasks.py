@@ -69,4 +69,11 @@ class FindReport:
     seconds: float
 
 
-LedgerTask: TypeAlias = SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport
+@dataclass(frozen=True)
+class ReadCommits:
+    """Ledger.recorded, after all that was asked to be written before. Result: versions.Recorded."""
+
+    seconds: float
+
+
+LedgerTask: TypeAlias = SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport | ReadCommits

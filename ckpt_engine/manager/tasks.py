@@ -57,6 +57,8 @@ class Tasks:
                 await self._ledger.spend_epoch(epoch)
             case events.RecordIntent(epoch, identity, _, selection):
                 await self._ledger.record_intent(epoch, identity, selection)
+            case events.ReadCommits():
+                return await self._ledger.recorded()
             case events.FindReport(lineage, version):
                 return await self._ledger.last_update(lineage, version)
             case events.RecordOutcome(report):

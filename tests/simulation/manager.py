@@ -121,6 +121,7 @@ class ManagerShell(Shell):
         self.sleep_calls: dict[Call, Signal] = {}
         self.progress: list[manager_pb2.UpdateProgress] = []  # of all updates
         self._names = 0
+        self._writes: list[Signal] = []
         self._processes.append(world.spawn(self._collect_garbage()))
 
     def _collect_garbage(self) -> Steps:
@@ -262,7 +263,9 @@ class ManagerShell(Shell):
                     self.world.after(delay, lambda: done.over.set(problem or done.report))
             case events.Run(key, task):
                 fallible = not isinstance(task, events.RecordOutcome | events.CorrectOutcome)
-                self.run_task(key, task.seconds, self._task(task), fallible)
+                over = self.run_task(key, task.seconds, self._task(task), fallible)
+                if isinstance(task, events.RecordIntent):
+                    self._writes.append(over)
             case _:
                 raise AssertionError(command)
 
@@ -283,6 +286,11 @@ class ManagerShell(Shell):
                         self.ledger.desired[name] = Commit(epoch, identity)
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
+            case events.ReadCommits():
+                while any(not write.ready for write in self._writes):  # the ledger does one thing after the other
+                    yield 0.01
+                yield from self._written()
+                return self.ledger.recorded()
             case events.FindReport(lineage, version):
                 yield self.world.between(0.001, 0.02)
                 return self._find(lineage, version)

@@ -25,6 +25,7 @@ from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.recovery import CommitsRead
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -202,11 +203,7 @@ class Mechanism:
         pool = manager.machine._members.replicas[name].pool
         commits = [ledger.desired[key] for key in (name, everybody(pool)) if key in ledger.desired]
         newest = max(commits, key=lambda commit: commit.epoch, default=None)
-        if newest is None or newest.identity == identity:
-            return
-        # An intent that the disk has and no replica was told of was refused: late ones stay at the version before.
-        told = newest.epoch in self.scenario.invariants.installed
-        if told or newest.identity.lineage != identity.lineage:
+        if newest is not None and newest.identity != identity:
             raise BrokenPromiseError(f"{name} is brought to {identity}, its newest commit is {newest}")
 
     def check_nobody_wakes_what_sleeps(self, manager: ManagerShell, name: str, update: Update) -> None:
@@ -340,7 +337,7 @@ class Mechanism:
         if before == desired:
             return
         match event:
-            case events.Done(UpdateTask(_, Entry.INTENT)):
+            case events.Done(UpdateTask(_, Entry.INTENT)) | events.Done(CommitsRead()):
                 return
             case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
                 return
@@ -448,6 +445,7 @@ REASONS: dict[str, Judge] = {
     ),
     "timer: the manager was restarted": lambda manager, replica, content: not manager.machine._settled,
     "told: the ledger cannot be written": lambda manager, replica, content: manager.machine._state.ledger_problem,
+    "running: the ledger is read again": lambda manager, replica, _: bool(manager.machine._state.versions.doubtful),
     "running: epochs are made durable": lambda manager, replica, content: manager.machine._state.spending,
     "running: its pool's turn is another one's": lambda manager, replica, content: any(
         goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)

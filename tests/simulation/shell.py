@@ -14,7 +14,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal
 from ckpt_engine.machines.events import Done, Key, Message, Peer, PeerLost
 from ckpt_engine.machines.wire import pack, unpack
-from tests.simulation.world import Process, Steps, World
+from tests.simulation.world import Process, Signal, Steps, World
 
 EXCUSED = 3.0
 """Seconds after having been stopped in which a process may be late."""
@@ -151,10 +151,11 @@ class Shell:
 
     # -- tasks
 
-    def run_task(self, key: Key, seconds: float, steps: Steps, fallible: bool = True) -> None:
-        """Runs steps that return a result or raise CkptEngineError; one Done comes, in time."""
+    def run_task(self, key: Key, seconds: float, steps: Steps, fallible: bool = True) -> Signal:
+        """Runs steps that return a result or raise CkptEngineError; one Done comes, in time. Returns what is set when
+        the steps have ended, which may be later."""
         if not self.alive:
-            return
+            return Signal()
         assert seconds > 0, f"{self.name}: task {key} has {seconds} seconds"
         process = self.world.spawn(self._guarded(key, steps, fallible))
         self._processes.append(process)
@@ -162,6 +163,7 @@ class Shell:
         self.world.first_of(process.over, seconds / self._rate).then(
             lambda done: self.feed(late if done is None else done)
         )
+        return process.over
 
     def _guarded(self, key: Key, steps: Steps, fallible: bool) -> Steps:
         yield self.world.between(0.0, 0.01)

@@ -73,7 +73,12 @@ def a_replica_is_to_serve_the_newest_commit_for_it(patch: Patch) -> None:
 
 def an_unanswered_intent_takes_its_number(patch: Patch) -> None:
     """The number is used again."""
-    patch.setattr(Versions, "doubt", lambda self, identity: None)
+    patch.setattr(Versions, "doubt", lambda self, identity, selection: None)
+
+
+def an_unanswered_commit_is_read_again(patch: Patch) -> None:
+    """What the ledger was silent about counts as not committed."""
+    patch.setattr(Versions, "doubt", lambda self, identity, selection: self.take_number(identity))
 
 
 # ----------------------------------------------------------------------------------------------------------------- seal
@@ -251,6 +256,25 @@ def a_disk_answers_too_late(story: Story) -> None:
     assert story.trained(group).ok
 
 
+def a_replica_comes_back_after_a_disk_answered_too_late(story: Story) -> None:
+    """It is brought to what the ledger has by then, and to nothing before that is known."""
+    agent, group = story.replica(), story.ranks(kind="snapshot")
+    holder = story.join_holder()
+    first = story.update(group).identity
+    holder.hold(first)
+    group.train()
+    results = story.call(group.trainers[0])
+    story.until(phase_is(story, "recording"))
+    story.faults.slow = 1.0
+    story.until(lambda: bool(results), 10.0)
+    refused(results[0], Problem.DEADLINE_EXCEEDED)
+    story.faults.slow = 0.0
+    story.until(lambda: len(story.ledger.intents) == 2, 40.0)
+    story.engine_again(agent)
+    story.until(lambda: story.held_by(agent) is not None, 40.0)
+    assert story.held_by(agent) != first
+
+
 def two_replicas_get_their_first_version(story: Story) -> None:
     both = [story.replica(), story.replica()]
     group = story.ranks()
@@ -338,6 +362,7 @@ RULES: dict[Mistake, Callable[[Story], None]] = {
     no_attempt_goes_back_behind_a_word: a_ledger_knows_an_older_version,
     a_replica_is_to_serve_the_newest_commit_for_it: a_run_takes_a_replica_over,
     an_unanswered_intent_takes_its_number: a_disk_answers_too_late,
+    an_unanswered_commit_is_read_again: a_replica_comes_back_after_a_disk_answered_too_late,
     ranks_seal_when_all_needs_are_known: two_replicas_get_their_first_version,
     replicas_are_counted_before_the_commit: a_replica_has_another_model,
     what_is_over_lets_go_of_its_holders: an_update_by_way_of_a_relay,

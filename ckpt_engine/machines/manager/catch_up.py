@@ -24,7 +24,7 @@ from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.turns import Turns
-from ckpt_engine.machines.manager.versions import Content
+from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -37,6 +37,8 @@ ATTEMPTS_AT_ONCE = 4
 """Late replicas of one pool that are brought up side by side: they mostly read the same relays."""
 
 TURN = "its turn comes when no update goes on in its pool, and fewer others are brought up there"
+
+DOUBT = "the ledger has not answered whether a newer version was committed for it: that is read first"
 
 NO_SOURCE = (
     "no source of it stays sealed, and nothing that is connected holds it: it comes with the next update, or as soon "
@@ -131,6 +133,8 @@ class CatchUp:
         the next attempt; None: what it waits for has no time. sources: as `sources` tells them. Starts nothing."""
         if hindrance := self._hindrance(replica, content):
             return hindrance, None
+        if not self.state.versions.doubtful.isdisjoint((replica.name, everybody(replica.pool))):
+            return DOUBT, None
         attempts = self.attempts.get(replica.name)
         if attempts is None or not _same(attempts, replica, content, sources):
             return TURN, None

@@ -52,7 +52,7 @@ from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica,
 from ckpt_engine.machines.manager.operators import operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
-from ckpt_engine.machines.manager.recovery import Recovery
+from ckpt_engine.machines.manager.recovery import CommitsRead, CommitsRetry, Recovery
 from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, SleepersResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
@@ -358,19 +358,21 @@ class ManagerMachine:
         if self._sleepers is not None:
             self._sleepers.start(now)
         self._updates.next(now)
-        self._turns.look(self._settled, self._awake, now)
+        self._recovery.look()
+        self._turns.look(self._settled, self._may_begin, now)
         self._late.give_way(now)
         while self._state.epoch_ready():
-            if self._turns.begin(self._awake, now):
+            if self._turns.begin(self._may_begin, now):
                 continue
-            goal = self._late.begin(self._awake, now) if self._settled else None
+            goal = self._late.begin(self._may_begin, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)
 
-    def _awake(self, goal: Goal) -> bool:
-        """Whether no call to sleep or wake is in its way."""
-        return self._sleepers is None or not self._sleepers.meets(goal)
+    def _may_begin(self, goal: Goal) -> bool:
+        """Whether no call to sleep or wake is in its way, and it is known what its replicas are to serve."""
+        awake = self._sleepers is None or not self._sleepers.meets(goal)
+        return awake and self._state.versions.is_certain(goal)
 
     # -- timers and tasks
 
@@ -392,6 +394,8 @@ class ManagerMachine:
                 self._settled = True
             case EpochRetry():
                 self._state.spend_ahead()
+            case CommitsRetry():
+                self._recovery.read()
             case CatchUpRetry():
                 pass  # another look follows every event
             case _:
@@ -412,6 +416,8 @@ class ManagerMachine:
                 self._publications.merged(key, done)
             case Correction():
                 pass
+            case CommitsRead():
+                self._recovery.was_read(done)
             case EpochSpending():
                 self._state.spend_ended(done.problem)
             case _:

@@ -7,16 +7,20 @@
 - Members that have seen far higher epochs than any ledger could have forgotten: they are not believed and not let in,
   since one wrong hello would spend all epochs, for ever and for everybody. They stay as they are and ask again.
 - Not to be written: nothing is begun that would need it, and no replica is touched.
+- Silent about a commit: it is read again, and nothing is begun meanwhile for the replicas that were selected.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.version import Version
+from ckpt_engine.machines.events import Done, ReadCommits
 from ckpt_engine.machines.manager.members import Hello, Replica, speaker
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import Recorded
 from ckpt_engine.v1 import manager_pb2
 
 MOST_SKIPPED = 1 << 32
@@ -25,6 +29,16 @@ lost and made anew under its cluster's id has forgotten all of them."""
 
 NAMED = 8
 """Clusters, and members of each, that are named at most: names come from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitsRead:
+    """Key of the task that reads the ledger's commits again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitsRetry:
+    """Key of the timer after which that is tried again."""
 
 
 @dataclass
@@ -39,6 +53,7 @@ class Recovery:
     rolled_back: str = ""
     strangers: dict[str, list[str]] = field(default_factory=dict)
     unbelieved: dict[str, int] = field(default_factory=dict)
+    reading: bool = False  # or about to: a task, or the timer before it, goes on
 
     def check(self, hello: Hello) -> None:
         """Raises UNAVAILABLE for an epoch that is not believed; remembers members of other clusters."""
@@ -106,6 +121,24 @@ class Recovery:
         self.state.epoch = epoch
         self.state.spend_ahead()
 
+    def look(self) -> None:
+        """After every event: has the ledger read again if it was silent about a commit."""
+        if self.state.versions.doubtful and not self.reading:
+            self.read()
+
+    def read(self) -> None:
+        """Has the ledger read."""
+        self.reading = True
+        self.state.run(CommitsRead(), ReadCommits(self.state.deadlines.ledger))
+
+    def was_read(self, done: Done) -> None:
+        """The ledger was read, or could not be: then that is tried again in a moment."""
+        if done.problem is not None:
+            self.state.set_timer(CommitsRetry(), self.state.deadlines.resend)
+            return
+        self.reading = False
+        self.state.versions.read_again(cast(Recorded, done.result))
+
     def warnings(self) -> list[str]:
         """Sentences for the status that say what is wrong and what helps."""
         said = (
@@ -113,6 +146,10 @@ class Recovery:
         )
         if self.rolled_back:
             said.append(self.rolled_back)
+        if self.state.versions.doubtful:
+            said.append(
+                "the ledger has not answered whether a version was committed: it is read again before more begins"
+            )
         for name, epoch in self.unbelieved.items():
             said.append(
                 f"{name}: not believed, since it has seen epoch {epoch} and this manager's ledger knows of "

@@ -206,7 +206,7 @@ class Update:
             self._end()
         elif done.problem is not None:
             if step is Entry.INTENT and not done.answered and self._identity is not None:
-                self.state.versions.doubt(self._identity)
+                self.state.versions.doubt(self._identity, self.goal.selection)
             self._refuse(done.problem)
         elif step is Entry.INTENT and self._installing is not None:
             self._install(now)

@@ -73,6 +73,7 @@ class Versions:
     pools: dict[str, str] = field(default_factory=dict)  # by replica that has said hello, or that a commit names
     highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
+    doubtful: frozenset[str] = frozenset()  # whose newest commit is not known, as in `desired`
     revision: int = 0  # rises when what replicas are to serve changes by more than the one that says hello
 
     @classmethod
@@ -100,10 +101,30 @@ class Versions:
         self.highest[identity.lineage] = identity
         return True
 
-    def doubt(self, identity: Version) -> None:
-        """It is not known whether its intent was written. It may be on the disk all the same, and what is there counts
-        after a restart: its number is taken."""
+    def doubt(self, identity: Version, selection: frozenset[str]) -> None:
+        """It is not known whether its intent was written. It may be on the disk all the same, and what is there counts:
+        its number is taken, and nothing is committed for the selection until the ledger is read again."""
         self.take_number(identity)
+        self.doubtful |= selection
+
+    def read_again(self, recorded: Recorded) -> None:
+        """The ledger was read: what it has and was not known is to be served."""
+        self.revision += 1
+        self.doubtful = frozenset()
+        for commits, known in (
+            (recorded.desired, self.desired),
+            ({each.identity.lineage: each for each in recorded.last}, self.last),
+        ):
+            for key, commit in commits.items():
+                if key not in known or known[key].epoch < commit.epoch:
+                    known[key] = commit
+                    self.contents.setdefault(commit.identity, Content(commit.identity))
+                    self.remember(commit.identity)
+        self._forget_superseded()
+
+    def is_certain(self, goal: Goal) -> bool:
+        """Whether it is known what the replicas of a goal are to serve."""
+        return self.doubtful.isdisjoint((*goal.replicas, *goal.selection, everybody(goal.pool)))
 
     def remember(self, identity: Version) -> None:
         """The ledger, or the words of a worker, say that this version has this root. The first word is believed."""
