@@ -83,6 +83,11 @@ class ReplicaReport:
         return self.message.problem.message
 
     @property
+    def operator_hold(self) -> bool:
+        """Whether it was left out since an operator holds it: then it does not count for `UpdateReport.ok`."""
+        return self.message.operator_hold
+
+    @property
     def label_problem(self) -> str:
         """Why the version that the engine itself names with its tokens may be wrong; empty if it is right."""
         return self.message.label_problem
@@ -133,6 +138,7 @@ class ReplicaReport:
             "name": self.name,
             "outcome": self.outcome,
             "problem": self.problem,
+            "operator_hold": self.operator_hold,
             "label_problem": self.label_problem,
             "verified": self.verified,
             "bytes": self.bytes,
@@ -224,7 +230,8 @@ class UpdateReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every replica serves the new weights; if the caller named `min_replicas`, at least so many do."""
+        """Whether every replica serves the new weights but those that an operator holds; if the caller named
+        `min_replicas`, whether at least so many do."""
         return self.message.ok
 
     @property
@@ -337,8 +344,11 @@ class UpdateReport:
     def __str__(self) -> str:
         serving = sum(replica.ok for replica in self.replicas)
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
-        if self.ok and serving < len(self.replicas):
+        held = sum(replica.operator_hold for replica in self.replicas)
+        if self.ok and serving + held < len(self.replicas):
             state += ", as many as were asked for"
+        if held:
+            state += f", {held} held by an operator"
         reached = f"{serving} of {len(self.replicas)} replicas"
         what = f"{human_bytes(self.bytes)} to {reached} in {self.seconds:.2f} s, {state}"
         if self.held:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.status import Watched
@@ -42,6 +43,8 @@ class Seen(Protocol):
 
     def drifts(self) -> Mapping[str, Drift]: ...
 
+    def holds(self) -> Mapping[str, OperatorHold]: ...
+
 
 class Overviews:
     """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
@@ -66,6 +69,7 @@ class Overviews:
                 manager.replicas(),
                 manager.watched(),
                 manager.drifts(),
+                manager.holds(),
                 manager.dialled,
                 manager.refusals.count,
             )

@@ -149,6 +149,10 @@ class Shell:
         """The replicas that do not hold what they are to serve, by name."""
         return self._machine.drifts()
 
+    def holds(self) -> Mapping[str, events.OperatorHold]:
+        """The replicas that operators hold, by name."""
+        return self._machine.holds()
+
     def watched(self) -> Watched:
         """What WatchReplicas tells."""
         return self._machine.watched()

@@ -239,7 +239,8 @@ class Trainer:
         pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see `request.PAUSE_MODES`.
         timeout: of the whole update, seconds; none: the manager's default.
         min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
-            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
+            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected;
+            what an operator holds (`ckpt-engine replica hold`) does not count.
         replicas: only these; empty: all of the pool that are registered and receive weights.
         pool: another one than the trainer's, for this update. All ranks give the same.
         prefetch: "auto", "always" or "never", see `request.PREFETCH`; `report.prefetch` says what was done, and why.

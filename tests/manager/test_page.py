@@ -178,7 +178,7 @@ async def test_the_page_is_open_and_its_facts_want_a_token(config: ManagerConfig
                 told = (await sent("GET", "/v1/overview", role)).json()
                 assert told["asker"]["operates"] is may, role
                 assert token(role) not in str(told)
-                for what in ("retry", "evict"):
+                for what in ("retry", "hold", "release", "evict"):
                     answer = await sent("POST", f"/v1/replicas/one/{what}", role, json={})
                     assert answer.status_code == (404 if may else 403), (role, what)
             assert (await client.post("/v1/replicas/one/evict", json={})).status_code == 401
@@ -205,6 +205,39 @@ async def test_operators_retry_and_evict(
         told = await replica.stream.until(manager_pb2.Refused)
         assert f"was evicted by an operator: because of {EVIL}" in told.problem.message
     assert not manager.status().replicas
+
+
+async def test_operators_hold_and_release(
+    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, config: ManagerConfig, manager: ManagerServer
+) -> None:
+    """What is answered is on the disk, and everything that shows a replica says so."""
+    for name in ("a/b", EVIL):
+        replica = ScriptedReplica(stub, name)
+        await replica.open()
+        path = f"/v1/replicas/{name.replace('/', '%2F')}"
+        assert (await client.get(path)).json()["hold"] is None
+        assert (await client.post(f"{path}/hold", json={"reason": "x" * 501})).status_code == 422
+        assert (await client.post(f"{path}/release", json={"reason": "x"})).status_code == 422
+        held = (await client.post(f"{path}/hold", json={"reason": f"because of {EVIL}"})).json()
+        assert held["reason"] == f"because of {EVIL}"
+        assert (await client.get(path)).json()["hold"] == held
+        assert (await manager.ledger.holds())[name].reason == held["reason"]
+        told = ""
+        while not told:  # an overview may be half a second old
+            overview = (await client.get("/v1/overview")).json()
+            told = next((each["hold"] for each in overview["replicas"] if each["name"] == name), "")
+            await asyncio.sleep(0.05)
+        assert told.startswith("held by an operator since 20")
+        assert told.endswith(f"(because of {EVIL}): release it with `ckpt-engine replica release {name}`")
+        answer = await client.post(f"{path}/retry", json={})
+        assert answer.status_code == 409
+        metrics = (await client.get("/metrics")).text
+        assert metrics.count("ckpt_engine_replica_held{") == metrics.count("ckpt_engine_replica_drift_seconds{")
+        assert sum(line.endswith(" 1.0") for line in metrics.splitlines() if "replica_held{" in line) == 1
+        answer = await client.post(f"{path}/release", json={})
+        assert answer.json() == {"message": "released; nothing is meant for it yet"}
+        assert (await client.get(path)).json()["hold"] is None
+        assert await manager.ledger.holds() == {}
 
 
 async def test_an_overview_says_who_lags_and_who_is_waited_for(
@@ -308,7 +341,7 @@ def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_
     replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.QUARANTINED)
     seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.CLOSED, reason="its worker is dead")
     drift = Drift(Version("run", 0, b""), "it is tried again", 1.0, 5.0) if drifts else None
-    line = ReplicaLine.of(replica, seen, None, drift)
+    line = ReplicaLine.of(replica, seen, None, drift, None)
     assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.core.version import Fence, Version
+from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
@@ -80,11 +81,14 @@ def status_of(
     for name in sorted(state.members.replicas) if drifts is not None else ():
         replica, drift = state.members.replicas[name], None if drifts is None else drifts.get(name)
         latest = state.versions.of(name) if replica.receives else None
-        answer.replicas.append(_replica(replica, None if latest is None else latest.identity, drift))
+        desired = None if latest is None else latest.identity
+        answer.replicas.append(_replica(replica, desired, drift, state.holds.get(name)))
     return answer
 
 
-def _replica(replica: Replica, desired: Version | None, drift: Drift | None) -> manager_pb2.ReplicaStatus:
+def _replica(
+    replica: Replica, desired: Version | None, drift: Drift | None, hold: OperatorHold | None
+) -> manager_pb2.ReplicaStatus:
     found = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
@@ -105,6 +109,8 @@ def _replica(replica: Replica, desired: Version | None, drift: Drift | None) -> 
         unopened=replica.shut.told(replica.boot_ids()),
         desired=None if desired is None else desired.message(),
     )
+    if hold is not None:
+        found.hold.CopyFrom(hold.message())
     if drift is not None:
         found.drift.reason, found.drift.seconds = drift.reason, drift.seconds
         if drift.next_attempt is not None:
