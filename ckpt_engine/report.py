@@ -303,6 +303,12 @@ class UpdateReport:
         return self.message.held
 
     @property
+    def dry_run(self) -> bool:
+        """Whether nothing was done: replicas with the outcome "planned" would be updated; `ok` says whether that is
+        enough."""
+        return self.message.dry_run
+
+    @property
     def prefetch(self) -> str:
         """Why relays were filled or not, and why some do not count."""
         return self.message.prefetch
@@ -322,6 +328,7 @@ class UpdateReport:
         return {
             "ok": self.ok,
             "held": self.held,
+            "dry_run": self.dry_run,
             "verified": self.verified,
             "lineage": self.lineage,
             "version": self.version,
@@ -341,7 +348,23 @@ class UpdateReport:
             "collective": self.collective,
         }
 
+    def _foreseen(self) -> str:
+        """What a dry run found out."""
+        planned = sum(replica.outcome == "planned" for replica in self.replicas)
+        would = f"an update would bring {human_bytes(self.bytes)} to {planned} of {len(self.replicas)} replicas"
+        lines = [f"dry run of version {self.version} of {self.lineage}: {would}{'' if self.ok else ', NOT OK'}"]
+        for replica in self.replicas:
+            lines.append(f"{replica.name}: {replica.problem or human_bytes(replica.bytes)}")
+            lines += [
+                f"  worker {each.worker_rank} from {each.source}: {human_bytes(each.bytes)} by {each.transport}, "
+                f"{each.reason}"
+                for each in replica.message.edges
+            ]
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings), self.prefetch])
+
     def __str__(self) -> str:
+        if self.dry_run:
+            return self._foreseen()
         serving = sum(replica.ok for replica in self.replicas)
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         held = sum(replica.operator_hold for replica in self.replicas)

@@ -228,6 +228,7 @@ class Trainer:
         pool: str | None = None,
         prefetch: str = "auto",
         until: str = "installed",
+        dry_run: bool = False,
         on_progress: Progress | None = None,
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
@@ -247,6 +248,9 @@ class Trainer:
         until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
             Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
             they serve, and count against `min_replicas`. All ranks give the same.
+        dry_run: only prepares and plans: nothing is sealed, paused or written, and no number is used. The report says
+            of each replica over which edges an update would bring it the weights (`outcome` "planned"), or why it
+            would be left out; `report.ok` says whether the update would be. All ranks give the same.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
@@ -263,6 +267,7 @@ class Trainer:
             min_replicas=min_replicas,
             prefetch=prefetch,
             until=until,
+            dry_run=dry_run,
         )
         request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
         with self._alone("update_weights"):
@@ -287,7 +292,7 @@ class Trainer:
                     self._kept.update(refused.problem.kept)
                     publish()
                 else:
-                    self._publish_kept = None
+                    self._publish_kept = self._publish_kept if dry_run else None
                     return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:

@@ -41,6 +41,7 @@ class Goal:
     back: Version | None = None
     pool: str = ""
     called: float | None = None
+    dry_run: bool = False  # it only prepares and plans, and reports what it would do
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
 
     @property
