@@ -112,9 +112,7 @@ def _replica(
     if hold is not None:
         found.hold.CopyFrom(hold.message())
     if drift is not None:
-        found.drift.reason, found.drift.seconds = drift.reason, drift.seconds
-        if drift.next_attempt is not None:
-            found.drift.next_attempt_seconds = drift.next_attempt
+        found.drift.CopyFrom(drift.message())
     if found.HasField("unfit"):
         found.unfit.kept.clear()
     return found
