@@ -3,8 +3,9 @@ python -m benchmarks.control_plane_connections [--count N]... [--rounds N] [-o F
 
 What the manager costs, apart from agents: those are light (light_sessions.py says what each does), in a few processes.
 The manager is `ckpt-engine serve` with a ledger on disk; the one trainer rank is light, too: it seals by digesting its
-64 KiB. Timed is its call, from request to report. The processes share the machine's processors, so times are upper
-bounds; counts of calls, messages and connections do not depend on that.
+64 KiB. Timed is its call, from request to report; and then, while nothing runs and heartbeats go on, what statuses and
+scrapes wait for. The processes share the machine's processors, so times are upper bounds; counts of calls, messages and
+connections do not depend on that.
 """
 
 from __future__ import annotations
@@ -19,22 +20,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import httpx
 import torch
 
 from benchmarks.message_counts import per_update
 from benchmarks.test_control_plane import ROOT, manager, percentile
 from ckpt_engine.v1 import manager_pb2
 from tests.manager.scripted_members import ScriptedTrainer, stub_at
+from tests.ports import free_address
 
 PROCESSES = 2
 TENSORS, SIDE = 8, 64
 WARM_UP = 3
+LOOKS = 20
 
 
 class Sessions:
@@ -93,7 +99,26 @@ def connections(address: str) -> int:
     return sum(line[1].endswith(port) and line[3] == "01" for line in lines)
 
 
-async def updates(address: str, count: int, rounds: int) -> dict[str, Any]:
+async def looks(stub: Any, http: str) -> dict[str, float]:
+    """What those that watch wait for while nothing runs: the median of LOOKS answers, milliseconds."""
+
+    async def median(ask: Callable[[], Awaitable[Any]]) -> float:
+        seconds = []
+        for _ in range(LOOKS):
+            begun = time.perf_counter()
+            await ask()
+            seconds.append(time.perf_counter() - begun)
+            await asyncio.sleep(0.1)
+        return round(percentile(seconds, 0.5) * 1e3, 1)
+
+    async with httpx.AsyncClient(base_url=f"http://{http}", timeout=60) as client:
+        return {
+            "GetStatus": await median(lambda: stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)),
+            **{route: await median(partial(client.get, route)) for route in ("/v1/replicas", "/metrics")},
+        }
+
+
+async def updates(address: str, http: str, count: int, rounds: int) -> dict[str, Any]:
     """Measures updates of so many replicas."""
     sessions = await asyncio.to_thread(Sessions, address, count)
     seconds: list[float] = []
@@ -117,6 +142,7 @@ async def updates(address: str, count: int, rounds: int) -> dict[str, Any]:
                     assert len(report.replicas) == count, report
                 used = per_update(before, await asyncio.to_thread(sessions.counts), rounds)
                 connected = connections(address)
+                watched = await looks(stub, http)
     finally:
         sessions.end()
     taken = seconds[WARM_UP:]
@@ -131,6 +157,7 @@ async def updates(address: str, count: int, rounds: int) -> dict[str, Any]:
         "least_milliseconds": round(min(taken) * 1e3, 1),
         "most_milliseconds": round(max(taken) * 1e3, 1),
         "quartiles_milliseconds": [round(first * 1e3, 1), round(third * 1e3, 1)],
+        "looks_milliseconds": watched,
         "members": used,  # of replicas; the trainer's are those of test_control_plane.py
     }
 
@@ -152,8 +179,9 @@ def main() -> None:
         "results": [],
     }
     for count in options.count or [64, 500]:
-        with tempfile.TemporaryDirectory(prefix="ck-plane-") as folder, manager(Path(folder)) as address:
-            found["results"].append(asyncio.run(updates(address, count, options.rounds)))
+        http = free_address()
+        with tempfile.TemporaryDirectory(prefix="ck-plane-") as folder, manager(Path(folder), http) as address:
+            found["results"].append(asyncio.run(updates(address, http, count, options.rounds)))
         print(json.dumps(found["results"][-1], indent=1), flush=True)
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -43,10 +43,10 @@ WARM_UP = 3
 
 
 @contextmanager
-def manager(path: Path) -> Iterator[str]:
-    """A manager's process; gives its address."""
+def manager(path: Path, http: str = "127.0.0.1:0") -> Iterator[str]:
+    """A manager's process; gives its address. http: where its HTTP side listens."""
     address = free_address()
-    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", http]
     with (path / "manager.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--ledger", str(path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT

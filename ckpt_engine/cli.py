@@ -38,11 +38,13 @@ COMMANDS = {
 }
 
 
-OPERATIONS = {"replica": ("retry", "evict"), "trainer": ("list", "evict")}
+OPERATIONS = {"replica": ("retry", "hold", "release", "evict"), "trainer": ("list", "evict")}
 """What an operator does about a replica that runs already, and about a run."""
 
 _SUMMARIES = {
     "replica retry": "Bring a quarantined replica to the latest version now.",
+    "replica hold": "Leave a replica as it is, also in updates.",
+    "replica release": "Let a held replica be updated again.",
     "replica evict": "Take a replica out.",
     "trainer list": "Show each run, and what the manager keeps for whom.",
     "trainer evict": "Forget a run.",

@@ -27,6 +27,7 @@ def update_from_directory(
     prefetch: str = "auto",
     until: str = "installed",
     check_finite: bool = False,
+    dry_run: bool = False,
     on_progress: Progress | None = None,
     deadlines: Deadlines | None = None,
 ) -> UpdateReport:
@@ -66,6 +67,7 @@ def update_from_directory(
         until=until.upper(),
         pool=pool,
         check_finite=check_finite,
+        dry_run=dry_run,
     )
     limits = deadlines or Deadlines.from_environment(os.environ)
     # A process has to start, and another update of the lineage may have to end, before this one begins.

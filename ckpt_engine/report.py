@@ -83,6 +83,11 @@ class ReplicaReport:
         return self.message.problem.message
 
     @property
+    def operator_hold(self) -> bool:
+        """Whether it was left out since an operator holds it: then it does not count for `UpdateReport.ok`."""
+        return self.message.operator_hold
+
+    @property
     def label_problem(self) -> str:
         """Why the version that the engine itself names with its tokens may be wrong; empty if it is right."""
         return self.message.label_problem
@@ -133,6 +138,7 @@ class ReplicaReport:
             "name": self.name,
             "outcome": self.outcome,
             "problem": self.problem,
+            "operator_hold": self.operator_hold,
             "label_problem": self.label_problem,
             "verified": self.verified,
             "bytes": self.bytes,
@@ -224,7 +230,8 @@ class UpdateReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every replica serves the new weights; if the caller named `min_replicas`, at least so many do."""
+        """Whether every replica serves the new weights but those that an operator holds; if the caller named
+        `min_replicas`, whether at least so many do."""
         return self.message.ok
 
     @property
@@ -296,6 +303,12 @@ class UpdateReport:
         return self.message.held
 
     @property
+    def dry_run(self) -> bool:
+        """Whether nothing was done: replicas with the outcome "planned" would be updated; `ok` says whether that is
+        enough."""
+        return self.message.dry_run
+
+    @property
     def prefetch(self) -> str:
         """Why relays were filled or not, and why some do not count."""
         return self.message.prefetch
@@ -315,6 +328,7 @@ class UpdateReport:
         return {
             "ok": self.ok,
             "held": self.held,
+            "dry_run": self.dry_run,
             "verified": self.verified,
             "lineage": self.lineage,
             "version": self.version,
@@ -334,11 +348,30 @@ class UpdateReport:
             "collective": self.collective,
         }
 
+    def _foreseen(self) -> str:
+        """What a dry run found out."""
+        planned = sum(replica.outcome == "planned" for replica in self.replicas)
+        would = f"an update would bring {human_bytes(self.bytes)} to {planned} of {len(self.replicas)} replicas"
+        lines = [f"dry run of version {self.version} of {self.lineage}: {would}{'' if self.ok else ', NOT OK'}"]
+        for replica in self.replicas:
+            lines.append(f"{replica.name}: {replica.problem or human_bytes(replica.bytes)}")
+            lines += [
+                f"  worker {each.worker_rank} from {each.source}: {human_bytes(each.bytes)} by {each.transport}, "
+                f"{each.reason}"
+                for each in replica.message.edges
+            ]
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings), self.prefetch])
+
     def __str__(self) -> str:
+        if self.dry_run:
+            return self._foreseen()
         serving = sum(replica.ok for replica in self.replicas)
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
-        if self.ok and serving < len(self.replicas):
+        held = sum(replica.operator_hold for replica in self.replicas)
+        if self.ok and serving + held < len(self.replicas):
             state += ", as many as were asked for"
+        if held:
+            state += f", {held} held by an operator"
         reached = f"{serving} of {len(self.replicas)} replicas"
         what = f"{human_bytes(self.bytes)} to {reached} in {self.seconds:.2f} s, {state}"
         if self.held:

@@ -1,4 +1,4 @@
-"""``ckpt-engine replica retry|evict``: what an operator does about one replica."""
+"""``ckpt-engine replica retry|hold|release|evict``: what an operator does about one replica."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.options import configured_deadlines
+from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.v1 import manager_pb2
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
@@ -22,6 +23,31 @@ def retry(name: Name, manager: Manager = MANAGER) -> None:
     seconds = configured_deadlines(None).status
     request = manager_pb2.RetryReplicaRequest(name=name)
     answer = ask_manager(manager, lambda stub: stub.RetryReplica(request, timeout=seconds), f"retry of {name}")
+    typer.echo(f"replica {name}: {answer.message}")
+
+
+def hold(
+    name: Name,
+    manager: Manager = MANAGER,
+    reason: Annotated[str, typer.Option(help="For people: shown in status until it is released.")] = "",
+) -> None:
+    """Leave a replica as it is until it is released: nothing brings it to what it is to serve.
+
+    Updates and rollbacks leave it out, and are refused if they name it; what has begun with it goes on. It serves on,
+    sleeps and wakes. It stays held when its agent or the manager is restarted.
+    """
+    seconds = configured_deadlines(None).status
+    request = manager_pb2.HoldReplicaRequest(name=name, reason=reason)
+    answer = ask_manager(manager, lambda stub: stub.HoldReplica(request, timeout=seconds), f"hold of {name}")
+    held = OperatorHold(answer.hold.since, answer.hold.reason)
+    typer.echo(f"replica {name}: {held.told(name)}")
+
+
+def release(name: Name, manager: Manager = MANAGER) -> None:
+    """Let a replica that was held be brought to what it is to serve again."""
+    seconds = configured_deadlines(None).status
+    request = manager_pb2.ReleaseReplicaRequest(name=name)
+    answer = ask_manager(manager, lambda stub: stub.ReleaseReplica(request, timeout=seconds), f"release of {name}")
     typer.echo(f"replica {name}: {answer.message}")
 
 

@@ -103,6 +103,6 @@ def interrupted(command: str) -> typer.Exit:
 
 def told(report: UpdateReport, json_output: bool) -> typer.Exit:
     """Prints the report; to be raised. Its status is 0 only if all is well and verified, or all that was asked for was
-    that relays hold the version."""
+    that relays hold the version, or what an update would do."""
     typer.echo(json.dumps(report.to_dict()) if json_output else str(report))
-    return typer.Exit(0 if report.held or (report.ok and report.verified) else 1)
+    return typer.Exit(0 if report.held or (report.ok and (report.verified or report.dry_run)) else 1)

@@ -150,6 +150,8 @@ def replica(
     \b
     About a replica that runs:
       ckpt-engine replica retry NAME
+      ckpt-engine replica hold NAME
+      ckpt-engine replica release NAME
       ckpt-engine replica evict NAME
 
     \b

@@ -22,6 +22,7 @@ from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.commands.asking import Manager, failed
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.report import gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -176,8 +177,12 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
         trouble = "; ".join(said for said in (unfit, replica.closed_reason, _drift(replica)) if said)
-        if trouble:
+        if trouble and replica.HasField("hold"):
+            lines.append(Text(f"{replica.name}: {trouble}; it is {_hold(replica)}", style="red"))
+        elif trouble:
             lines.append(Text(f"{replica.name}: {trouble}", style="red"))
+        elif replica.HasField("hold"):
+            lines.append(Text(f"{replica.name}: it is {_hold(replica)}", style="yellow"))
         elif replica.label_problem:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
         if replica.engine_check:
@@ -194,11 +199,18 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
 
 def _drift(replica: manager_pb2.ReplicaStatus) -> str:
     """What it is to serve and does not hold, and why, unless other words say so; empty: it does."""
-    if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit"):
+    if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit") or replica.HasField("hold"):
         return ""
     said = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
     after = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
     return f"{said}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
+
+
+def _hold(replica: manager_pb2.ReplicaStatus) -> str:
+    """That an operator holds it, and what waits for its release."""
+    said = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
+    waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
+    return said + (waits if replica.HasField("drift") else "")
 
 
 def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:

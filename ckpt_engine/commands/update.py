@@ -70,6 +70,9 @@ def update(
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what an update would do: nothing is paused or written.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring all replicas to the weights of a checkpoint directory: --checkpoint DIR, or --from-directory DIR.
@@ -83,6 +86,9 @@ def update(
     Exits with 0 only if every registered replica serves the new weights, verified, also those that are not connected;
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
+
+    With --dry-run engines' loaders are recorded and plans are made, and no more: it tells of each replica over which
+    edges it would get the weights, or why not, and exits with 0 if the update would be well.
     """
     if (checkpoint is None) == (from_directory is None):
         raise typer.BadParameter("name one of them", param_hint="--checkpoint or --from-directory")
@@ -99,6 +105,7 @@ def update(
             pool=pool,
             prefetch=prefetch,
             until=until,
+            dry_run=dry_run,
         )
         with shown(quiet=json_output) as show:
             if checkpoint is not None:
@@ -132,6 +139,7 @@ class _Asked(TypedDict):
     pool: str
     prefetch: str
     until: str
+    dry_run: bool
 
 
 def _published_here(

@@ -50,11 +50,17 @@ class WakeCall:
     request: manager_pb2.WakeRequest
 
 
-OperatorRequest: TypeAlias = (
+HoldRequest: TypeAlias = manager_pb2.HoldReplicaRequest | manager_pb2.ReleaseReplicaRequest
+MemberRequest: TypeAlias = (
     manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
 )
+OperatorRequest: TypeAlias = MemberRequest | HoldRequest
 OperatorResponse: TypeAlias = (
-    manager_pb2.RetryReplicaResponse | manager_pb2.EvictReplicaResponse | manager_pb2.EvictTrainerResponse
+    manager_pb2.RetryReplicaResponse
+    | manager_pb2.EvictReplicaResponse
+    | manager_pb2.EvictTrainerResponse
+    | manager_pb2.HoldReplicaResponse
+    | manager_pb2.ReleaseReplicaResponse
 )
 
 

@@ -37,9 +37,12 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.machines.ledger_tasks import CorrectOutcome as CorrectOutcome
 from ckpt_engine.machines.ledger_tasks import FindReport as FindReport
 from ckpt_engine.machines.ledger_tasks import Found as Found
+from ckpt_engine.machines.ledger_tasks import OperatorHold as OperatorHold
 from ckpt_engine.machines.ledger_tasks import ReadCommits as ReadCommits
+from ckpt_engine.machines.ledger_tasks import RecordHold as RecordHold
 from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent
 from ckpt_engine.machines.ledger_tasks import RecordOutcome as RecordOutcome
+from ckpt_engine.machines.ledger_tasks import RecordRelease as RecordRelease
 from ckpt_engine.machines.ledger_tasks import SpendEpoch as SpendEpoch
 from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
 from ckpt_engine.machines.relay.tasks import PassedOn as PassedOn

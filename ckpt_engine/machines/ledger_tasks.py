@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeAlias
 
 from ckpt_engine.core.version import Version
@@ -76,4 +77,41 @@ class ReadCommits:
     seconds: float
 
 
-LedgerTask: TypeAlias = SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport | ReadCommits
+@dataclass(frozen=True)
+class OperatorHold:
+    """That an operator holds a replica: it is left as it is until it is released."""
+
+    since: float  # when it was held first, seconds since 1970; for people
+    reason: str  # for people; may be empty
+
+    def told(self, name: str) -> str:
+        """Words for people, which follow "it is". name: the replica's."""
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        why = f" ({self.reason})" if self.reason else ""
+        return f"held by an operator since {since}{why}: release it with `ckpt-engine replica release {name}`"
+
+    def message(self) -> manager_pb2.OperatorHold:
+        """As it travels."""
+        return manager_pb2.OperatorHold(since=self.since, reason=self.reason)
+
+
+@dataclass(frozen=True)
+class RecordHold:
+    """Ledger.record_hold. Result: the OperatorHold, once it is on the disk."""
+
+    replica: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RecordRelease:
+    """Ledger.record_release: nobody holds the replica any more. Result: None, once it is on the disk."""
+
+    replica: str
+    seconds: float
+
+
+LedgerTask: TypeAlias = (
+    SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport | ReadCommits | RecordHold | RecordRelease
+)

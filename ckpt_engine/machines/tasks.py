@@ -8,7 +8,7 @@ then, whatever the work does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -84,6 +84,7 @@ class Compiled:
     unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)
     distances: Mapping[WorkerKey, int] = field(default_factory=dict)
     collective: CollectivePlan | None = None
+    edges: Mapping[WorkerKey, Sequence[manager_pb2.EdgeReport]] = field(default_factory=dict)  # if they were asked for
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class CompilePlans:
     """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled.
 
     record: what is known of these weights already; then sources digest only what is finer. Fails with DATA_LOSS unless
-    it hashes to `root`. collective: replicas that get all that they need over a collective.
+    it hashes to `root`. collective: replicas that get all that they need over a collective. edges: the result is to
+    tell them.
     """
 
     published: Published
@@ -158,6 +160,7 @@ class CompilePlans:
     record: manager_pb2.BlobRef | None = None
     root: bytes = b""
     collective: frozenset[str] = frozenset()
+    edges: bool = False
 
 
 @dataclass(frozen=True)

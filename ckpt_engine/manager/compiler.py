@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.complete import check_complete
+from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import by_transport, label
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
@@ -196,6 +197,8 @@ class Compiler:
         key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
         compiled = self._plans.get(key)
         if compiled is not None and all(map(self._blobs.has, _blobs_of(compiled))):
+            if task.edges:
+                return replace(compiled, edges=self._edges(task, compiled))
             if recorded is None:
                 return compiled
             return replace(compiled, handle=_Planned(cast(_Planned, compiled.handle).plans, recorded))
@@ -225,7 +228,35 @@ class Compiler:
             collective=collective,
         )
         self._plans.put(key, compiled)
-        return compiled
+        return replace(compiled, edges=self._edges(task, compiled)) if task.edges else compiled
+
+    def _edges(self, task: CompilePlans, compiled: Compiled) -> dict[WorkerKey, list[manager_pb2.EdgeReport]]:
+        """The edges of each worker's plan, with their bytes. Workers that share a plan differ in their rank only."""
+        plans = cast(_Planned, compiled.handle).plans
+        widths = [itemsize(spec.dtype) for spec in plans.publication.manifest.tensors]
+        sizes: dict[int, list[int]] = {}
+        edges: dict[WorkerKey, list[manager_pb2.EdgeReport]] = {}
+        for worker in (each for each in task.workers if each.key in compiled.plans):
+            plan = plans.workers[worker.key]
+            if id(plan) not in sizes:
+                needs = self._parsed(worker.needs, weights_pb2.WorkerNeeds(), "what a worker needs").needs
+                read = [0] * len(plan.sources)
+                for piece in plan.pieces:
+                    box = Box(tuple(piece.start), tuple(piece.stop))
+                    read[piece.source] += box.volume * widths[needs[piece.need].tensor]
+                sizes[id(plan)] = read
+            edges[worker.key] = [
+                manager_pb2.EdgeReport(
+                    source=source.source,
+                    source_rank=source.rank if source.HasField("rank") else None,
+                    worker_rank=worker.key[1],
+                    transport=source.transport,
+                    reason=source.reason,
+                    bytes=size,
+                )
+                for source, size in zip(plan.sources, sizes[id(plan)], strict=True)
+            ]
+        return edges
 
     def _requests(self, task: CompilePlans) -> tuple[list[PlanRequest], dict[str, weights_pb2.Problem]]:
         """What the workers need, and by their names the replicas of which a worker has told something unreadable."""

@@ -25,7 +25,7 @@ from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, 
 from ckpt_engine.manager.http_page import add_docs, add_page
 from ckpt_engine.manager.http_trace import add_traces
 from ckpt_engine.manager.http_updates import add_updates
-from ckpt_engine.manager.kept_views import Lines, Overviews, Seen
+from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.publishers import Publishers
@@ -119,14 +119,17 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
 
 
 def _add_replicas(app: FastAPI, manager: Shown) -> None:
+    lists = ReplicaLists(manager)
+
     @app.get(
         "/v1/replicas",
         tags=["look"],
+        response_model=views.ReplicaList,
         summary="All replicas",
         description="With their workers, GPUs and last outcomes: large, where there are many.",
     )
-    async def replicas() -> views.ReplicaList:
-        return views.ReplicaList(replicas=[views.Replica.of(replica) for replica in manager.status().replicas])
+    async def replicas() -> Response:
+        return Response(lists.told(), media_type="application/json")
 
     @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica")
     async def replica(name: str) -> views.Replica:

@@ -35,6 +35,7 @@ class FromDirectory(BaseModel):
     prefetch: Literal["auto", "always", "never"] = "auto"
     until: Literal["installed", "held"] = "installed"
     check_finite: bool = False
+    dry_run: bool = Field(False, description="only tell what an update would do")
 
     def request(self) -> manager_pb2.UpdateFromDirectoryRequest:
         """The same as a message."""
@@ -50,6 +51,7 @@ class FromDirectory(BaseModel):
             until=self.until.upper(),
             pool=self.pool,
             check_finite=self.check_finite,
+            dry_run=self.dry_run,
         )
 
 

@@ -1,9 +1,9 @@
 """What must survive a manager: which cluster this is, which epochs are spent, what was about to happen and what did.
 
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents, reports and which version each replica is to serve; what replicas hold is never in here, only the workers know
-that. All statements run on one thread of the ledger's own, in the order of the calls, so the event loop never waits
-for a disk.
+intents, reports, which version each replica is to serve and which of them operators hold; what replicas serve is never
+in here, only the workers know that. All statements run on one thread of the ledger's own, in the order of the calls,
+so the event loop never waits for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents, and of what is older the last
 intent of each lineage and every commit that is still some replica's newest.
@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Found
+from ckpt_engine.machines.events import Found, OperatorHold
 from ckpt_engine.machines.manager.versions import Commit, Recorded
 from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
 from ckpt_engine.v1 import manager_pb2
@@ -171,6 +171,36 @@ class Ledger:
 
         await self._run(statements)
         self.written(epoch)
+
+    async def record_hold(self, replica: str, reason: str) -> OperatorHold:
+        """Stores that an operator holds a replica. One that is held keeps its time, and gets this reason."""
+
+        def statements() -> OperatorHold:
+            with self._connection:
+                self._spend(0)
+                self._connection.execute(
+                    "INSERT INTO holds VALUES (?, ?, ?) ON CONFLICT (replica) DO UPDATE SET reason = excluded.reason",
+                    (replica, time.time(), reason),
+                )
+                row = self._connection.execute("SELECT since, reason FROM holds WHERE replica = ?", (replica,))
+                return OperatorHold(*row.fetchone())
+
+        return await self._run(statements)
+
+    async def record_release(self, replica: str) -> None:
+        """Stores that no operator holds a replica any more."""
+
+        def statements() -> None:
+            with self._connection:
+                self._spend(0)
+                self._connection.execute("DELETE FROM holds WHERE replica = ?", (replica,))
+
+        await self._run(statements)
+
+    async def holds(self) -> dict[str, OperatorHold]:
+        """The replicas that operators hold, by name."""
+        rows = await self._run(lambda: self._connection.execute("SELECT replica, since, reason FROM holds").fetchall())
+        return {replica: OperatorHold(since, reason) for replica, since, reason in rows}
 
     async def recorded(self) -> Recorded:
         """The commits that are some replica's newest, and the last one of each lineage."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.host.owned import unwritable
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 _MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
 _HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
+_HOLDS = "CREATE TABLE holds (replica TEXT PRIMARY KEY, since REAL NOT NULL, reason TEXT NOT NULL) STRICT;"
 _SCHEMA = f"""
 CREATE TABLE cluster (
     id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
@@ -28,6 +29,7 @@ CREATE TABLE intents (
 CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REAL NOT NULL) STRICT;
 {_MEANT}
 {_HIGHEST}
+{_HOLDS}
 """
 
 _MIGRATIONS = {
@@ -38,6 +40,7 @@ _MIGRATIONS = {
     + """json_each(CASE selection WHEN '[]' THEN '[""]' ELSE selection END) AS name GROUP BY name.value;""",
     4: _HIGHEST + "INSERT INTO highest SELECT lineage, max(version), root FROM intents GROUP BY lineage;",
     5: "ALTER TABLE intents ADD COLUMN late INTEGER NOT NULL DEFAULT 0;",
+    6: _HOLDS,
 }
 """From a schema to the next one."""
 

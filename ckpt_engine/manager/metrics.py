@@ -250,9 +250,13 @@ class _Current(Collector):
             "For how long it has not held what it is to serve; 0: it does, or nothing is meant for it.",
             labels=("replica",),
         )
+        held = GaugeMetricFamily(
+            "ckpt_engine_replica_held", "1 while an operator holds it: no update is for it.", labels=("replica",)
+        )
         self._forget_gone(status)
         for replica in status.replicas:
             drift.add_metric((replica.name,), replica.drift.seconds)
+            held.add_metric((replica.name,), int(replica.HasField("hold")))
             for each in REPLICA_STATES:
                 state.add_metric((replica.name, each), int(each == replica_state(replica)))
             if replica.HasField("identity"):
@@ -261,7 +265,7 @@ class _Current(Collector):
                     lag.add_metric((replica.name,), status.latest.version - replica.identity.version)
             if replica.name in self.replicas:
                 since.add_metric((replica.name,), max(0.0, time.time() - self.replicas[replica.name]))
-        yield from (state, version, lag, since, drift)
+        yield from (state, version, lag, since, drift, held)
 
 
 def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:

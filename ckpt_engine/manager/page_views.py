@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.version import Version
+from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.status import Watched
@@ -40,7 +41,7 @@ _STATES = {
 
 
 class Asker(BaseModel):
-    """Who asks. operates: may retry and evict replicas."""
+    """Who asks. operates: may retry, hold and evict replicas."""
 
     who: str
     operates: bool
@@ -58,6 +59,7 @@ class ReplicaLine(BaseModel):
     state: str = Field(description="serving, updating, asleep, quarantined, closed or away")
     reason: str = Field(description="why it does not serve; empty if it does")
     drift: str = Field(description="why it does not hold what it is to serve; empty if it does")
+    hold: str = Field(description="that an operator holds it, since when and why; empty: none does")
     unfit: str = Field(description="why it is left out of updates: it could not take what was published last")
     label_problem: str = Field(description="why the version that its engine itself names may be wrong")
     identity: Identity | None = Field(description="set when all workers agree")
@@ -75,6 +77,7 @@ class ReplicaLine(BaseModel):
         seen: manager_pb2.WatchedReplica,
         latest: Version | None,
         drift: Drift | None,
+        hold: OperatorHold | None,
     ) -> ReplicaLine:
         outcome, unfit = replica.last_outcome, replica.why_unfit()
         identity = seen.identity if seen.HasField("identity") else None
@@ -89,6 +92,7 @@ class ReplicaLine(BaseModel):
             state=state,
             reason=seen.reason,
             drift="" if drift is None else drift.reason,
+            hold="" if hold is None else hold.told(replica.name),
             unfit="" if unfit is None else unfit.message,
             label_problem=seen.label_problem,
             identity=None if identity is None else Identity.of(identity),
@@ -184,6 +188,7 @@ class Everything(BaseModel):
         replicas: Mapping[str, Replica],
         watched: Watched,
         drifts: Mapping[str, Drift],
+        holds: Mapping[str, OperatorHold],
         manager: str,
         refused: int,
     ) -> Everything:
@@ -193,7 +198,7 @@ class Everything(BaseModel):
         lines = []
         for name, seen in watched.replicas.items():
             latest = watched.latest.get(seen.identity.lineage)
-            lines.append(ReplicaLine.of(replicas[name], seen, latest, drifts.get(name)))
+            lines.append(ReplicaLine.of(replicas[name], seen, latest, drifts.get(name), holds.get(name)))
         return cls(
             cluster=status.fence.cluster,
             epoch=status.fence.epoch,

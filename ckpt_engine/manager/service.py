@@ -156,6 +156,10 @@ class ManagerServer:
         """The replicas that do not hold what they are to serve, by name."""
         return self._shell.drifts()
 
+    def holds(self) -> Mapping[str, events.OperatorHold]:
+        """The replicas that operators hold, by name."""
+        return self._shell.holds()
+
     @property
     def changes(self) -> int:
         """A number that is the same as long as `status` and `watched` tell the same."""
@@ -176,10 +180,10 @@ class ManagerServer:
         return self._shell.watched()
 
     async def operate(self, request: OperatorRequest) -> OperatorResponse:
-        """Retries or evicts a replica, as the gRPC calls do. Raises CkptEngineError."""
+        """Retries, holds, releases or evicts a replica, as the gRPC calls do. Raises CkptEngineError."""
         if self._stopping:
             raise stopping()
-        kind = "retry" if isinstance(request, manager_pb2.RetryReplicaRequest) else "evict"
+        kind = request.DESCRIPTOR.name.removesuffix("ReplicaRequest").lower()
         response = await self._shell.answer(kind, lambda call: events.OperatorCall(call, request))
         return cast(OperatorResponse, response)
 
@@ -222,6 +226,7 @@ class ManagerServer:
             await self.ledger.recorded(),
             await self.ledger.highest(),
             await self.ledger.identities(),
+            await self.ledger.holds(),
         )
         self._shell = Shell(machine, tasks, blobs, self.metrics)
         publishers = Publishers(checked_roots(config.directories), config.deadlines)

@@ -149,6 +149,20 @@ class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
         await self._admit(context, "operator")
         return await self._answer("retry", lambda call: events.OperatorCall(call, request), context)
 
+    async def HoldReplica(  # noqa: N802
+        self, request: manager_pb2.HoldReplicaRequest, context: Context
+    ) -> ProtobufMessage:
+        caller = await self._admit(context, "operator")
+        log.info("hold replica=%r reason=%r caller=%r", request.name, request.reason, caller.who)
+        return await self._answer("hold", lambda call: events.OperatorCall(call, request), context)
+
+    async def ReleaseReplica(  # noqa: N802
+        self, request: manager_pb2.ReleaseReplicaRequest, context: Context
+    ) -> ProtobufMessage:
+        caller = await self._admit(context, "operator")
+        log.info("release replica=%r caller=%r", request.name, caller.who)
+        return await self._answer("release", lambda call: events.OperatorCall(call, request), context)
+
     async def EvictReplica(  # noqa: N802
         self, request: manager_pb2.EvictReplicaRequest, context: Context
     ) -> ProtobufMessage:

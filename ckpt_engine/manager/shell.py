@@ -18,7 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError, internal, unavailable
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent, Peer
 from ckpt_engine.machines.manager.drift import Drift
-from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.machine import LeaseEnd, ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.machines.wire import pack
@@ -37,6 +37,9 @@ SESSION_QUEUE = 1024
 
 CALL_QUEUE = 4096
 """Events that may wait for one caller; from half of it on, progress is dropped and only reports are kept."""
+
+BEATS = (manager_pb2.Heartbeat, manager_pb2.ReplicaHeartbeat, manager_pb2.Progress)
+"""Nearly all messages that there are."""
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -63,6 +66,8 @@ class Shell:
         self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
         self._shown = 0
+        self._status: manager_pb2.GetStatusResponse | None = None
+        self._status_of = 0  # how many changes it knows of
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,8 +143,17 @@ class Shell:
         return self._machine.changes
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers. replicas: False leaves them out."""
-        return self._machine.status(replicas=replicas)
+        """What GetStatus answers. replicas: False leaves them out. To be read only: while nothing changes it is the
+        same message, in which only the times of drifts are new."""
+        if not replicas:
+            return self._machine.status(replicas=False)
+        if self._status is None or self._status_of != self._machine.changes:
+            self._status, self._status_of = self._machine.status(), self._machine.changes
+        elif drifts := self._machine.drifts():
+            for replica in self._status.replicas:
+                if replica.name in drifts:
+                    replica.drift.CopyFrom(drifts[replica.name].message())
+        return self._status
 
     def replicas(self) -> Mapping[str, Replica]:
         """All of them by name. To be read only, and at once."""
@@ -148,6 +162,10 @@ class Shell:
     def drifts(self) -> dict[str, Drift]:
         """The replicas that do not hold what they are to serve, by name."""
         return self._machine.drifts()
+
+    def holds(self) -> Mapping[str, events.OperatorHold]:
+        """The replicas that operators hold, by name."""
+        return self._machine.holds()
 
     def watched(self) -> Watched:
         """What WatchReplicas tells."""
@@ -191,10 +209,9 @@ class Shell:
         if self._machine.changes == self._shown:
             return
         self._shown = self._machine.changes
-        beat = _changes_no_blobs(event)
-        if not beat:
+        if not _claims_no_blobs(event):
             self._pin()
-        self.watchers.changed(beat)
+        self.watchers.changed(beat=isinstance(event, events.Message) and isinstance(event.body, BEATS))
 
     def _fail(self, event: object, problem: weights_pb2.Problem) -> None:
         """Tells everybody who waits for the machine. Whose message it was is not to send it again; the others are."""
@@ -263,11 +280,12 @@ class Shell:
         self._pinned = wanted
 
 
-def _changes_no_blobs(event: object) -> bool:
-    """Heartbeats are nearly all events there are, so they are spared the look at what is pinned."""
-    return isinstance(event, events.Message) and isinstance(
-        event.body, (manager_pb2.Heartbeat, manager_pb2.ReplicaHeartbeat, manager_pb2.Progress)
-    )
+def _claims_no_blobs(event: object) -> bool:
+    """Whether nothing that must stay can begin with it. Those that come from each replica in each update are spared the
+    look at what all of them need; what ends with one is let go of at the next other event."""
+    if isinstance(event, events.TimerFired):
+        return isinstance(event.key, LeaseEnd)
+    return isinstance(event, events.Message) and isinstance(event.body, (*BEATS, manager_pb2.ReplicaOutcome))
 
 
 def _ending(problem: weights_pb2.Problem) -> weights_pb2.Problem:

@@ -59,6 +59,10 @@ class Tasks:
                 await self._ledger.record_intent(epoch, identity, selection)
             case events.ReadCommits():
                 return await self._ledger.recorded()
+            case events.RecordHold(replica, reason):
+                return await self._ledger.record_hold(replica, reason)
+            case events.RecordRelease(replica):
+                await self._ledger.record_release(replica)
             case events.FindReport(lineage, version):
                 return await self._ledger.last_update(lineage, version)
             case events.RecordOutcome(report):

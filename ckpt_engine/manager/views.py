@@ -119,6 +119,7 @@ class ReplicaOutcome(BaseModel):
     epoch: int
     outcome: str = Field(description="new_serving, old_serving, quarantined or not_reached")
     problem: Problem | None
+    operator_hold: bool = Field(description="it was left out since an operator holds it, and does not count")
     label_problem: str
     before: Identity | None
     after: Identity | None
@@ -136,6 +137,7 @@ class ReplicaOutcome(BaseModel):
             epoch=outcome.fence.epoch,
             outcome=enum_word(manager_pb2.Outcome, outcome.outcome),
             problem=_problem(outcome),
+            operator_hold=outcome.operator_hold,
             label_problem=outcome.label_problem,
             before=Identity.of(outcome.before) if outcome.HasField("before") else None,
             after=Identity.of(outcome.after) if outcome.HasField("after") else None,
@@ -186,6 +188,17 @@ class Drift(BaseModel):
         return cls(reason=drift.reason, seconds=drift.seconds, next_attempt_seconds=after)
 
 
+class OperatorHold(BaseModel):
+    """That an operator holds a replica: nothing brings it to what it is to serve until it is released."""
+
+    since: float = Field(description="when it was held first, seconds since 1970")
+    reason: str = Field(description="for people; may be empty")
+
+    @classmethod
+    def of(cls, hold: manager_pb2.OperatorHold) -> OperatorHold:
+        return cls(since=hold.since, reason=hold.reason)
+
+
 class Replica(BaseModel):
     """A rollout replica as the manager sees it."""
 
@@ -203,6 +216,7 @@ class Replica(BaseModel):
     identity: Identity | None = Field(description="what it holds; set when all workers agree")
     desired: Identity | None = Field(description="what it is to serve; null: nothing, until an update is for it")
     drift: Drift | None = Field(description="null: it holds what it is to serve")
+    hold: OperatorHold | None = Field(description="null: no operator holds it")
     workers: list[Worker]
     last_outcome: ReplicaOutcome | None
     unfit: Problem | None = Field(description="why it could not take the version that it was asked to take last")
@@ -226,6 +240,7 @@ class Replica(BaseModel):
             identity=Identity.of(replica.identity) if replica.HasField("identity") else None,
             desired=Identity.of(replica.desired) if replica.HasField("desired") else None,
             drift=Drift.of(replica.drift) if replica.HasField("drift") else None,
+            hold=OperatorHold.of(replica.hold) if replica.HasField("hold") else None,
             workers=[Worker.of(worker, gpus.get(worker.rank, ())) for worker in replica.workers],
             last_outcome=ReplicaOutcome.of(replica.last_outcome) if replica.HasField("last_outcome") else None,
             unfit=Problem.of(replica.unfit) if replica.HasField("unfit") else None,

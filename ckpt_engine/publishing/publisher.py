@@ -73,7 +73,7 @@ class Publisher:
         except BaseException:
             self.close()
             raise
-        if report.ok:
+        if report.ok and not report.dry_run:
             self._last = _asked(request), files, report
         return report
 
@@ -104,6 +104,7 @@ class Publisher:
             pool=request.pool,
             prefetch=_word(manager_pb2.Prefetch, request.prefetch, "prefetch") or "auto",
             until=_word(manager_pb2.Until, request.until, "until") or "installed",
+            dry_run=request.dry_run,
             on_progress=told,
         ).message
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import check_pool
-from ckpt_engine.trainer.arguments import checked_count, checked_names, checked_version, choice
+from ckpt_engine.trainer.arguments import checked_count, checked_flag, checked_names, checked_version, choice
 from ckpt_engine.v1 import manager_pb2
 
 PAUSE_MODES: Mapping[str, manager_pb2.PauseMode] = {
@@ -40,6 +40,7 @@ def update_request(
     min_replicas: int | None,
     prefetch: str,
     until: str,
+    dry_run: bool = False,
 ) -> manager_pb2.UpdateWeightsRequest:
     """The request of an update: everything but who calls. Raises INVALID_ARGUMENT for what cannot be."""
     if version is not None:
@@ -53,6 +54,7 @@ def update_request(
     if min_replicas is not None:
         checked_count("min_replicas", min_replicas, "replicas")
     checked_names("replicas", replicas)
+    checked_flag("dry_run", dry_run)
     return manager_pb2.UpdateWeightsRequest(
         version=version,
         pause_mode=mode,
@@ -62,4 +64,5 @@ def update_request(
         pool=pool,
         prefetch=choice("prefetch", prefetch, PREFETCH),
         until=choice("until", until, UNTIL),
+        dry_run=dry_run,
     )

@@ -228,6 +228,7 @@ class Trainer:
         pool: str | None = None,
         prefetch: str = "auto",
         until: str = "installed",
+        dry_run: bool = False,
         on_progress: Progress | None = None,
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
@@ -239,13 +240,17 @@ class Trainer:
         pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see `request.PAUSE_MODES`.
         timeout: of the whole update, seconds; none: the manager's default.
         min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
-            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected.
+            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected;
+            what an operator holds (`ckpt-engine replica hold`) does not count.
         replicas: only these; empty: all of the pool that are registered and receive weights.
         pool: another one than the trainer's, for this update. All ranks give the same.
         prefetch: "auto", "always" or "never", see `request.PREFETCH`; `report.prefetch` says what was done, and why.
         until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
             Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
             they serve, and count against `min_replicas`. All ranks give the same.
+        dry_run: only prepares and plans: nothing is sealed, paused or written, and no number is used. The report says
+            of each replica over which edges an update would bring it the weights (`outcome` "planned"), or why it
+            would be left out; `report.ok` says whether the update would be. All ranks give the same.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
@@ -262,6 +267,7 @@ class Trainer:
             min_replicas=min_replicas,
             prefetch=prefetch,
             until=until,
+            dry_run=dry_run,
         )
         request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
         with self._alone("update_weights"):
@@ -286,7 +292,7 @@ class Trainer:
                     self._kept.update(refused.problem.kept)
                     publish()
                 else:
-                    self._publish_kept = None
+                    self._publish_kept = self._publish_kept if dry_run else None
                     return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:

@@ -99,6 +99,16 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.FromString,
                 _registered_method=True)
+        self.HoldReplica = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/HoldReplica',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaResponse.FromString,
+                _registered_method=True)
+        self.ReleaseReplica = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/ReleaseReplica',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaResponse.FromString,
+                _registered_method=True)
         self.EvictReplica = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/EvictReplica',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
@@ -217,8 +227,21 @@ class CheckpointEngineManagerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetryReplica(self, request, context):
-        """For operators. Neither changes what a worker holds by itself.
+        """For operators. None changes what a worker holds by itself.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldReplica(self, request, context):
+        """Once it has returned, the hold is on the disk: it outlives the manager.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseReplica(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -321,6 +344,16 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.RetryReplica,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.SerializeToString,
+            ),
+            'HoldReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldReplica,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaResponse.SerializeToString,
+            ),
+            'ReleaseReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseReplica,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaResponse.SerializeToString,
             ),
             'EvictReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.EvictReplica,
@@ -699,6 +732,60 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/RetryReplica',
             ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.RetryReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/HoldReplica',
+            ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.HoldReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/ReleaseReplica',
+            ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.ReleaseReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

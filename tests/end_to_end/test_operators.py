@@ -1,4 +1,4 @@
-"""What an operator does about one replica: `ckpt-engine replica retry` and `ckpt-engine replica evict`."""
+"""What an operator does about one replica: `ckpt-engine replica retry`, `hold`, `release` and `evict`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def test_a_replica_that_could_not_be_brought_is_tried_again_and_an_evicted_one_e
         assert "replica late: it is brought to version 1 of lineage 'late'" in tried.stdout
         late.serving(1)
         assert "nothing is to be done: it serves version 1" in operate(cluster, "retry", "late").stdout
+
+        held = operate(cluster, "hold", "late", "--reason", "it is looked at")
+        assert held.returncode == 0, held.stderr
+        assert "replica late: held by an operator since 20" in held.stdout
+        assert "(it is looked at): release it with `ckpt-engine replica release late`" in held.stdout
+        cluster.restart_manager()
+        late.serving(1)
+        assert "late: it is held by an operator since 20" in as_text(cluster, "status")
+        assert operate(cluster, "retry", "late").returncode == 0, "it holds what it is to serve"
+        refused = operate(cluster, "release", "nobody")
+        assert refused.returncode == 1
+        assert "there is no replica 'nobody'" in refused.stderr
+        assert operate(cluster, "release", "late").stdout == "replica late: released; it holds what it is to serve\n"
 
         engine = late.workers()[0]
         evicted = operate(cluster, "evict", "late", "--reason", "its host is needed")

@@ -237,7 +237,7 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
             "ALTER TABLE intents DROP COLUMN late; "
-            "DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 1;"
+            "DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; PRAGMA user_version = 1;"
         )
     connection.close()
     again = await Ledger.open(path)
@@ -258,7 +258,8 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     await ledger.close()
     connection = sqlite3.connect(path)
     connection.executescript(
-        "ALTER TABLE intents DROP COLUMN late; DROP TABLE meant; DROP TABLE highest; PRAGMA user_version = 3;"
+        "ALTER TABLE intents DROP COLUMN late; DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; "
+        "PRAGMA user_version = 3;"
     )
     connection.close()
     again = await Ledger.open(path)
@@ -269,6 +270,47 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
         "b": Commit(3, identity(1, "one")),
     }
     await again.close()
+
+
+async def test_a_ledger_of_schema_6_holds_nothing_and_can(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    await (await Ledger.open(path)).close()
+    connection = sqlite3.connect(path)
+    connection.executescript("DROP TABLE holds; PRAGMA user_version = 6;")
+    connection.close()
+    again = await Ledger.open(path)
+    assert await again.holds() == {}
+    await again.record_hold("a", "")
+    assert list(await again.holds()) == ["a"]
+    await again.close()
+
+
+async def test_what_operators_hold_outlives_the_manager(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    first = await ledger.record_hold("a", "")
+    second = await ledger.record_hold("a", "it's odd")
+    other = await ledger.record_hold("b", "")
+    assert (second.since, second.reason) == (first.since, "it's odd")
+    await ledger.close()
+    again = await Ledger.open(path)
+    assert await again.holds() == {"a": second, "b": other}
+    await again.record_release("a")
+    await again.record_release("unknown")
+    assert await again.holds() == {"b": other}
+    await again.close()
+
+
+async def test_a_manager_that_was_overtaken_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE cluster SET generation = generation + 1")
+    connection.close()
+    for call in (ledger.record_hold("a", ""), ledger.record_release("a")):
+        with pytest.raises(CkptEngineError, match="another manager has taken the ledger"):
+            await call
+    await ledger.close()
 
 
 async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_intent(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from test_updates import one_update, refused
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.drift import Drift
+from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.manager import kept_views
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.http_page import FILES
@@ -178,7 +180,7 @@ async def test_the_page_is_open_and_its_facts_want_a_token(config: ManagerConfig
                 told = (await sent("GET", "/v1/overview", role)).json()
                 assert told["asker"]["operates"] is may, role
                 assert token(role) not in str(told)
-                for what in ("retry", "evict"):
+                for what in ("retry", "hold", "release", "evict"):
                     answer = await sent("POST", f"/v1/replicas/one/{what}", role, json={})
                     assert answer.status_code == (404 if may else 403), (role, what)
             assert (await client.post("/v1/replicas/one/evict", json={})).status_code == 401
@@ -205,6 +207,39 @@ async def test_operators_retry_and_evict(
         told = await replica.stream.until(manager_pb2.Refused)
         assert f"was evicted by an operator: because of {EVIL}" in told.problem.message
     assert not manager.status().replicas
+
+
+async def test_operators_hold_and_release(
+    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, config: ManagerConfig, manager: ManagerServer
+) -> None:
+    """What is answered is on the disk, and everything that shows a replica says so."""
+    for name in ("a/b", EVIL):
+        replica = ScriptedReplica(stub, name)
+        await replica.open()
+        path = f"/v1/replicas/{name.replace('/', '%2F')}"
+        assert (await client.get(path)).json()["hold"] is None
+        assert (await client.post(f"{path}/hold", json={"reason": "x" * 501})).status_code == 422
+        assert (await client.post(f"{path}/release", json={"reason": "x"})).status_code == 422
+        held = (await client.post(f"{path}/hold", json={"reason": f"because of {EVIL}"})).json()
+        assert held["reason"] == f"because of {EVIL}"
+        assert (await client.get(path)).json()["hold"] == held
+        assert (await manager.ledger.holds())[name].reason == held["reason"]
+        told = ""
+        while not told:  # an overview may be half a second old
+            overview = (await client.get("/v1/overview")).json()
+            told = next((each["hold"] for each in overview["replicas"] if each["name"] == name), "")
+            await asyncio.sleep(0.05)
+        assert told.startswith("held by an operator since 20")
+        assert told.endswith(f"(because of {EVIL}): release it with `ckpt-engine replica release {name}`")
+        answer = await client.post(f"{path}/retry", json={})
+        assert answer.status_code == 409
+        metrics = (await client.get("/metrics")).text
+        assert metrics.count("ckpt_engine_replica_held{") == metrics.count("ckpt_engine_replica_drift_seconds{")
+        assert sum(line.endswith(" 1.0") for line in metrics.splitlines() if "replica_held{" in line) == 1
+        answer = await client.post(f"{path}/release", json={})
+        assert answer.json() == {"message": "released; nothing is meant for it yet"}
+        assert (await client.get(path)).json()["hold"] is None
+        assert await manager.ledger.holds() == {}
 
 
 async def test_an_overview_says_who_lags_and_who_is_waited_for(
@@ -308,7 +343,7 @@ def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_
     replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.QUARANTINED)
     seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.CLOSED, reason="its worker is dead")
     drift = Drift(Version("run", 0, b""), "it is tried again", 1.0, 5.0) if drifts else None
-    line = ReplicaLine.of(replica, seen, None, drift)
+    line = ReplicaLine.of(replica, seen, None, drift, None)
     assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
 
 
@@ -354,6 +389,87 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
         for caller in (one, other):
             assert told(caller)["replicas"][0]["state"] == ("serving" if serving else "closed")
         assert len(built) == expected, "what changes nothing is not looked at"
+
+
+async def test_replicas_are_copied_once_for_all_who_look_while_nothing_changes(
+    client: httpx.AsyncClient,
+    manager: ManagerServer,
+    stub: CheckpointEngineManagerStub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = []
+    original = ManagerMachine.status
+
+    def status(machine: ManagerMachine, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
+        copied.append(replicas)
+        return original(machine, replicas=replicas)
+
+    monkeypatch.setattr(ManagerMachine, "status", status)
+    replica = ScriptedReplica(stub, "a")
+    await replica.open()
+    await answered(replica, 1)
+    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+
+    async def looked_at() -> set[str]:
+        """Its state, as each of those who look sees it."""
+        (listed,) = (await client.get("/v1/replicas")).json()["replicas"]
+        alone = (await client.get("/v1/replicas/a")).json()
+        assert alone == listed
+        found = (await client.get("/metrics")).text.splitlines()
+        (counted,) = (line.split('"')[3] for line in found if "replica_state{" in line and line.endswith(" 1.0"))
+        (told,) = (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).replicas
+        return {listed["state"], counted, replica_state(told)}
+
+    copied.clear()
+    for number, (serving, copies) in enumerate([(True, 1), (True, 1), (False, 2), (False, 2)], 10):
+        beat = manager_pb2.ReplicaHeartbeat(sequence=number, workers=replica.workers, serving=serving)
+        await replica.stream.send(heartbeat=beat)
+        await answered(replica, number)
+        assert await looked_at() == {"serving" if serving else "closed"}
+        assert copied.count(True) == copies, "what changes nothing is not copied"
+
+
+async def test_what_each_replica_says_in_each_update_costs_no_look_at_what_all_need(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    original = ManagerMachine.blobs_in_use
+    monkeypatch.setattr(ManagerMachine, "blobs_in_use", lambda machine: looks.append(1) or original(machine))
+    replica = ScriptedReplica(stub, "a")
+    await replica.open()
+    await answered(replica, 1)
+    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+    assert looks
+    fence = manager.status().fence
+    looks.clear()
+    await replica.stream.send(progress=manager_pb2.Progress(fence=fence, stage=manager_pb2.TRANSFER))
+    await replica.stream.send(outcome=manager_pb2.ReplicaOutcome(replica="a", fence=fence))
+    closed = manager_pb2.ReplicaHeartbeat(sequence=10, workers=replica.workers, closed_reason="it is closed")
+    await replica.stream.send(heartbeat=closed)
+    await answered(replica, 10)
+    assert not looks
+
+
+async def test_the_times_of_drifts_go_on_while_nothing_changes(
+    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drift is made up: a real one comes from an update, whose traces are changes."""
+    now = [100.0]
+    version = Version("run", 0, b"")
+    monkeypatch.setattr(
+        ManagerMachine, "drifts", lambda machine: {"a": Drift(version, f"since {now[0]:g}", now[0], 200 - now[0])}
+    )
+    replica = ScriptedReplica(stub, "a")
+    await replica.open()
+    await answered(replica, 1)
+    lists = kept_views.ReplicaLists(manager, lambda: now[0])
+    for passed, expected in ((0.0, 100.0), (0.4, 100.0), (0.2, 100.6)):
+        now[0] += passed
+        (listed,) = json.loads(lists.told())["replicas"]
+        assert listed["drift"]["seconds"] == pytest.approx(expected)
+        (told,) = manager.status().replicas
+        assert (told.drift.seconds, told.drift.next_attempt_seconds) == pytest.approx((now[0], 200 - now[0]))
+    assert told.drift.reason == "since 100.6"
 
 
 async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path) -> None:

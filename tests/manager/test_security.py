@@ -165,6 +165,8 @@ async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> N
             stub.Wake(manager_pb2.WakeRequest(), timeout=60),
             stub.EvictReplica(manager_pb2.EvictReplicaRequest(name="one"), timeout=60),
             stub.RetryReplica(manager_pb2.RetryReplicaRequest(name="one"), timeout=60),
+            stub.HoldReplica(manager_pb2.HoldReplicaRequest(name="one"), timeout=60),
+            stub.ReleaseReplica(manager_pb2.ReleaseReplicaRequest(name="one"), timeout=60),
             stub.HasBlob(manager_pb2.BlobRef(), timeout=60),
             put(stub, weights_pb2.Manifest()),
             stub.GetBlob(manager_pb2.BlobRef(), timeout=60).read(),

@@ -82,8 +82,8 @@ class Chaos:
             self.holder_copies,
             self.somebody_prepares,
         ]
-        if self.somebody_goes_back.__name__ in self.scenario.slant.often:
-            actions.append(self.somebody_goes_back)
+        operated = (self.somebody_goes_back, self.somebody_holds)
+        actions += [action for action in operated if action.__name__ in self.scenario.slant.often]
         if self.scenario.crashes:
             actions += [
                 self.manager_restarts,
@@ -327,6 +327,18 @@ class Chaos:
             self.scenario.faults.wire_cuts -= {cut}
 
         self.world.after(self.world.random.choice((0.3, 2.0, 6.0)), mend)
+
+    def somebody_holds(self) -> None:
+        """An operator holds a replica, or lets one go."""
+        manager, agent = self.scenario.cluster.manager, self._some_agent()
+        if manager is None or not manager.alive or agent is None:
+            return
+        if agent.name in manager.ledger.holds:
+            self.world.note(f"somebody releases {agent.name}")
+            manager.operate(manager_pb2.ReleaseReplicaRequest(name=agent.name))
+        else:
+            self.world.note(f"somebody holds {agent.name}")
+            manager.operate(manager_pb2.HoldReplicaRequest(name=agent.name))
 
     def somebody_goes_back(self) -> None:
         """An operator names a version that was meant for installing once, mostly one that a holder has a copy of, and

@@ -31,6 +31,7 @@ class Healed:
         self._move_those_of_other_clusters()
         self.world.run(self.world.now + 2 * self.scenario.deadlines.lease + self.scenario.deadlines.update / 2)
         self._nobody_gave_up()
+        self._release_all()
         self._evict_the_dead()
         self._wake_all()
         self._nothing_is_paused()
@@ -69,6 +70,12 @@ class Healed:
         for agent in self.scenario.agents.values():
             if agent.ended is not None and agent.alive:
                 raise BrokenPromiseError(f"the agent of {agent.name} gave up: {agent.ended.message}")
+
+    def _release_all(self) -> None:
+        manager = self.scenario.cluster.manager
+        assert manager is not None
+        for name in list(manager.machine.holds()):
+            manager.operate(manager_pb2.ReleaseReplicaRequest(name=name))
 
     def _evict_the_dead(self) -> None:
         """Killed for good, with their engines: only an operator knows that, and until then they count as missing."""

@@ -11,7 +11,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, precondition
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
-from ckpt_engine.machines.events import Call, Peer
+from ckpt_engine.machines.events import Call, OperatorHold, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.state import EpochRetry
 from ckpt_engine.machines.manager.update import Update
@@ -45,6 +45,9 @@ class Ledger:
     highest: dict[str, Version] = field(default_factory=dict)
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
+    holds: dict[str, OperatorHold] = field(default_factory=dict)
+    promised: dict[str, int] = field(default_factory=dict)  # replicas of which an operator was told that they are held,
+    # since which epoch; until somebody asks for their release
 
     def open(self) -> int:
         """Takes it over; raises FAILED_PRECONDITION if it cannot be written."""
@@ -69,6 +72,8 @@ class Ledger:
             highest=dict(self.highest),
             reports=dict(self.reports),
             late=set(self.late),
+            holds=dict(self.holds),
+            promised={name: epoch for name, epoch in self.promised.items() if name in self.holds},
         )
 
     def recorded(self) -> Recorded:
@@ -111,6 +116,7 @@ class ManagerShell(Shell):
             recorded=ledger.recorded(),
             highest=highest,
             identities=tuple(ledger.intents.values()),
+            holds=dict(ledger.holds),
         )
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
@@ -119,6 +125,7 @@ class ManagerShell(Shell):
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
         self.sleep_calls: dict[Call, Signal] = {}
+        self._holding: dict[Call, str] = {}  # the replica that a call is to hold
         self.progress: list[manager_pb2.UpdateProgress] = []  # of all updates
         self._names = 0
         self._writes: list[Signal] = []
@@ -216,6 +223,10 @@ class ManagerShell(Shell):
         self._names += 1
         call = Call(f"call-{self._names}")
         over = self.sleep_calls[call] = Signal()
+        if isinstance(request, manager_pb2.HoldReplicaRequest):
+            self._holding[call] = request.name
+        elif isinstance(request, manager_pb2.ReleaseReplicaRequest | manager_pb2.EvictReplicaRequest):
+            self.ledger.promised.pop(request.name, None)
         self.feed(events.OperatorCall(call, request))
         return over
 
@@ -255,6 +266,8 @@ class ManagerShell(Shell):
                 elif call in self.calls:
                     self.calls[call].report = event.report
             case events.FinishCall(call, problem, response):
+                if isinstance(response, manager_pb2.HoldReplicaResponse):
+                    self.ledger.promised.setdefault(self._holding[call], self.machine._state.epoch)
                 if call in self.sleep_calls:
                     self.sleep_calls.pop(call).set(problem or response)
                 elif call in self.calls:
@@ -291,6 +304,14 @@ class ManagerShell(Shell):
                     yield 0.01
                 yield from self._written()
                 return self.ledger.recorded()
+            case events.RecordHold(replica, reason):
+                yield from self._written()
+                since = self.ledger.holds[replica].since if replica in self.ledger.holds else self.world.now
+                self.ledger.holds[replica] = OperatorHold(since, reason)
+                return self.ledger.holds[replica]
+            case events.RecordRelease(replica):
+                yield from self._written()
+                self.ledger.holds.pop(replica, None)
             case events.FindReport(lineage, version):
                 yield self.world.between(0.001, 0.02)
                 return self._find(lineage, version)

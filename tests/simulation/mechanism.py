@@ -109,6 +109,7 @@ class Mechanism:
 
     def _intent(self, manager: ManagerShell, task: events.RecordIntent) -> None:
         update = next(each for each in manager.machine._updates.all() if _installs(each, task.epoch))
+        self.check_what_is_held_is_left_alone(manager, update)
         cluster, late = manager.ledger.cluster, update.goal.is_attempt
         commit = manager.machine._state.versions.commit_of(update.goal.replicas[0]) if late else None
         self._commits[cluster, task.epoch] = task.epoch if commit is None else commit.epoch
@@ -344,6 +345,14 @@ class Mechanism:
             case _:
                 raise BrokenPromiseError(f"{replica.name} is to serve {desired} after {before}, because of {event}")
 
+    def check_what_is_held_is_left_alone(self, manager: ManagerShell, update: Update) -> None:
+        """Once an operator was told that a replica is held, no attempt of its own gets an intent, and no update that
+        begins later is for it, also after the manager was restarted."""
+        promised = {} if manager.generation != manager.ledger.generation else manager.ledger.promised
+        for name in update._recipients.prepared():
+            if name in promised and (update.goal.is_attempt or update.number > promised[name]):
+                raise BrokenPromiseError(f"{name} is held by an operator, and {update.describe()} is for it")
+
     def check_it_stands_still_for_a_reason(self, manager: ManagerShell, replica: Replica, content: Content) -> None:
         """A replica that is connected and does not hold what it is to serve is being brought to it, or there is a timer
         for that, or a reason that is told."""
@@ -439,6 +448,7 @@ REASONS: dict[str, Judge] = {
         replica.name in goal.replicas for goal in _goals(manager)
     ),
     "told: its engine is not there": lambda manager, replica, content: not replica.workers,
+    "told: an operator holds it": lambda manager, replica, content: replica.name in manager.machine.holds(),
     "told: asleep": lambda manager, replica, content: replica.asleep,
     "told: its engine can never load it": lambda manager, replica, content: manager.machine._catch_up._never_loads(
         replica, content

@@ -19,6 +19,10 @@ OPERATED_EVERY = 5
 leaves less time for others: so it is not in every story."""
 
 
+HELD = frozenset({"somebody_holds"})
+HELD_EVERY = 6
+"""Of so many stories one has an operator who holds replicas."""
+
 FAR_EVERY = 4
 """Of so many stories one is on several hosts."""
 
@@ -71,6 +75,7 @@ class Recipe:
     def tell(self) -> Scenario:
         """Raises BrokenPromiseError."""
         often = OPERATED if self.seed % OPERATED_EVERY == 0 else frozenset[str]()
+        often |= HELD if self.seed % HELD_EVERY == 1 else frozenset[str]()
         relays = "relays" not in self.without
         nodes = self.seed % NODES_EVERY == 1 and "nodes" not in self.without
         slant = Slant(

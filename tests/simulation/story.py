@@ -151,6 +151,14 @@ class Story(Scenario):
         """An operator asks for another try; the answer, or the problem."""
         return self._operate(manager_pb2.RetryReplicaRequest(name=name))
 
+    def hold(self, name: str, reason: str = "") -> Any:
+        """An operator holds a replica; the answer, or the problem."""
+        return self._operate(manager_pb2.HoldReplicaRequest(name=name, reason=reason))
+
+    def release(self, name: str) -> Any:
+        """An operator lets it go; the answer, or the problem."""
+        return self._operate(manager_pb2.ReleaseReplicaRequest(name=name))
+
     def _operate(self, request: events.OperatorRequest) -> Any:
         assert self.cluster.manager is not None
         over = self.cluster.manager.operate(request)

@@ -200,6 +200,8 @@ class CatchUp:
 
     def _hindrance(self, replica: Replica, content: Content) -> str:
         """What of the replica itself keeps it from being brought to a version; empty: nothing."""
+        if (hold := self.state.holds.get(replica.name)) is not None:
+            return f"it is {hold.told(replica.name)}"
         if replica.peer is None:
             return "its agent is not connected"
         if replica.asleep:

@@ -102,6 +102,7 @@ class Course:
         """What runs, for those that must wait for it."""
         goal = self.goal
         what = "rollback" if goal.is_rollback else "update"
+        what = f"dry run of {what}" if goal.dry_run else what
         what = f"bringing up {goal.replicas[0]}: update" if goal.is_attempt else what
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
         return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"

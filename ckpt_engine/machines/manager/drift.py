@@ -14,6 +14,7 @@ from ckpt_engine.machines.manager.catch_up import CatchUp
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Drift:
     reason: str  # for people
     seconds: float  # for so long, as far as this manager knows
     next_attempt: float | None  # seconds from now; None: it waits for something that has no time
+
+    def message(self) -> manager_pb2.Drift:
+        """As it travels."""
+        return manager_pb2.Drift(reason=self.reason, seconds=self.seconds, next_attempt_seconds=self.next_attempt)
 
 
 @dataclass

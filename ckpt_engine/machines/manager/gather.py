@@ -149,6 +149,7 @@ class Gather:
             until=until_of(request),
             pool=request.pool,
             called=self.started,
+            dry_run=request.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
         )
 
@@ -214,12 +215,14 @@ class Gather:
                 request.pool,
                 prefetch_of(request),
                 until_of(request),
+                request.dry_run,
             )
             for rank, request in self.requests.items()
         }
         if len(set(wishes.values())) > 1:
             raise invalid(
-                "the ranks differ in pause mode, pool, replicas, min_replicas, prefetch or until", ranks=sorted(wishes)
+                "the ranks differ in pause mode, pool, replicas, min_replicas, prefetch, until or dry_run",
+                ranks=sorted(wishes),
             )
 
     def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:

@@ -42,6 +42,7 @@ class Goal:
     until: manager_pb2.Until = manager_pb2.INSTALLED  # what its callers wait for
     pool: str = ""  # that of its replicas
     called: float | None = None  # when the first rank called, monotonic seconds; None: none did
+    dry_run: bool = False  # it only prepares and plans, and reports what it would do
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
 
     @property

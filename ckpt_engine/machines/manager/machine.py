@@ -32,6 +32,7 @@ from ckpt_engine.machines.events import (
     ManagerEvent,
     Message,
     OperatorCall,
+    OperatorHold,
     Peer,
     PeerLost,
     RollbackCall,
@@ -49,6 +50,7 @@ from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
 from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer, take_beat, tells_nothing
+from ckpt_engine.machines.manager.operator_holds import HoldWrite, OperatorHolds
 from ckpt_engine.machines.manager.operators import operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
@@ -78,7 +80,8 @@ class ManagerMachine:
     """Decides everything that the manager does.
 
     cluster, epoch: from the ledger, as are recorded, its commits (Ledger.recorded), highest, each lineage's highest
-    number (Ledger.highest), and identities, all versions that it knows (Ledger.identities).
+    number (Ledger.highest), identities, all versions that it knows (Ledger.identities), and holds, those of operators
+    (Ledger.holds).
 
     changes: how many events were taken that may have changed what it shows or does.
     """
@@ -92,6 +95,7 @@ class ManagerMachine:
         recorded: Recorded | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
+        holds: Mapping[str, OperatorHold] | None = None,
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
@@ -106,6 +110,8 @@ class ManagerMachine:
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
         self._late = GivingWay(self._state, self._catch_up, self._turns)
+        self._state.holds |= holds or {}
+        self._holds = OperatorHolds(self._state, self._catch_up, self._late)
         self._sleepers: Sleepers | None = None
         self._restarted = epoch > 0
         self._settled = False
@@ -148,7 +154,7 @@ class ManagerMachine:
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
         """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
-        warnings, holdings = self._recovery.warnings(), self.blobs_in_use()
+        warnings, holdings = [*self._recovery.warnings(), *self._holds.warnings()], self.blobs_in_use()
         drifts = self.drifts() if replicas else None
         answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts)
         answer.waiting_for.extend(name for update in self._updates.all() for name in update.course.waiting_for())
@@ -157,6 +163,10 @@ class ManagerMachine:
     def drifts(self) -> dict[str, Drift]:
         """The replicas that do not hold what they are to serve, by name."""
         return self._drifts.all(self._updates.all(), self._now)
+
+    def holds(self) -> Mapping[str, OperatorHold]:
+        """The replicas that operators hold, by name. To be read only, and at once."""
+        return self._state.holds
 
     def replicas(self) -> Mapping[str, Replica]:
         """All of them by name, as they were heard of last. To be read only, and at once."""
@@ -330,9 +340,15 @@ class ManagerMachine:
             self._state.finish(event.call, error.problem)
 
     def _operator_call(self, event: OperatorCall, now: float) -> None:
-        finish, evicted, problem = operate(self._state, self._catch_up, event)
+        call, request = event.call, event.request
+        if isinstance(request, manager_pb2.HoldReplicaRequest | manager_pb2.ReleaseReplicaRequest):
+            self._holds.join(call, request)
+            return
+        finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
         for member in evicted:
+            if isinstance(member, Replica):
+                self._holds.evicted(member.name)
             self._goodbye(member, problem, now)
 
     def _cancelled(self, call: Call, now: float) -> None:
@@ -414,6 +430,8 @@ class ManagerMachine:
                 self._holdings.planned(key, done)
             case Merge() as key:
                 self._publications.merged(key, done)
+            case HoldWrite() as key:
+                self._holds.written(key, done, now)
             case Correction():
                 pass
             case CommitsRead():

@@ -1,6 +1,6 @@
 """What an operator asks of one replica (another try, or its end) or of one run (its end).
 
-It decides what is answered, and which members are sent away.
+It decides what is answered, and which members are sent away. Holding a replica: `operator_holds`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, not_found, precondition
-from ckpt_engine.machines.events import FinishCall, OperatorCall, OperatorRequest, OperatorResponse
+from ckpt_engine.machines.calls import MemberRequest
+from ckpt_engine.machines.events import Call, FinishCall, OperatorResponse
 from ckpt_engine.machines.manager.catch_up import CatchUp
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.state import State
@@ -18,25 +19,24 @@ Members = Sequence[Replica | Trainer]
 
 
 def operate(
-    state: State, catch_up: CatchUp, event: OperatorCall
+    state: State, catch_up: CatchUp, call: Call, request: MemberRequest
 ) -> tuple[FinishCall, Members, weights_pb2.Problem | None]:
     """The answer, the members that are to be forgotten, and what they hear: their sessions end for good.
 
     The answer is NOT_FOUND for an unknown name, FAILED_PRECONDITION for a try that cannot work.
     """
-    request = event.request
     try:
         if isinstance(request, manager_pb2.EvictTrainerRequest):
             response, evicted, problem = _evict_run(state, request)
         else:
             response, evicted, problem = _operate(state.members.replica(request.name), catch_up, request)
     except CkptEngineError as error:
-        return FinishCall(event.call, error.problem), (), None
-    return FinishCall(event.call, response=response), evicted, problem
+        return FinishCall(call, error.problem), (), None
+    return FinishCall(call, response=response), evicted, problem
 
 
 def _operate(
-    replica: Replica, catch_up: CatchUp, request: OperatorRequest
+    replica: Replica, catch_up: CatchUp, request: manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
     if isinstance(request, manager_pb2.RetryReplicaRequest):
         if replica.peer is None:

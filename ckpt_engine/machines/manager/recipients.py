@@ -67,9 +67,14 @@ class Recipients:
         return len(self._prepared) >= max(1, self._goal.least)
 
     def prepare(self, seconds: float) -> None:
-        """Asks, again, every connected replica whose workers have not answered about this manifest before."""
+        """Asks, again, every connected replica whose workers have not answered about this manifest before; leaves out
+        those that an operator holds."""
         manifest = self._goal.published.manifest
         for name in self.unprepared():
+            if (hold := self._state.holds.get(name)) is not None and not self._goal.is_attempt:
+                self.leave_out(name, precondition(f"it is {hold.told(name)}", replica=name).problem)
+                self.outcomes[name].operator_hold = True
+                continue
             replica = self._state.members.replicas.get(name)
             known = None if replica is None else replica.prepared_for(manifest.digest)
             never = None if replica is None else replica.never_loads(manifest.digest)

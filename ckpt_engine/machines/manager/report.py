@@ -93,9 +93,10 @@ def what_became(
 
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
     """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
-    for; None: all."""
+    for; None: all that no operator holds."""
     new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.NEW_SERVING]
-    report.ok = len(new) >= (len(report.replicas) if min_replicas is None else min_replicas)
+    counted = sum(not outcome.operator_hold for outcome in report.replicas)
+    report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
     report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
 
 

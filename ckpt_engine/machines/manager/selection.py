@@ -70,12 +70,14 @@ def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: f
     """The names of the replicas, in order.
 
     Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
-    those that are connected does not have, and FAILED_PRECONDITION for a replica that receives no weights or if too few
-    are connected, or have been so a moment ago.
+    those that are connected does not have, and FAILED_PRECONDITION for a named replica that an operator holds, for one
+    that receives no weights, or if too few are connected, or have been so a moment ago.
     """
     members = state.members
     check_named(members, request.replicas, request.pool)
     for name in request.replicas:
+        if (hold := state.holds.get(name)) is not None:
+            raise precondition(f"replica {name!r} is {hold.told(name)}, or leave it out of this call", replica=name)
         if not members.replica(name).receives:
             raise precondition(
                 f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name

@@ -24,6 +24,7 @@ from ckpt_engine.machines.events import (
     Key,
     ManagerCommand,
     ManagerTask,
+    OperatorHold,
     Run,
     Send,
     SetTimer,
@@ -75,6 +76,7 @@ class State:
     admission: Admission = field(default_factory=Admission)
     blames: dict[str, int] = field(default_factory=dict)
     pipelines: int = 0
+    holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operator_holds` changes them
 
     @classmethod
     def from_ledger(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.core.version import Fence, Version
+from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
@@ -79,12 +80,15 @@ def status_of(
             answer.holdings.add(owner=owner, bytes=size)
     for name in sorted(state.members.replicas) if drifts is not None else ():
         replica, drift = state.members.replicas[name], None if drifts is None else drifts.get(name)
-        desired = state.versions.of(name) if replica.receives else None
-        answer.replicas.append(_replica(replica, None if desired is None else desired.identity, drift))
+        content = state.versions.of(name) if replica.receives else None
+        desired = None if content is None else content.identity
+        answer.replicas.append(_replica(replica, desired, drift, state.holds.get(name)))
     return answer
 
 
-def _replica(replica: Replica, desired: Version | None, drift: Drift | None) -> manager_pb2.ReplicaStatus:
+def _replica(
+    replica: Replica, desired: Version | None, drift: Drift | None, hold: OperatorHold | None
+) -> manager_pb2.ReplicaStatus:
     found = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
@@ -105,10 +109,10 @@ def _replica(replica: Replica, desired: Version | None, drift: Drift | None) -> 
         unopened=replica.shut.told(replica.boot_ids()),
         desired=None if desired is None else desired.message(),
     )
+    if hold is not None:
+        found.hold.CopyFrom(hold.message())
     if drift is not None:
-        found.drift.reason, found.drift.seconds = drift.reason, drift.seconds
-        if drift.next_attempt is not None:
-            found.drift.next_attempt_seconds = drift.next_attempt
+        found.drift.CopyFrom(drift.message())
     if found.HasField("unfit"):
         found.unfit.kept.clear()
     return found

@@ -20,6 +20,7 @@ from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course, CourseTimer, PhaseEnd
+from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.installing import Entry, Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
@@ -276,12 +277,13 @@ class Update:
                 self._decide_identity(combined.root, now)
 
     def _plan(self, now: float) -> None:
-        if self._too_few():
+        if self._too_few(now):
             return
         self.course.begin("planning", self.state.deadlines.plan, now)
         goal, root = self.goal, b"" if self.goal.sealed is None else self.goal.sealed.root
         workers, members = self._recipients.workers(), self._collecting.replicas
-        self._pipeline.run(CompilePlans(goal.published, workers, self.course.left(now), self._record, root, members))
+        left = self.course.left(now)
+        self._pipeline.run(CompilePlans(goal.published, workers, left, self._record, root, members, goal.dry_run))
 
     def _seal(self, compiled: Compiled, now: float) -> None:
         kept, near = self.goal.sealed is not None, set().union(*near_relays(self.state, self._recipients).values())
@@ -289,7 +291,10 @@ class Update:
             self._plan(now)
             return
         self._recipients.take_unplanned(self._collecting.explained(compiled.unfit), near)
-        if self._too_few():
+        if self._too_few(now):
+            return
+        if self.goal.dry_run:
+            self._foresee(now, compiled)
             return
         self.course.begin("sealing", self.state.deadlines.seal, now)
         reader = self.goal.replicas[0] if kept else ""
@@ -297,14 +302,22 @@ class Update:
         self._pipeline.seal(sealing, self.course.left(now))
         self._go_on(now)
 
-    def _too_few(self, because: Problem | None = None) -> bool:
+    def _too_few(self, now: float, because: Problem | None = None) -> bool:
         """Whether the update is refused since those that are left are not enough. because: what that comes from."""
         problem = self._recipients.too_few()
         if problem is None or self.goal.is_attempt:
             self._recipients.remember_unfit()
-        if problem is not None:
+        if problem is not None and self.goal.dry_run and not problem.kept:
+            self._foresee(now, None, problem)
+        elif problem is not None:
             self._refuse(because or problem)
         return problem is not None
+
+    def _foresee(self, now: float, compiled: Compiled | None, refusal: Problem | None = None) -> None:
+        """The end of a dry run: tells what an update would do, or that it would be refused."""
+        seconds = now - self.course.started
+        self.course.answer(foreseen(self.fence, self.goal, self._recipients, compiled, seconds, refusal))
+        self._release()
 
     def _decide_identity(self, root: bytes, now: float) -> None:
         """The root is known: is this the version that it says it is? Then relays may bring it."""
@@ -346,7 +359,7 @@ class Update:
             return
         if self._relaying is not None:
             self._relaying.conclude()
-            if self._too_few(self._relaying.left or self._relaying.late):
+            if self._too_few(now, self._relaying.left or self._relaying.late):
                 return
         if self._refused_identity(now):
             return

@@ -86,7 +86,7 @@ class Waits:
 
     def over(self, update: Update) -> None:
         """An update has ended: tells those that wait for it."""
-        if update.goal.is_attempt:
+        if update.goal.is_attempt or update.goal.dry_run:
             return
         version = update.goal.lineage, update.goal.version
         if update.report is not None:
@@ -133,10 +133,8 @@ class Waits:
 
 def _to(running: Sequence[Update], version: VersionNumber) -> Update | None:
     """The one of those that run that is to this version."""
-    orders = ((update, update.goal) for update in running)
-    return next(
-        (each for each, goal in orders if not goal.is_attempt and (goal.lineage, goal.version) == version), None
-    )
+    orders = ((update, update.goal) for update in running if not (update.goal.is_attempt or update.goal.dry_run))
+    return next((each for each, goal in orders if (goal.lineage, goal.version) == version), None)
 
 
 def _ended_early(version: VersionNumber, epoch: int | None) -> weights_pb2.Problem:

@@ -95,7 +95,8 @@ function replicaRow() {
     say(host, [named(replica.host), replica.workers > 1 ? counted(replica.workers, "worker") : ""].filter(Boolean).join(", "));
     more.setAttribute("aria-label", `Act on ${named(replica.name)}`);
     const still = replica.state !== "updating";
-    const said = [still && replica.reason, still && !replica.unfit && replica.reason !== replica.drift && replica.drift,
+    const said = [still && replica.reason, replica.hold,
+      still && !replica.hold && !replica.unfit && replica.reason !== replica.drift && replica.drift,
       replica.unfit && `left out of updates: ${replica.unfit}`, replica.label_problem].filter(Boolean).join("; ");
     say(why, said);
     acts.update(replica, overview);

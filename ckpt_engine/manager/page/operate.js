@@ -1,4 +1,4 @@
-// Commands to copy, and buttons for who may retry and evict.
+// Commands to copy, and buttons for who may retry, hold and evict.
 
 import { ask, WAIT_MS } from "./asking.js";
 import { byId, make, say, show } from "./dom.js";
@@ -42,28 +42,31 @@ export function operations() {
   const commands = make("div", { class: "commands" });
   const retry = make("button", { type: "button", class: "main" }, "Retry");
   const evict = make("button", { type: "button", class: "danger" }, "Evict…");
-  const buttons = make("div", { class: "line" }, retry, evict);
+  const hold = make("button", { type: "button" }, "Hold");
+  const buttons = make("div", { class: "line" }, retry, hold, evict);
   const told = make("p", { class: "told", role: "status" });
   const element = make("div", { class: "acts" }, buttons, commands, told);
   let name = "";
   let written = "";
+  let held = false;
 
   async function act(what, body) {
-    retry.disabled = evict.disabled = true;
+    retry.disabled = hold.disabled = evict.disabled = true;
     try {
       const answer = await ask(`/v1/replicas/${encodeURIComponent(name)}/${what}`, body);
-      say(told, what === "retry" ? answer.message : "evicted");
+      say(told, answer.message || (what === "hold" ? "held" : "evicted"));
       told.className = "told good";
     } catch (error) {
       say(told, error.name === "TimeoutError" ? `${what}: no answer within ${WAIT_MS / 1000} s: look at the state`
         : `${what} was not done: ${error.message}`);
       told.className = "told bad";
     } finally {
-      retry.disabled = evict.disabled = false;
+      retry.disabled = hold.disabled = evict.disabled = false;
     }
   }
 
   retry.addEventListener("click", () => act("retry", {}));
+  hold.addEventListener("click", () => act(held ? "release" : "hold", {}));
   evict.addEventListener("click", () => {
     say(byId("evicting-title"), `Evict ${named(name)}?`);
     byId("reason").value = "";
@@ -74,13 +77,15 @@ export function operations() {
 
   function update(replica, overview) {
     name = replica.name;
-    const broken = replica.state === "quarantined" || replica.state === "closed";
+    const broken = (replica.state === "quarantined" || replica.state === "closed") && !replica.hold;
+    held = replica.hold !== "";
+    say(hold, held ? "Release" : "Hold");
     show(buttons, overview.asker.operates);
     show(retry, broken);
-    const key = `${overview.manager} ${broken} ${name}`;
+    const key = `${overview.manager} ${broken} ${held} ${name}`;
     if (key !== written) {
       written = key;
-      const lines = (broken ? ["retry", "evict"] : ["evict"]).map((what) => command(what, overview.manager, name));
+      const lines = [...(broken ? ["retry"] : []), held ? "release" : "hold", "evict"].map((what) => command(what, overview.manager, name));
       commands.replaceChildren(...lines.map(copyable));
     }
   }

@@ -109,7 +109,7 @@ function showFacts() {
 function showFoot() {
   say(byId("about"), `manager ${overview.manager}, cluster ${overview.cluster.slice(0, 8)}, epoch ${overview.epoch}`);
   if (byId("foot").childElementCount) return;
-  const may = overview.asker.operates ? "may retry and evict" : "may only look; retry and evict want the grant operator";
+  const may = overview.asker.operates ? "may retry, hold and evict" : "may only look; to retry, hold and evict wants the grant operator";
   const left = make("span", {}, `ckpt-engine ${overview.software_version}. You are ${overview.asker.who}: ${may}.`);
   const button = make("button", { type: "button", class: "plain" }, "Forget the token");
   button.addEventListener("click", () => {
