@@ -418,6 +418,40 @@ async def test_a_header_that_is_given_twice_is_refused_and_zeros_in_front_are_no
         assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("X-Ckpt-Engine-Min-Versoin", "did you mean x-ckpt-engine-min-version?"),
+        ("X_Ckpt_Engine_Min_Version", "did you mean x-ckpt-engine-min-version?"),
+        ("X-Ckpt-Engine-Foo", "there are x-ckpt-engine-version, "),
+    ],
+)
+async def test_a_header_of_ours_that_does_not_exist_is_refused(name: str, said: str) -> None:
+    """What it asks for would not be held, and its caller would not know."""
+    engine = Engine(lambda _number, body: named(told(body)))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json=BODY, headers={name: "9"})
+    assert (answer.status_code, answer.json()["reason"], engine.asked) == (400, "bad_request", [])
+    assert answer.json()["detail"].startswith(f"{name.lower()}: there is no such header; {said}")
+
+
+async def test_a_route_with_a_slash_too_many_is_none() -> None:
+    """Clients follow no redirect of what they post, and its answer says nothing."""
+    async with asking(Engine(lambda _number, body: named(told(body)))) as client:
+        answer = await client.post("/v1/completions/", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (404, "no_route")
+
+
+async def test_a_run_that_nobody_serves_is_told_from_those_that_are_served() -> None:
+    engine = Engine(lambda _number, body: named(told(body)))
+    async with asking(engine, probe=60.0) as client:
+        engine.tell(identity=Identity(4, "run"))
+        headers = {"x-ckpt-engine-lineage": "other", "x-ckpt-engine-queue-seconds": "0"}
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 503
+    assert "holds version 4 of 'run'" in answer.json()["detail"]
+
+
 def named(events: AsyncIterator[bytes]) -> Response:
     """With the version that a gate lets it in under."""
     return Engine.streaming(events, {"x-ckpt-engine-admitted-version": "4"})
