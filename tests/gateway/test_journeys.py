@@ -22,7 +22,7 @@ from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
-from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told, until
+from tests.gateway.misbehaving import BODY, PROMPT, WHOLE, Engine, asking, forever, told, until
 
 
 async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
@@ -351,6 +351,27 @@ async def test_what_was_seen_stays_in_an_error_whatever_its_labels_say() -> None
         (0, 5, 4),
         (5, 3, 5),
     ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_of_the_wanted_version_are_kept_where_others_come_in_the_same_event(stream: bool) -> None:
+    async def labelled(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        (event,) = model_engine.inference(body, lambda _count: [12], 4)
+        event["choices"][0]["weight_versions"] = [
+            {"version": "4", "start": 0, "end": 5},
+            {"version": "5", "start": 5, "end": 12},
+        ]
+        yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    asks = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12}, "stream": stream}
+    engine = Engine(lambda _number, body: named(labelled(body)))
+    async with asking(engine) as client:
+        answer = await client.post("/inference/v1/generate", json=asks, headers={"x-ckpt-engine-version": "4"})
+    problem = answer.json()
+    (choice,) = problem["choices"]
+    assert (answer.status_code, problem["reason"], choice["token_ids"]) == (409, "version_changed", WHOLE[:5])
+    assert [(span["first"], span["count"], span["version"]) for span in choice["ckpt_engine"]["spans"]] == [(0, 5, 4)]
 
 
 async def test_the_last_event_of_a_stream_names_what_its_replica_may_have_held() -> None:
