@@ -35,5 +35,5 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The name of ``dtype``. Raises UnsupportedDtypeError."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:
-        raise UnsupportedDtypeError(name)
+        raise UnsupportedDtypeError(name, typed=False)
     return name

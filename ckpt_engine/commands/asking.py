@@ -11,6 +11,7 @@ import typer
 
 from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
+from ckpt_engine.core.names import printable
 from ckpt_engine.core.problems import CkptEngineError
 
 Answer = TypeVar("Answer")
@@ -44,7 +45,7 @@ def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
-    typer.echo(f"manager {manager}: {replica}{problem.message}", err=True)
+    typer.echo(printable(f"manager {manager}: {replica}{problem.message}"), err=True)
     return typer.Exit(1)
 
 

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import error_of, manager_stub, open_channel
 from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.ledger_tasks import OperatorHold

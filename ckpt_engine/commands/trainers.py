@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
+from ckpt_engine.commands.lines import Text
 from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.v1 import manager_pb2
 

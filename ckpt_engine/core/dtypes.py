@@ -65,13 +65,14 @@ _WIDENS = frozenset({("bfloat16", "float32")})
 
 
 class UnsupportedDtypeError(CkptEngineError):
-    """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it."""
+    """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it. typed: somebody
+    wrote the name, perhaps with a mistake; it is not that of a tensor."""
 
-    def __init__(self, name: str, why: str = "is not supported") -> None:
+    def __init__(self, name: str, why: str = "is not supported", typed: bool = True) -> None:
         super().__init__(
             weights_pb2.Problem(
                 code=weights_pb2.Problem.INVALID_ARGUMENT,
-                message=f"dtype {name!r} {why}; {_meant(name)}weights can be {', '.join(ITEMSIZES)}",
+                message=f"dtype {name!r} {why}; {_meant(name) if typed else ''}weights can be {', '.join(ITEMSIZES)}",
             )
         )
         self.name = name

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 TOO_DEEP = "it is nested too deeply"
+TOO_LONG = "it has a number of more than 4,300 digits"
 
 
 def load_json(text: str | bytes, **hooks: Any) -> Any:
@@ -15,3 +16,9 @@ def load_json(text: str | bytes, **hooks: Any) -> Any:
         return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        if "set_int_max_str_digits" not in str(error):
+            raise
+        raise ValueError(TOO_LONG) from None

@@ -9,11 +9,29 @@ from ckpt_engine.core.problems import invalid
 LINEAGE_BYTES = 120
 """Of a lineage's name in UTF-8: what a worker's state word has room for (words/state.py)."""
 
+MEMBER_BYTES = 255
+"""Of the name of a replica or a holder in UTF-8."""
+
 POOL_BYTES = 63
 """Of a pool's name."""
 
 NAMES_SHOWN = 4
 """In one sentence; a problem lists more of them beside it."""
+
+
+def check_line(what: str, name: str, most: int) -> None:
+    """Raises INVALID_ARGUMENT for a name that is empty, longer than so many bytes, or not fit for a line of a log or a
+    terminal: a stranger chooses it, and an operator reads it. what: "a replica's name"."""
+    size = len(name.encode())
+    if not 1 <= size <= most or not name.isprintable():
+        raise invalid(f"{what} has from 1 to {most} bytes, all printable, not {size}: {name[:64]!r}")
+
+
+def printable(text: str) -> str:
+    """A text for a terminal, which would obey control characters in it."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 def check_pool(pool: str) -> None:

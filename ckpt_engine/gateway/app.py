@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -16,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway import refusals
@@ -41,6 +42,8 @@ DIALECTS: Mapping[str, type[Dialect]] = {each.route: each for each in (Completio
 PASSED = ("/v1/chat/completions",)
 """Routes that are always passed on as they came."""
 
+DROP_SECONDS = 2.0
+"""How long the body of a request that is refused is read on."""
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -89,6 +92,7 @@ class Gateway:
             return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
 
         others = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+        others.router.redirect_slashes = False  # a client that follows no redirect would be told nothing
         asked = {route.path for route in posts}
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,14 +124,14 @@ class Gateway:
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics, route = self.placing.settings, self.placing.metrics, scope["path"]
-        writer, ended = Writer(send, settings.idle), "whole"
+        writer, ended, coming = Writer(send, settings.idle), "whole", Coming(receive)
         try:
             self._admit()
             self._enter(1)
             try:
                 headers = once(Headers(scope=scope).items())
                 authorized = self._door.check(headers)
-                data = await read_body(receive, headers, settings.body_bytes)
+                data = await read_body(coming, headers, settings.body_bytes, settings.idle)
                 writer.large = len(data) >= LARGE_BYTES
                 prepare = partial(self._work, route, data, headers, authorized, writer)
                 work = await asyncio.to_thread(prepare) if writer.large else prepare()
@@ -136,9 +140,11 @@ class Gateway:
                 self._enter(-1)
         except RefusedError as refused:
             ended = refused.reason
+            await drop_body(coming, Headers(scope=scope))
             await _quietly(writer.refuse(refused))
         except CkptEngineError as error:
             ended = "unauthenticated"
+            await drop_body(coming, Headers(scope=scope))
             await _quietly(writer.refuse(RefusedError(self._door.status_of(error), ended, error.problem.message)))
         except CallerGoneError:
             ended = "caller_gone"
@@ -281,8 +287,23 @@ class _Endpoint:
         await self._function(scope, receive, send)
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes:
-    """A request's body. Raises RefusedError for what is too large or none, CallerGoneError."""
+class Coming:
+    """The messages of a request. whole: whether its body has come, or its caller has gone."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.whole = False
+
+    async def __call__(self) -> Message:
+        """The next one."""
+        message = await self._receive()
+        self.whole = not message.get("more_body", False)
+        return message
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], most: int, seconds: float) -> bytes:
+    """A request's body, which has so long to come. Raises RefusedError for what is too large, too slow or none,
+    CallerGoneError."""
     if headers.get("content-encoding", "identity").lower() != "identity":
         said = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
         raise RefusedError(415, refusals.BAD_REQUEST, said)
@@ -290,19 +311,35 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
     size, parts = 0, []
     more = not (announced.isdigit() and int(announced) > most)
     size = 0 if more else int(announced)
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise CallerGoneError("the caller has gone")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        more = message.get("more_body", False) and size <= most
+    try:
+        async with asyncio.timeout(seconds):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise CallerGoneError("the caller has gone")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                more = message.get("more_body", False) and size <= most
+    except TimeoutError:
+        said = f"the body did not come within {seconds:g} s: {size} bytes of it did"
+        raise RefusedError(408, refusals.TOO_SLOW, said, {"connection": "close"}) from None
     if size > most:
         said = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
         raise RefusedError(413, refusals.TOO_LARGE, said, {"connection": "close"})  # the rest of it is not read
     if not size:
         raise bad_request("there is no body: send a JSON object")
     return b"".join(parts)
+
+
+async def drop_body(coming: Coming, headers: Mapping[str, str]) -> None:
+    """Reads on for a moment what nobody wants, since a client that still writes when its connection is closed does not
+    get to read why. One that waits to be told to continue has written nothing."""
+    if "expect" in headers:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_SECONDS):
+            while not coming.whole:
+                await coming()
 
 
 def body_of(data: bytes, most: int) -> dict[str, Any]:

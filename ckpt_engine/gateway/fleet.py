@@ -313,7 +313,8 @@ class Fleet:
                 parts.append(f"{name}: {member.seen}")
             elif not self._fits(member, want):
                 held = member.told.identity
-                parts.append(f"{name} holds {'no version' if held is None else f'version {held.version}'}")
+                run = f" of {held.lineage!r}" if held is not None and held.lineage and want.lineage else ""
+                parts.append(f"{name} holds {'no version' if held is None else f'version {held.version}{run}'}")
         return "; ".join(parts) or "all are taken"
 
     def could_serve(self, now: float) -> bool:

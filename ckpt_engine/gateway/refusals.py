@@ -8,6 +8,8 @@ from typing import Any
 
 BAD_REQUEST = "bad_request"
 TOO_LARGE = "too_large"
+TOO_SLOW = "too_slow"
+"""Its body did not come."""
 TOO_MANY = "too_many"
 """The gateway carries as many requests as it may."""
 NO_REPLICA = "no_replica"

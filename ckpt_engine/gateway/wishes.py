@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
+from ckpt_engine.core.names import some
 from ckpt_engine.gateway.choice import key_of
 from ckpt_engine.gateway.fleet import Want
 from ckpt_engine.gateway.journey import Wishes
@@ -16,6 +18,7 @@ VERSION, MIN_VERSION, MAX_LAG = "x-ckpt-engine-version", "x-ckpt-engine-min-vers
 LINEAGE, QUEUE_SECONDS = "x-ckpt-engine-lineage", "x-ckpt-engine-queue-seconds"
 RESUME = "x-ckpt-engine-resume"
 OURS = "x-ckpt-engine-"
+KNOWN = (VERSION, MIN_VERSION, MAX_LAG, LINEAGE, QUEUE_SECONDS, RESUME)
 
 MOST_DIGITS = 20
 """Of a number; versions have 64 bits."""
@@ -47,13 +50,24 @@ def wishes_of(
 
 
 def once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice."""
+    """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice, or there is none of
+    its name: what it asks for would not be held."""
     found: dict[str, str] = {}
-    for name, value in headers:
-        if name.lower().startswith(OURS) and name.lower() in found:
-            raise bad_request(f"{name}: it is given twice, {found[name.lower()]!r} and {value!r}; give it once")
-        found[name.lower()] = value
+    for given, value in headers:
+        name = given.lower()
+        if (bare := name.replace("_", "-")).startswith(OURS):
+            if name not in KNOWN:
+                raise bad_request(f"{given}: there is no such header; {_meant(bare.removeprefix(OURS))}")
+            if name in found:
+                raise bad_request(f"{given}: it is given twice, {found[name]!r} and {value!r}; give it once")
+        found[name] = value
     return found
+
+
+def _meant(name: str) -> str:
+    """A suggestion for one of ours that was misspelt."""
+    near = get_close_matches(name[:40], [each.removeprefix(OURS) for each in KNOWN], 1)
+    return f"did you mean {OURS}{near[0]}?" if near else f"there are {some(KNOWN, len(KNOWN))}"
 
 
 def _number(headers: Mapping[str, str], name: str) -> int | None:

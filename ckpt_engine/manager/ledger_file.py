@@ -106,5 +106,7 @@ def _cluster_id(wanted: str) -> str:
 
 
 def unusable(path: Path, error: Exception) -> CkptEngineError:
+    if path.is_dir():
+        return precondition(f"the ledger {path} is a directory: name a file in it with --ledger")
     advice = unwritable(path.parent, error) or "Free or repair its disk"
     return precondition(f"the ledger {path} cannot be used: {error}. {advice}, or pass another --ledger")

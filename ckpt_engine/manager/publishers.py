@@ -17,8 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines, check_seconds
-from ckpt_engine.core.names import LINEAGE_BYTES
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, invalid, precondition, unavailable
+from ckpt_engine.core.names import LINEAGE_BYTES, check_line
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
 from ckpt_engine.host.modules import module_command, module_environment
 from ckpt_engine.manager.errors import stopping
 from ckpt_engine.publishing.frames import EVENT, HEAD, LINEAGE, REQUEST, framed
@@ -83,8 +83,7 @@ class Publishers:
                 "this manager publishes no directories: start it with --allow-directory ROOT, or publish from where "
                 "the files are: `ckpt-engine update --checkpoint DIR`"
             )
-        if len(lineage.encode()) > LINEAGE_BYTES:
-            raise invalid(f"a lineage's name has from 1 to {LINEAGE_BYTES} bytes, not {len(lineage.encode())}")
+        check_line("a lineage's name", lineage, LINEAGE_BYTES)
         publisher = self._publisher(lineage)
         said: Said = asyncio.Queue()
         running = asyncio.ensure_future(self._run(publisher, request, seconds, said))

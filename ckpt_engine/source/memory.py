@@ -72,7 +72,7 @@ class MemorySource:
         self._find = find
         boxes = sorted(find(), key=lambda box: box.name)
         if not boxes and not may_be_empty:
-            raise invalid(f"nothing to publish: the {kind} holds no tensors", ranks=[rank])
+            raise invalid(f"nothing to publish: there are no tensors ({kind})", ranks=[rank])
         self._rank = rank
         self._published = boxes
         self._served = [served_dtype(box.name, box.tensor.dtype, wish) for box in boxes]

@@ -47,13 +47,21 @@ def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
     return held(zip(names, (tensor for _, tensor in checked), strict=True))
 
 
+def _instead(value: object) -> str:
+    """What to publish where a value is no tensor."""
+    if isinstance(value, Mapping):
+        return "publish what it holds by itself, as a model's part of a checkpoint"
+    return "wrap it with torch.from_numpy" if hasattr(value, "__array_interface__") else "leave it out"
+
+
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
     """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
     if not (isinstance(item, tuple) and len(item) == 2):
-        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}")
+        named = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
+        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{named}")
     name, tensor = item
     if isinstance(name, str) and not isinstance(tensor, torch.Tensor):
-        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: leave it out", tensors=[name])
+        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: {_instead(tensor)}", tensors=[name])
     if not isinstance(name, str):
         raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
     return name, tensor

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.kept import Kept
 from ckpt_engine.core.problems import invalid
@@ -19,7 +20,7 @@ from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
 from ckpt_engine.source.renewed import Pairs, RenewedSource
-from ckpt_engine.source.ways import Wish
+from ckpt_engine.source.ways import CASTABLE, Wish
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 
 Publishable = (
@@ -116,10 +117,12 @@ def open_source(
         return directory_source(Path(obj), host=host, rank=rank, wish=wish)
     if isinstance(obj, Iterable) and not isinstance(obj, torch.Tensor | bytes):
         return named_source(obj, host=host, rank=rank, wish=wish)
-    if callable(obj):
+    is_class = isinstance(obj, type) and issubclass(obj, nn.Module)
+    if callable(obj) and not is_class:
         return RenewedSource(obj, host=host, rank=rank, wish=wish)
+    what = f"the class {obj}" if is_class else f"a {type(obj).__name__}"
     raise invalid(
-        f"cannot publish a {type(obj).__name__}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
+        f"cannot publish {what}: give an nn.Module, (name, tensor) pairs, a mapping of names to "
         "tensors, a callable that returns pairs, or the path of a safetensors directory"
     )
 
@@ -136,6 +139,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         dtype_name(served)
     except UnsupportedDtypeError as error:
         raise invalid(f"cannot serve weights as {dtype}: {error.problem.message}") from error
-    if not served.is_floating_point:
-        raise invalid(f"cannot serve weights as {dtype}: give a floating-point dtype")
+    if served not in CASTABLE:
+        why = ", since 8-bit floats mean nothing without scales" if served.is_floating_point else ""
+        raise invalid(f"cannot serve weights as {dtype}{why}: give {', '.join(sorted(CASTABLE_NAMES))}")
     return served

@@ -101,6 +101,8 @@ class RenewedSource(MemorySource):
         """The pairs of one walk. However it ends, a generator is closed before this returns, so that what it does in a
         `finally` (take a merged adapter out again) is done before training goes on."""
         yielded = self._walk()
+        if not isinstance(yielded, Iterable):
+            raise invalid(f"the callable returned a {type(yielded).__name__}, not (name, tensor) pairs or a mapping")
         try:
             with torch.no_grad():
                 yield (checked_pair(item) for item in (yielded.items() if isinstance(yielded, Mapping) else yielded))

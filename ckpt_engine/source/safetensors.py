@@ -8,6 +8,7 @@ tensors do not tile the data exactly is refused.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -75,8 +76,11 @@ class FileHeader:
 def read_header(path: Path) -> FileHeader:
     """Reads and checks the header of one file. Raises INVALID_ARGUMENT saying what is wrong with it, or NOT_FOUND."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", opener=_open) as file:
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise invalid(f"{path} is no regular file")
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > HEADER_LIMIT or 8 + length > size:
                 raise invalid(f"{path} is no safetensors file: {size} bytes, of which the header would be {length}")
@@ -108,10 +112,13 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
     index names is not in the directory or lacks a tensor, or if two files hold tensors of one name. check: called with
     each file of weights before any of them is opened; what it raises is raised.
     """
-    if path.is_file():
-        return [read_header(path)]
-    if not path.is_dir():
-        raise not_found(f"{path} is neither a directory nor a safetensors file")
+    try:
+        if path.is_file():
+            return [read_header(path)]
+        if not path.is_dir():
+            raise not_found(f"{path} is neither a directory nor a safetensors file")
+    except OSError as error:  # a name that is too long
+        raise not_found(f"cannot read {path}: {error.strerror}") from error
     index = path / INDEX
     placed = _index(index) if index.is_file() else {}
     if placed:
@@ -139,6 +146,11 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
             tensors=missing[:16],
         )
     return headers
+
+
+def _open(path: str, flags: int) -> int:
+    """Waits for nothing: a pipe is opened only once something writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _index(path: Path) -> dict[str, str]:

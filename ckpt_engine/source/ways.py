@@ -52,7 +52,7 @@ def served_dtype(name: str, dtype: torch.dtype, wish: Wish) -> torch.dtype:
             return dtype
         return wish.dtype or torch_dtype(narrowed(name, dtype_name(dtype), wish.kept))
     except UnsupportedDtypeError as error:
-        raise invalid(f"{name!r} cannot be published: {error}", tensors=[name]) from error
+        raise invalid(f"{name!r} cannot be published: {error.problem.message}", tensors=[name]) from error
 
 
 def may_share(box: Held, wish: Wish) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
-from ckpt_engine.core.names import LINEAGE_BYTES
+from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import invalid
 
 ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
@@ -31,10 +31,7 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
         lineage = fresh if world_size == 1 else _broadcast(fresh, rank, world_size)
     if not isinstance(lineage, str):
         raise invalid(f"a lineage's name is a text, not {lineage!r}")
-    if not 1 <= len(lineage.encode()) <= LINEAGE_BYTES:
-        raise invalid(
-            f"a lineage's name has from 1 to {LINEAGE_BYTES} bytes, not {len(lineage.encode())}: {lineage[:64]!r}"
-        )
+    check_line("a lineage's name", lineage, LINEAGE_BYTES)
     return lineage
 
 

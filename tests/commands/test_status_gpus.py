@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
 from ckpt_engine.commands import status as status_command
@@ -61,3 +63,14 @@ def test_a_wide_terminal_shows_them_and_a_narrow_one_has_no_room() -> None:
         assert ("GPU-00010203 (NVIDIA H200)" in text) == wide
         assert ("GPU-10111213 (NVIDIA H200)" in text) == wide
         assert "GPU-20212223" not in text
+
+
+def test_what_a_member_says_of_itself_does_not_reach_the_terminal_as_it_is() -> None:
+    """A terminal obeys escape sequences: they would write over other rows."""
+    answer = told()
+    answer.replicas[0].engine.version = "1\x1b[2J\x07"
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(status_command.as_tables("127.0.0.1:50051", answer))
+    shown = console.export_text()
+    assert "\x1b" not in shown
+    assert "1\\x1b[2J\\x07" in shown

@@ -13,3 +13,5 @@ def test_what_is_not_json_or_too_deep_is_a_value_error() -> None:
         load_json("[")
     with pytest.raises(ValueError, match="nested too deeply"):
         load_json("[" * 100_000)
+    with pytest.raises(ValueError, match=r"more than 4,300 digits$"):
+        load_json("[" + "9" * 5000 + "]")

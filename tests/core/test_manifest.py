@@ -106,6 +106,11 @@ REFUSED = {
         ["tensor q", f"[{1 << 61}, {1 << 61}, 0]"],
         [],
     ),
+    "more than memory behind a 0": (
+        [SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[0, 1 << 61, 1 << 61])])],
+        ["tensor q", f"[0, {1 << 61}, {1 << 61}]"],
+        [],
+    ),
     "dimensions": (
         [SourceTable(id="x", tensors=[TensorSpec(name="q", dtype="int8", shape=[1 << 61] * 300_000)])],
         ["tensor q", "300000 dimensions", "64"],

@@ -22,7 +22,7 @@ from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
-from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told, until
+from tests.gateway.misbehaving import BODY, PROMPT, WHOLE, Engine, asking, forever, told, until
 
 
 async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
@@ -353,6 +353,27 @@ async def test_what_was_seen_stays_in_an_error_whatever_its_labels_say() -> None
     ]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_of_the_wanted_version_are_kept_where_others_come_in_the_same_event(stream: bool) -> None:
+    async def labelled(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        (event,) = model_engine.inference(body, lambda _count: [12], 4)
+        event["choices"][0]["weight_versions"] = [
+            {"version": "4", "start": 0, "end": 5},
+            {"version": "5", "start": 5, "end": 12},
+        ]
+        yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    asks = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12}, "stream": stream}
+    engine = Engine(lambda _number, body: named(labelled(body)))
+    async with asking(engine) as client:
+        answer = await client.post("/inference/v1/generate", json=asks, headers={"x-ckpt-engine-version": "4"})
+    problem = answer.json()
+    (choice,) = problem["choices"]
+    assert (answer.status_code, problem["reason"], choice["token_ids"]) == (409, "version_changed", WHOLE[:5])
+    assert [(span["first"], span["count"], span["version"]) for span in choice["ckpt_engine"]["spans"]] == [(0, 5, 4)]
+
+
 async def test_the_last_event_of_a_stream_names_what_its_replica_may_have_held() -> None:
     async def updated(body: dict[str, Any]) -> AsyncIterator[bytes]:
         async for event in told(body, 4, done=False):
@@ -416,6 +437,40 @@ async def test_a_header_that_is_given_twice_is_refused_and_zeros_in_front_are_no
         assert "given twice" in answer.json()["detail"]
         answer = await client.post("/v1/completions", json=BODY, headers=[("x-ckpt-engine-version", "04")])
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("X-Ckpt-Engine-Min-Versoin", "did you mean x-ckpt-engine-min-version?"),
+        ("X_Ckpt_Engine_Min_Version", "did you mean x-ckpt-engine-min-version?"),
+        ("X-Ckpt-Engine-Foo", "there are x-ckpt-engine-version, "),
+    ],
+)
+async def test_a_header_of_ours_that_does_not_exist_is_refused(name: str, said: str) -> None:
+    """What it asks for would not be held, and its caller would not know."""
+    engine = Engine(lambda _number, body: named(told(body)))
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json=BODY, headers={name: "9"})
+    assert (answer.status_code, answer.json()["reason"], engine.asked) == (400, "bad_request", [])
+    assert answer.json()["detail"].startswith(f"{name.lower()}: there is no such header; {said}")
+
+
+async def test_a_route_with_a_slash_too_many_is_none() -> None:
+    """Clients follow no redirect of what they post, and its answer says nothing."""
+    async with asking(Engine(lambda _number, body: named(told(body)))) as client:
+        answer = await client.post("/v1/completions/", json=BODY)
+    assert (answer.status_code, answer.json()["reason"]) == (404, "no_route")
+
+
+async def test_a_run_that_nobody_serves_is_told_from_those_that_are_served() -> None:
+    engine = Engine(lambda _number, body: named(told(body)))
+    async with asking(engine, probe=60.0) as client:
+        engine.tell(identity=Identity(4, "run"))
+        headers = {"x-ckpt-engine-lineage": "other", "x-ckpt-engine-queue-seconds": "0"}
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 503
+    assert "holds version 4 of 'run'" in answer.json()["detail"]
 
 
 def named(events: AsyncIterator[bytes]) -> Response:

@@ -237,6 +237,34 @@ async def test_that_a_replica_went_back_is_asked_of_it_if_nobody_told(route: str
     assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (409, "rolled_back", 1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chat_names_what_its_replica_said_after_it(stream: bool) -> None:
+    """Nobody told that the replica went on: it says so itself when it is asked, and the answer may hold either."""
+
+    def behave(_number: int, _body: dict[str, Any]) -> Answer:
+        engine.version = 5
+        return named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop")
+
+    engine = Engine(behave, kind="")
+    async with asking(engine, probe=60.0) as client:
+        asks = {**CHAT, "stream": stream}
+        answer = await client.post("/v1/chat/completions", json=asks, headers={"x-ckpt-engine-min-version": "4"})
+    last = events_of(answer)[-1] if stream else answer.json()
+    spoken = last["choices"][0]["ckpt_engine"]
+    assert (spoken["min_version"], spoken["max_version"], spoken["exact"]) == (4, 5, False)
+
+
+async def test_a_replica_that_names_the_version_of_each_token_is_not_asked_once_more() -> None:
+    looks: list[int] = []
+    engine = Engine(lambda _number, body: Engine.streaming(told(body), HEADERS))
+    async with asking(engine, probe=60.0) as client:
+        engine.looked = lambda: looks.append(len(engine.asked))
+        asks = {"prompt": [1, 2, 3], "max_tokens": 2}
+        answer = await client.post("/v1/completions", json=asks, headers={"x-ckpt-engine-min-version": "4"})
+    assert (answer.status_code, answer.json()["choices"][0]["ckpt_engine"]["exact"]) == (200, True), answer.text
+    assert not looks
+
+
 async def test_a_request_that_a_gate_let_in_under_another_version_goes_on_elsewhere() -> None:
     def behave(_number: int, body: dict[str, Any]) -> Answer:
         return Engine.streaming(told(body), {"x-ckpt-engine-admitted-version": "3"})

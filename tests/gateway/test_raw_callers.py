@@ -159,6 +159,42 @@ async def test_a_length_that_is_said_twice_alike_is_one() -> None:
     assert len(engine.asked) == 1
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_client_that_writes_all_before_it_reads_is_told_that_it_is_too_much(chunked: bool) -> None:
+    """A connection that is closed while its client still writes is reset, and what was answered is lost."""
+    content = b"a" * (32 << 20)
+    async with serving(sound(), body_bytes=1000) as port:
+        said = (
+            b"\r\n".join(
+                (ROUTE, b"Host: x", b"Transfer-Encoding: chunked", b"", b"%x" % len(content), content, b"0", b"", b"")
+            )
+            if chunked
+            else request(content)
+        )
+
+        def ask() -> bytes:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as caller:
+                caller.sendall(said)
+                return caller.recv(1 << 16)
+
+        answer = await asyncio.to_thread(ask)
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+
+
+async def test_one_that_waits_to_be_told_to_send_its_body_is_told_at_once_that_it_is_too_much() -> None:
+    head = b"\r\n".join((ROUTE, b"Host: x", b"Content-Length: 2000", b"Expect: 100-continue", b"", b""))
+    async with serving(sound(), body_bytes=1000) as port:
+        answer = await sent(port, head)
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with serving(sound(), idle=1.0) as port:
+        answer = await sent(port, b"\r\n".join((ROUTE, b"Host: x", b"Content-Length: 100", b"", b"{")))
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert b"1 bytes of it did" in answer
+
+
 async def test_a_head_without_end_is_not_kept() -> None:
     engine = sound()
     async with serving(engine) as port:

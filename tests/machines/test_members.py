@@ -57,6 +57,23 @@ def trainer_hello(session_id: str = "session") -> manager_pb2.TrainerHello:
     )
 
 
+@pytest.mark.parametrize("name", ["", "n" * 256, "a\nb", "\x1b[2J", "\u202eabc", "\0"])
+def test_a_name_that_no_terminal_could_show_is_refused(name: str) -> None:
+    """An operator reads it in tables and logs."""
+    members, replica, trainer = Members("cluster"), replica_hello(), trainer_hello()
+    replica.name = trainer.lineage = name
+    holder = manager_pb2.HolderHello(
+        digest_format=DIGEST_FORMAT, kind="relay", name=name, session_id="session", host=HOST
+    )
+    for hello in (
+        lambda: members.replica_hello(FIRST, replica, 0.0),
+        lambda: members.trainer_hello(FIRST, trainer, 0.0),
+        lambda: members.holder_hello(FIRST, holder, 0.0),
+    ):
+        with pytest.raises(CkptEngineError, match="all printable"):
+            hello()
+
+
 def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
     """What still comes over it, a goodbye even, is not of the member that speaks over another one now."""
     members = Members("cluster")
@@ -77,7 +94,7 @@ def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
 
 def test_a_replica_without_a_name_is_refused() -> None:
     members = Members("cluster")
-    with pytest.raises(CkptEngineError, match="needs a name"):
+    with pytest.raises(CkptEngineError, match="a replica's name has from 1 to 255 bytes"):
         members.replica_hello(
             FIRST, manager_pb2.ReplicaHello(digest_format=DIGEST_FORMAT, session_id="session", host=HOST), 0.0
         )

@@ -143,6 +143,8 @@ async def test_a_newer_schema_and_a_foreign_file_are_refused_untouched(tmp_path:
     text.write_text("not a database, but long enough to look at " * 100)
     with pytest.raises(CkptEngineError, match="cannot be used"):
         await Ledger.open(text)
+    with pytest.raises(CkptEngineError, match="is a directory: name a file in it"):
+        await Ledger.open(tmp_path)
 
 
 async def test_a_full_disk_refuses_in_words(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What members that never brought anything leave of an open manager: no name, and nothing that an update waits for."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -118,6 +119,40 @@ async def test_an_update_among_strangers(address: str) -> None:
 @pytest.mark.slow
 async def test_an_update_among_ten_thousand_strangers(address: str) -> None:
     await flood(address, STRANGERS)
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_what_strangers_that_stay_do_to_an_update(address: str, named: bool) -> None:
+    """Each has a worker and answers nothing. An update for all waits for them for half of its time, and needs
+    `min_replicas` to be ok; one that names its replicas neither counts nor asks them."""
+    async with stub_at(address) as stub, stub_at(address) as other, contextlib.AsyncExitStack() as stack:
+        trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
+        strangers = [ScriptedReplica(other, f"stranger {number}") for number in range(20)]
+        asked: list[set[type]] = [set() for _ in strangers]
+        for member in (replica, *strangers):
+            await member.open()
+            await stack.enter_async_context(member.stream.beating(member.heartbeat))
+        for stranger, kinds in zip(strangers, asked, strict=True):
+            stack.callback(asyncio.ensure_future(hear(stranger, kinds)).cancel)
+        await trainer.join(some_weights())
+        await stack.enter_async_context(trainer.stream.beating(manager_pb2.Heartbeat))
+        wish: dict[str, Any] = {"replicas": ["replica"]} if named else {"min_replicas": 1, "timeout_seconds": 20.0}
+        call = trainer.update(**wish)
+        await replica.prepare()
+        await trainer.seal()
+        await replica.install()
+        report = (await call)[-1].report
+        assert report.ok, report
+        found = {each.replica: each.outcome for each in report.replicas}
+        assert found["replica"] == manager_pb2.NEW_SERVING
+        assert len(found) == (1 if named else 21)
+        assert [manager_pb2.Prepare in kinds for kinds in asked] == [not named] * len(strangers)
+
+
+async def hear(stranger: ScriptedReplica, kinds: set[type]) -> None:
+    """Notes what it is told, and does nothing of it."""
+    while True:
+        kinds.add(type(await stranger.stream.next()))
 
 
 class Crowd:

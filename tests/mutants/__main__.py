@@ -74,6 +74,11 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/core/sealed_record.py", ("tests/core",)),
     ("ckpt_engine/digest/host.py", ("tests/digest",)),
     ("ckpt_engine/digest/host_jobs.py", ("tests/digest",)),
+    ("ckpt_engine/digest/finite.py", ("tests/digest/test_finite.py", "tests/digest")),
+    (
+        "ckpt_engine/source/",
+        ("tests/source", "tests/trainer/test_trainer_updates.py tests/trainer/test_whose_memory.py"),
+    ),
     ("ckpt_engine/relay/fan_in.py", ("tests/network/test_passing_on.py", "tests/network/test_tcp.py", "tests/relay")),
     ("ckpt_engine/relay/", (_relay("filling", "relay_work", "sources", "door", "relay_settings"), "tests/relay")),
     ("ckpt_engine/gateway/", (_gateway("stitching", "json_numbers", "fleet", "journeys", "gateway"), "tests/gateway")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -64,6 +65,7 @@ def test_a_connection_on_which_nothing_arrives_is_given_up_and_the_next_one_is_n
         said.put(b"hello")
         heard = session(_all(said), timeout=60)
         assert next(heard) == b"hello"
+        assert patience_with(host.address) == [1000], "a lease, in milliseconds; gRPC's own is 20 s"
         ip("neigh", "replace", host.address, "lladdr", NOBODY, "dev", host.device, "nud", "permanent")
         said.put(b"is anybody there?")
         with pytest.raises(grpc.RpcError) as caught:
@@ -72,6 +74,17 @@ def test_a_connection_on_which_nothing_arrives_is_given_up_and_the_next_one_is_n
         ip("neigh", "del", host.address, "dev", host.device)
         said.put(b"this is for nobody")  # its reader ends
         assert next(session(iter([b"hello"]), timeout=60, wait_for_ready=True)) == b"hello"
+
+
+def patience_with(address: str) -> list[int]:
+    """TCP_USER_TIMEOUT of each of this process's connections to an address."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            peer = connection.getpeername()  # gRPC's are of both families
+            if isinstance(peer, tuple) and str(peer[0]).removeprefix("::ffff:") == address:
+                found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return found
 
 
 def _all(said: queue.Queue[bytes]) -> Iterator[bytes]:

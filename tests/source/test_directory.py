@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,18 @@ def test_a_file_of_no_length_and_a_sound_one(tmp_path: Path) -> None:
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
     assert problem_of(tmp_path).code == Problem.NOT_FOUND
     assert problem_of(tmp_path / "nothing").code == Problem.NOT_FOUND
+    assert problem_of(tmp_path / ("n" * 5000)).code == Problem.NOT_FOUND
+
+
+def test_what_is_no_file_of_bytes_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe waits until something writes to it."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    refused: list[Problem] = []
+    asking = threading.Thread(target=lambda: refused.append(problem_of(tmp_path)), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert [each.code for each in refused] == [Problem.INVALID_ARGUMENT]
+    assert "no regular file" in refused[0].message
 
 
 def test_a_header_beyond_the_limit_is_not_even_read(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source.names import strip_wrappers
@@ -110,7 +112,27 @@ def test_anything_else_is_refused(odd: object) -> None:
     assert error.value.problem.code == Problem.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("options", [{"rank": 1}, {"rank": -1}, {"dtype": "float"}, {"dtype": "int64"}, {"dtype": "x"}])
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (nn.Linear, "cannot publish the class .*Linear.*: give an nn.Module"),
+        (lambda: None, "the callable returned a NoneType, not"),
+        ({"model": {"a": torch.zeros(1)}}, "'model' is of type dict, not a tensor: publish what it holds by itself"),
+        ({"a": np.zeros(1)}, "'a' is of type ndarray, not a tensor: wrap it with torch.from_numpy"),
+        ([torch.zeros(1)], r"found an item of type Tensor: a module, or its named_parameters\(\)"),
+        ({}, r"there are no tensors \(named tensors\)"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_do(odd: object, said: str) -> None:
+    with pytest.raises(CkptEngineError, match=said) as error:
+        open_source(odd)  # type: ignore[arg-type]
+    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": 1}, {"rank": -1}, {"dtype": "float"}, {"dtype": "int64"}, {"dtype": "x"}, {"dtype": "float8_e4m3fn"}],
+)
 def test_odd_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(CkptEngineError) as error:
         open_source({"a": torch.zeros(1)}, **options)  # type: ignore[arg-type]

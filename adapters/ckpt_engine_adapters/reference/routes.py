@@ -92,7 +92,7 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def refused(_request: Request, error: RequestValidationError) -> Response:
-        found = (f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
+        found = (": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors())
         return problem(422, "; ".join(found))
 
     @app.exception_handler(TimeoutError)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from ckpt_engine.core.manifest import other_format
-from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
+from ckpt_engine.core.names import LINEAGE_BYTES, MEMBER_BYTES, check_line, check_pool
 from ckpt_engine.core.offers import Shut, holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.core.rates import Measured, Rate
@@ -386,8 +386,10 @@ class Members:
     def holder_hello(self, peer: Peer, hello: manager_pb2.HolderHello, now: float) -> tuple[Holder, Peer | None]:
         """Takes a holder in. Raises ABORTED if another process is connected under its name, and INVALID_ARGUMENT for a
         hello that does not fit."""
-        if not hello.kind or " " in hello.kind or hello.kind == "rank" or not hello.name:
-            raise invalid(f"a holder needs a kind of one word, not 'rank', and a name: {hello.kind!r}, {hello.name!r}")
+        if not hello.kind or " " in hello.kind or hello.kind == "rank":
+            raise invalid(f"a holder needs a kind of one word, not 'rank': {hello.kind!r}")
+        check_line("a holder's kind", hello.kind, MEMBER_BYTES)
+        check_line("a holder's name", hello.name, MEMBER_BYTES)
         if len(hello.held) > MOST_HELD:
             raise invalid(f"a holder holds at most {MOST_HELD} versions, not {len(hello.held)}")
         holder = Holder(
@@ -418,8 +420,7 @@ class Members:
     def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
         """Takes a rank in. Raises ABORTED if another process is connected as this rank, and INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
-        if not hello.lineage or len(hello.lineage.encode()) > LINEAGE_BYTES:
-            raise invalid(f"a lineage's name has 1 to {LINEAGE_BYTES} bytes, {hello.lineage!r} has not")
+        check_line("a lineage's name", hello.lineage, LINEAGE_BYTES)
         if hello.world_size > MOST_RANKS:
             raise invalid(f"a lineage has at most {MOST_RANKS} ranks, not {hello.world_size}")
         if not hello.rank < hello.world_size:
@@ -451,8 +452,7 @@ class Members:
     def replica_hello(self, peer: Peer, hello: manager_pb2.ReplicaHello, now: float) -> tuple[Replica, Peer | None]:
         """Takes a replica in. Raises ABORTED if its agent was overtaken or the name is taken, INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
-        if not hello.name or "\n" in hello.name:
-            raise invalid(f"a replica needs a name, of one line: {hello.name!r}")
+        check_line("a replica's name", hello.name, MEMBER_BYTES)
         check_pool(hello.pool)
         old = self.replicas.get(hello.name)
         if old is not None and old.session_id != hello.session_id:
