@@ -32,8 +32,8 @@ test: $(INSTALLED)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 # Two files at a time: the start of a server is half a minute of imports, one after another.
-# PART=slow: the whole conformance suite by way of a relay, engines on other hosts than the trainer (root), and kills at
-# more stages.
+# PART=slow: the whole conformance suite by way of a relay, engines on other hosts than the trainer (root), kills at more
+# stages, and many streams in more pause modes.
 test-engines: $(INSTALLED)
 	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )slow" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
 from collections.abc import Generator
+from functools import cache
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
@@ -20,6 +23,24 @@ settings.load_profile("busy machines")
 """Unless it is told, Hypothesis fails an example that takes 200 ms, on a machine that others use as well."""
 
 pytest_plugins = ["tests.short_paths"]
+
+_new_context = httpx.create_ssl_context
+
+
+@cache
+def _usual_context(trust_env: bool, file: str | None, folder: str | None) -> ssl.SSLContext:
+    return _new_context(trust_env=trust_env)
+
+
+def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """What httpx makes for each client, and so for each `httpx.get`, of addresses without TLS too: the usual one is
+    made once a process, since to read the list of all authorities takes 24 ms of a processor."""
+    if verify is True and cert is None:
+        return _usual_context(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    return _new_context(verify, cert, trust_env)
+
+
+httpx._transports.default.create_ssl_context = _context  # type: ignore[attr-defined]
 
 LONGEST = (
     "test_updates_reach_replicas.py",

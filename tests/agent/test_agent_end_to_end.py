@@ -205,7 +205,11 @@ def test_an_update_reaches_the_engine(world: World) -> None:
     assert world.agent.said(f"update {report.message.fence.epoch}: new weights, serving (version {world.version})")
 
 
+@pytest.mark.slow
+@pytest.mark.hours
 def test_a_killed_engine_comes_back_closed_and_is_caught_up(world: World) -> None:
+    """The conformance suite kills the server of an engine that is idle and in each stage of an update, and
+    `tests/reference` looks whether its workers go with it."""
     assert world.agent is not None
     engine = engine_of(world.agent)
     tree = [engine, *descendants(engine)]

@@ -8,9 +8,15 @@ import pytest
 
 _HERE = Path(__file__).parent
 
+_ASKED_OF_ANOTHER = ("weights[vllm-install-worker]", "weights[sglang-transfer-server]")
+"""A killed server comes back, and so does one whose worker is killed: both are asked of the reference engine, and of
+each real engine one of them, since it costs a start. The other one is slow."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A stage that is slow, of a server that is slow: each is asked without the other too."""
     for item in items:
+        if item.nodeid.endswith(_ASKED_OF_ANOTHER):
+            item.add_marker("slow")
         if _HERE in item.path.parents and len(list(item.iter_markers("slow"))) > 1:
             item.add_marker("hours")

@@ -34,9 +34,6 @@ from tests.faults.listener import Listener
 NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
 MODES = [mode for mode in manager_pb2.PauseMode.values() if mode != manager_pb2.PAUSE_MODE_UNSPECIFIED]
 STREAMS = 3
-FIRST = ("transfer", "install")
-"""Stages of kills that are no slow tests, one of the server and one of a worker: each costs a start of the engine, half
-a minute of a real one."""
 RESTART_AT_ONCE = "engine_restart_first=0.1 engine_restart_most=0.1"
 
 pytestmark = pytest.mark.timeout(1200)  # engines start slowly on a busy machine
@@ -271,7 +268,7 @@ def test_waking_goes_from_weights_to_caches(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "crash",
-    # Each costs a start of the engine, half a minute of a real one: at first once of each part.
+    # Each costs a start of the engine, half a minute of a real one: at first once of each part (conftest.py).
     [
         crash if crash.stage in ("transfer", "install") else pytest.param(crash, marks=pytest.mark.slow)
         for crash in CRASHES

@@ -384,7 +384,7 @@ def test_zeros_of_another_number_shape_place_or_dtype_have_another_digest(way: s
     """Otherwise zeros that were never read, or read as another tensor, would be what was sealed."""
     found: set[int] = set()
     for name in ITEMSIZES:
-        for shape in [(), (1,), (2,), (6,), (2, 3), (3, 2), (1, 6), (2, 3, 1), (1 << 20,)]:
+        for shape in [(), (1,), (2,), (6,), (2, 3), (3, 2), (1, 6), (2, 3, 1), (1 << 17,)]:
             zeros = torch.zeros(shape, dtype=torch_dtype(name))
             found |= {digest_box(zeros, (first,) * len(shape)) for first in (0, 1, 1 << 40)}
         assert digest_box(torch.zeros(0, 3, dtype=torch_dtype(name)), (5, 1)) == 0, "there is nothing in it"

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ckpt_engine.cli import app_for
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.doctor import host_checks, relay_checks
 from ckpt_engine.doctor.host_checks import SHARED_MEMORY_CHECK, Check, Result, as_json, works
@@ -19,20 +21,15 @@ from ckpt_engine.relay.alone import alone
 ROOT = Path(__file__).parents[2]
 
 
-def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckpt_engine", "doctor", *arguments],
+def test_this_host_can_share_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_engine", "doctor", "--json"],
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])},
         check=False,
     )
-
-
-def test_this_host_can_share_memory() -> None:
-    done = doctor("--json")
     told = json.loads(done.stdout)
     rows = {(row["group"], row["name"]): row for row in told["checks"]}
     assert rows["shared memory", SHARED_MEMORY_CHECK]["result"] == "ok"
@@ -47,11 +44,12 @@ def test_this_host_can_share_memory() -> None:
     assert done.returncode == 0
 
 
-def test_people_get_a_table() -> None:
-    done = doctor()
-    assert done.returncode == 0, done.stderr
-    assert "Updates over shared memory work here." in done.stdout
-    assert SHARED_MEMORY_CHECK in done.stdout
+def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app_for(["doctor"]), ["doctor"])
+    assert done.exit_code == 0, done.output
+    assert "Updates over shared memory work here." in done.output
+    assert SHARED_MEMORY_CHECK in done.output
 
 
 def test_a_child_that_reads_other_bytes_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def engine_processes(starter: Member) -> list[psutil.Process]:
             command = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        if "ckpt_engine_adapters.reference.worker" in command:
+        if "ckpt_engine_adapters.reference.worker_process" in command:
             found.append((1, int(command[command.index("--rank") + 1]), process))
         elif "ckpt_engine_adapters.reference.server" in command and "launcher.py" not in " ".join(command):
             found.append((0, 0, process))

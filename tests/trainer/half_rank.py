@@ -1,4 +1,4 @@
-"""One of two ranks, as a process: `half_rank.py MANAGER RANK DIRECTORY`. Prints what it found as JSON.
+"""One of two ranks, a LineProcess: `half_rank MANAGER RANK DIRECTORY`. Prints what it found as JSON.
 
 "halves" is a DTensor of which each rank holds a row, "both" is the same on both ranks.
 """
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from trainer_world import DEADLINES
 
 from ckpt_engine import CkptEngineError, Trainer
+from tests.trainer.trainer_world import DEADLINES
 
 
 def main(manager: str, rank: int, directory: str) -> None:

@@ -25,6 +25,7 @@ from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.cluster import eventually
+from tests.line_process import LineProcess
 from tests.ports import free_address
 
 Problem = weights_pb2.Problem
@@ -279,17 +280,13 @@ def test_a_manager_that_ends_during_an_update_ends_the_call(tmp_path: Path) -> N
 
 def test_two_ranks_in_two_processes_send_their_halves(manager: str, replica: StartReplica, tmp_path: Path) -> None:
     reader = replica()
-    script = Path(__file__).with_name("half_rank.py")
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), manager, str(rank), str(tmp_path)], stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        said = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(LineProcess("tests.trainer.half_rank", manager, str(rank), str(tmp_path)))
+            for rank in range(2)
+        ]
+        said = [rank.answer() for rank in ranks]
+        assert [rank.process.wait(300) for rank in ranks] == [0, 0]
     assert said[0] == said[1]
     assert [(report["version"], report["ok"], report["verified"]) for report in said[0]["reports"]] == [
         (1, True, True),

@@ -191,7 +191,7 @@ async def start_worker(
     """One worker process, which dies with this one. local: how many of them share this host's processors."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "ckpt_engine_adapters.reference.worker", "--rank", str(rank), "--world-size", str(world_size)),
+        *("-m", "ckpt_engine_adapters.reference.worker_process", "--rank", str(rank), "--world-size", str(world_size)),
         *("--parent", str(os.getpid()), *options),
         env=_worker_environment(directory, local),
         stdin=asyncio.subprocess.DEVNULL,

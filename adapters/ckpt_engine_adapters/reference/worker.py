@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -140,7 +141,7 @@ def _join_group(options: argparse.Namespace, directory: EngineDirectory) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of `python -m ckpt_engine_adapters.reference.worker`; started by the API process only."""
+    """What `worker_process` runs: a worker until the API process is gone."""
     parser = argparse.ArgumentParser(description="one worker of the reference engine; started by its server")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
@@ -191,8 +192,6 @@ def main(arguments: list[str] | None = None) -> None:
         "parameter_bytes": model.parameter_bytes(),
     }
     socket.send(json.dumps(ready).encode())
+    gc.freeze()
+    gc.enable()
     serve(worker, socket, options.parent)
-
-
-if __name__ == "__main__":
-    main()
