@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.machines.manager.operator_holds import REASON_CHARACTERS
+from ckpt_engine.machines.manager.operators import REASON_CHARACTERS
 from ckpt_engine.manager.http_access import CALLER, says_json
 from ckpt_engine.manager.views import OperatorHold
 from ckpt_engine.security.grants import Caller

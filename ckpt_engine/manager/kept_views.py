@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ckpt_engine.machines.events import OperatorHold
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.page_views import Asker, Everything, UpdateLine

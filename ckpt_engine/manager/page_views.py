@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import OperatorHold
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Record
 from ckpt_engine.manager.relay_views import Progress

@@ -27,9 +27,9 @@ from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.access import Access

@@ -17,9 +17,9 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.problems import CkptEngineError, internal, unavailable
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent, Peer
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import LeaseEnd, ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore

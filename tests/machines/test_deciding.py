@@ -9,9 +9,9 @@ import pytest
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.events import Message, Peer, Send, SetTimer, Start, Stop, TimerFired
-from ckpt_engine.machines.manager.catch_up import CatchUpRetry
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.reconcile import CatchUpRetry
 from ckpt_engine.machines.session import Session
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2

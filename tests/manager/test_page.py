@@ -21,9 +21,9 @@ from test_updates import one_update, refused
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.manager import kept_views
 from ckpt_engine.manager.blobs import BlobStore

@@ -20,13 +20,12 @@ from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.admission import Claim
-from ckpt_engine.machines.manager.catch_up import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
-from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.reconcile import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.recovery import CommitsRead
-from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.update import Entry, Update
 from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.weights import HeldSource
@@ -416,7 +415,7 @@ def _nobody_can_be_read(manager: ManagerShell, replica: Replica, content: Conten
     attempts = manager.machine._catch_up.attempts.get(replica.name)
     if attempts is None or not attempts.no_source or attempts.no_source_told != (replica.peer, attempts.no_source):
         return False
-    joining = manager.machine._holdings.joinings.get(content.identity)
+    joining = manager.machine._holdings.joinings.get((content.identity, False))
     refused = {} if joining is None or joining.joined is None else joining.joined.refused
     holders = manager.machine._members.connected_holders()
     held = [each.source for each in holders for held in each.held if held.identity == content.identity]
@@ -434,7 +433,7 @@ def _due_later(manager: ManagerShell, replica: Replica, content: Content) -> boo
 
 
 def _looked_again(manager: ManagerShell, replica: Replica, content: Content) -> bool:
-    joining = manager.machine._holdings.joinings.get(content.identity)
+    joining = manager.machine._holdings.joinings.get((content.identity, False))
     return joining is not None and JoinRetry(joining.pipeline.number) in manager._timers
 
 

@@ -11,7 +11,7 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.problems import data_loss
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.drift import Drift
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.story import Problem, Story, refused

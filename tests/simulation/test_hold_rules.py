@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.catch_up import CatchUp
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.operator_holds import REASON_CHARACTERS, OperatorHolds
+from ckpt_engine.machines.manager.operators import REASON_CHARACTERS, OperatorHolds
 from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.reconcile import CatchUp
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell

@@ -14,12 +14,12 @@ import pytest
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
-from ckpt_engine.machines.manager import catch_up, holdings
+from ckpt_engine.machines.manager import holdings, reconcile
 from ckpt_engine.machines.manager.absences import Ranks
 from ckpt_engine.machines.manager.admission import Admission
-from ckpt_engine.machines.manager.catch_up import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
@@ -126,7 +126,7 @@ def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:
 
 def what_serves_is_tried_a_few_times(patch: Patch) -> None:
     """A replica that serves is tried, and perhaps paused, for ever."""
-    patch.setattr(catch_up, "_given_up", lambda replica, attempts: False)
+    patch.setattr(reconcile, "_given_up", lambda replica, attempts: False)
 
 
 def a_next_try_has_its_time(patch: Patch) -> None:

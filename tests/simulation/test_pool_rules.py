@@ -7,7 +7,7 @@ import pytest
 from ckpt_engine.machines.manager.admission import Admission, Claim
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.updates import Updates
+from ckpt_engine.machines.manager.turns import Updates
 from ckpt_engine.v1 import weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant, run_seed

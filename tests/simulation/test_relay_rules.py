@@ -11,11 +11,10 @@ import pytest
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.manager import prefetch
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.installing import Installing
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.recipients import Problem, Recipients
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.update import Installing, Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant

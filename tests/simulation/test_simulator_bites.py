@@ -11,7 +11,7 @@ from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, Key, TimerFired
-from ckpt_engine.machines.manager import gather, installing, recipients, update
+from ckpt_engine.machines.manager import gather, recipients, update
 from ckpt_engine.machines.manager.course import CourseTimer
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.state import State
@@ -65,7 +65,7 @@ def intents_are_not_written(patch: Patch) -> None:
         self._identity = Version(self.goal.lineage, self.goal.version, root)
         direct = self._pipeline.stage
         assert isinstance(direct, Way)
-        self._installing = installing.Installing(
+        self._installing = update.Installing(
             self.course, self._recipients, self._absences, self._identity, direct, None, self._collecting
         )
         self._recipients.decided(self._installing.fence, self._identity)
@@ -140,14 +140,14 @@ def reports_leave_out_who_is_away(patch: Patch) -> None:
 
 def one_is_always_enough(patch: Patch) -> None:
     """A report is ok as soon as one replica serves the new version."""
-    original = installing.build_report
+    original = update.build_report
 
     def build_report(*arguments: Any, **named: Any) -> manager_pb2.UpdateReport:
         report = original(*arguments, **named)
         report.ok = any(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
         return report
 
-    patch.setattr(installing, "build_report", build_report)
+    patch.setattr(update, "build_report", build_report)
 
 
 def requests_are_not_kept(patch: Patch) -> None:

@@ -86,7 +86,7 @@ def numbers_go_on_above_the_highest_after_a_rollback(patch: Patch) -> None:
 
     def begin(self: Versions, identity: Version, epoch: int, order: Goal, record: Any) -> None:
         original(self, identity, epoch, order, record)
-        if order.back is not None:
+        if order.is_rollback:
             self.highest[identity.lineage] = identity
 
     patch.setattr(Versions, "begin", begin)
@@ -97,7 +97,7 @@ def late_replicas_follow_a_rollback(patch: Patch) -> None:
     original = Versions.begin
 
     def begin(self: Versions, identity: Version, epoch: int, order: Goal, record: Any) -> None:
-        if order.back is None:
+        if not order.is_rollback:
             original(self, identity, epoch, order, record)
 
     patch.setattr(Versions, "begin", begin)

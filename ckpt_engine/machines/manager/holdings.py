@@ -56,8 +56,9 @@ class Holdings:
 
     state: State
     publications: Publications
-    joinings: dict[Version, Joining] = field(default_factory=dict)  # what was joined last of each
-    called: frozenset[Version] = frozenset()  # that calls ask for; besides, those are kept that replicas are to serve
+    # What was joined last, by version and whether a call asks for it: attempts read ranks, too.
+    joinings: dict[tuple[Version, bool], Joining] = field(default_factory=dict)
+    called: frozenset[Version] = frozenset()  # that calls ask for
 
     def supply(self, content: Content, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
         """Where a version's bytes lie, if they stay there, and its record, if that tells what is there; None: nowhere,
@@ -101,34 +102,36 @@ class Holdings:
         """A holder says what it has. What was joined without it is joined again."""
         for held in holder.held:
             self.state.send(holder, manager_pb2.PublicationAccepted(table=held.table))
-        for identity, joining in list(self.joinings.items()):
+        for key, joining in list(self.joinings.items()):
             if joining.joined is not None and holder.source in joining.joined.refused:
-                del self.joinings[identity]
+                del self.joinings[key]
 
     def looking(self, content: Content) -> bool:
         """Whether that will be known soon."""
-        known = self.joinings.get(content.identity)
+        known = self.joinings.get((content.identity, False))
         return known is not None and isinstance(known.pipeline.stage, JoinSources)
 
     def failure(self, content: Content) -> weights_pb2.Problem | None:
         """Why what is held of it could not be joined; None: it was, or nothing was tried. A failed join is repeated."""
-        known = self.joinings.get(content.identity)
+        known = self.joinings.get((content.identity, False))
         stage = None if known is None else known.pipeline.stage
         return stage.problem if isinstance(stage, Failed) else None
 
-    def of(self, content: Content, ranks: Iterable[HeldOffer] = ()) -> tuple[Published, manager_pb2.BlobRef] | None:
+    def of(
+        self, content: Content, ranks: Iterable[HeldOffer] = (), called: bool = False
+    ) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where a version lies and its record; None if nothing holds it, or while that is not known. ranks: what is
-        known of trainer ranks that hold it too; equally near, holders are read before them."""
-        identity = content.identity
+        known of trainer ranks that hold it too; equally near, holders are read before them. called: a call asks."""
+        identity, key = content.identity, (content.identity, called)
         offers = self.state.members.offers(identity)
         if not offers:
-            self.joinings.pop(identity, None)
+            self.joinings.pop(key, None)
             return None
         offers = (*offers, *ranks)
-        known = self.joinings.get(identity)
+        known = self.joinings.get(key)
         if known is None or known.offers != offers:
             self._forget()
-            known = self.joinings[identity] = Joining(offers, PlanPipeline(self.state))
+            known = self.joinings[key] = Joining(offers, PlanPipeline(self.state))
             known.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
         joined = known.joined
         if joined is None or joined.published is None or joined.record is None:
@@ -137,8 +140,8 @@ class Holdings:
 
     def _forget(self) -> None:
         """Forgets what was joined of versions that are asked for no more."""
-        wanted = self.called | self.state.versions.contents.keys()
-        self.joinings = {identity: each for identity, each in self.joinings.items() if identity in wanted}
+        wanted = {True: self.called, False: self.state.versions.contents.keys()}
+        self.joinings = {key: each for key, each in self.joinings.items() if key[0] in wanted[key[1]]}
 
     def planned(self, task: PlanTask, done: Done) -> None:
         """A task of a pipeline ended, which may be of these: tells those that were left out. What failed altogether is
@@ -155,9 +158,9 @@ class Holdings:
 
     def again(self, retry: JoinRetry) -> None:
         """Forgets what failed a moment ago, so that it is joined when it is asked for."""
-        for identity, joining in list(self.joinings.items()):
+        for key, joining in list(self.joinings.items()):
             if joining.pipeline.number == retry.pipeline:
-                del self.joinings[identity]
+                del self.joinings[key]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:
         """The blobs that must stay, by the holder that needs them."""
@@ -166,7 +169,7 @@ class Holdings:
             used[holder.source] = [
                 ref for held in holder.held for ref in (held.table, held.record) if ref is not None and ref.digest
             ]
-        for identity, joining in self.joinings.items():
+        for (identity, _), joining in self.joinings.items():
             if refs := joining.pipeline.blobs():
                 used.setdefault(f"lineage {identity.lineage!r}", []).extend(refs)
         return used

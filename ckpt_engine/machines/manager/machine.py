@@ -42,24 +42,22 @@ from ckpt_engine.machines.events import (
     WaitCall,
     WakeCall,
 )
-from ckpt_engine.machines.manager.catch_up import CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
-from ckpt_engine.machines.manager.drift import Drift, Drifts
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
-from ckpt_engine.machines.manager.installing import Entry
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer, take_beat, tells_nothing
-from ckpt_engine.machines.manager.operator_holds import HoldWrite, OperatorHolds
-from ckpt_engine.machines.manager.operators import operate
+from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
+from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, GivingWay
 from ckpt_engine.machines.manager.recovery import CommitsRead, CommitsRetry, Recovery
 from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, SleepersResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
+from ckpt_engine.machines.manager.update import Entry
 from ckpt_engine.machines.manager.versions import Recorded
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

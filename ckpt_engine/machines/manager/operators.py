@@ -1,17 +1,29 @@
-"""What an operator asks of one replica (another try, or its end) or of one run (its end).
+"""What operators ask: another try for a replica, or its end; to hold it or to release it; the end of a run.
 
-It decides what is answered, and which members are sent away. Holding a replica: `operator_holds`.
+Decides what is answered, and which members are sent away. While a replica is held nothing brings it to what it is to
+serve. A hold counts, and a release too, from when it is on the disk: what was answered outlives the manager. It is of a
+name, and stays while the replica is away, until it is released or evicted. An attempt that runs is cut short; what an
+update has begun with it goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from ckpt_engine.core.problems import CkptEngineError, aborted, not_found, precondition
-from ckpt_engine.machines.calls import MemberRequest
-from ckpt_engine.machines.events import Call, FinishCall, OperatorResponse
-from ckpt_engine.machines.manager.catch_up import CatchUp
+from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
+from ckpt_engine.machines.calls import HoldRequest, MemberRequest
+from ckpt_engine.machines.events import (
+    Call,
+    Done,
+    FinishCall,
+    OperatorHold,
+    OperatorResponse,
+    RecordHold,
+    RecordRelease,
+)
 from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.reconcile import CatchUp, GivingWay
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -65,3 +77,101 @@ def _evict_run(
 
 def _why(reason: str) -> str:
     return " by an operator" + (f": {reason}" if reason else "")
+
+
+REASON_CHARACTERS = 500
+"""The most of a reason that is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWrite:
+    """Key of the task that makes a hold, or the end of one, durable."""
+
+    replica: str
+
+
+@dataclass
+class OperatorHolds:
+    """Changes `State.holds`, one write a replica at a time."""
+
+    state: State
+    catch_up: CatchUp
+    late: GivingWay
+    writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: none does
+
+    def join(self, call: Call, request: HoldRequest) -> None:
+        """Takes a call in: answers it, or has it written first."""
+        try:
+            response = self._begin(call, request)
+        except CkptEngineError as error:
+            self.state.finish(call, error.problem)
+            return
+        if response is not None:
+            self.state.out.append(FinishCall(call, response=response))
+
+    def evicted(self, name: str) -> None:
+        """A replica was taken out: its name is free, and not held. The eviction does not wait for the disk."""
+        if self.state.holds.pop(name, None) is not None and name not in self.writing:
+            self._write(name, None, RecordRelease(name, self.state.deadlines.ledger))
+
+    def written(self, key: HoldWrite, done: Done, now: float) -> None:
+        """The ledger has written, or could not: then nothing has changed."""
+        name, call = key.replica, self.writing.pop(key.replica)
+        if done.problem is not None:
+            if call is not None:
+                self.state.finish(call, done.problem)
+            return
+        response: manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse
+        if isinstance(done.result, OperatorHold):
+            self.state.holds[name] = done.result
+            self.late.cut_short(lambda goal: name in goal.replicas, "an operator holds it", now)
+            response = manager_pb2.HoldReplicaResponse(hold=done.result.message())
+        else:
+            self.state.holds.pop(name, None)
+            response = manager_pb2.ReleaseReplicaResponse(message=self._after_release(name, now))
+        if call is not None:
+            self.state.out.append(FinishCall(call, response=response))
+
+    def warnings(self) -> list[str]:
+        """Sentences for the status: names that are held, and that no replica has now."""
+        return [
+            f"no replica {name!r} is registered, and its name is {self.state.holds[name].told(name)}"
+            for name in sorted(self.state.holds.keys() - self.state.members.replicas.keys())
+        ]
+
+    def _begin(
+        self, call: Call, request: HoldRequest
+    ) -> manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse | None:
+        """The answer, if nothing is to be written."""
+        name, seconds = request.name, self.state.deadlines.ledger
+        hold = self.state.holds.get(name)
+        replica = None if hold is not None else self.state.members.replica(name)
+        if name in self.writing:
+            raise aborted("another call that holds or releases it is being written: try again", replica=name)
+        if isinstance(request, manager_pb2.ReleaseReplicaRequest):
+            if hold is None:
+                return manager_pb2.ReleaseReplicaResponse(message="nothing is to be done: it is not held")
+            self._write(name, call, RecordRelease(name, seconds))
+            return None
+        if len(request.reason) > REASON_CHARACTERS:
+            raise invalid(f"a reason has at most {REASON_CHARACTERS} characters, got {len(request.reason)}")
+        if replica is not None and not replica.receives:
+            raise precondition("it is colocated: it receives no weights, so nothing is to be held", replica=name)
+        if hold is not None and request.reason in ("", hold.reason):
+            return manager_pb2.HoldReplicaResponse(hold=hold.message())
+        self._write(name, call, RecordHold(name, request.reason, seconds))
+        return None
+
+    def _write(self, name: str, call: Call | None, task: RecordHold | RecordRelease) -> None:
+        self.writing[name] = call
+        self.state.run(HoldWrite(name), task)
+
+    def _after_release(self, name: str, now: float) -> str:
+        replica, latest = self.state.members.replicas.get(name), self.state.versions.of(name)
+        if replica is None:
+            return "released; no replica of that name is registered now"
+        if latest is None or replica.holds(latest.identity):
+            return "released; it holds what it is to serve" if latest else "released; nothing is meant for it yet"
+        sources = self.catch_up.sources(latest.identity.lineage)
+        reason, _ = self.catch_up.standstill(replica, latest, sources, now)
+        return f"released; it is to serve {latest.identity}: {reason}"

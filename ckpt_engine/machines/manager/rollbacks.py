@@ -183,8 +183,8 @@ class Rollbacks:
 
     def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
-        held = self.holdings.of(Content(identity))
-        joining = self.holdings.joinings.get(identity)
+        held = self.holdings.of(Content(identity), called=True)
+        joining = self.holdings.joinings.get((identity, True))
         if held is None and joining is not None and joining.joined is not None:
             why = "; ".join(problem.message for _, problem in sorted(joining.joined.refused.items()))
             raise precondition(f"what holders hold of {identity} cannot be read: {why}")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import OperatorHold
-from ckpt_engine.machines.manager.drift import Drift
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.relay_facts import slow_relays
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update

@@ -1,26 +1,174 @@
-"""What was called and has not begun, of all kinds that are carried out as updates, and what waits for an update's end.
+"""Which updates and attempts go on side by side, and what was called and begins next.
 
-Decides which comes first: rollbacks, in the order of their calls, then the lineages whose ranks are gathered. What
+Updates of different pools go on side by side, from the first step to the report. Two that meet (`Goal.meets`: one
+pool, one lineage) take turns, with one exception: an update of which only the installs go on, since its callers have
+returned when relays held its version, lets the next one prepare, seal and fill. There are never more than these two:
+the intent of the one waits for the end of the other.
+
+Of what was called, rollbacks come first, in the order of their calls, then the lineages whose ranks are gathered. What
 meets nothing that goes on, and nothing before it in this order, begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
+from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.members import Member
+from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.updates import Updates
 from ckpt_engine.machines.manager.waits import ReportSearch, WaitEnd, Waits
+from ckpt_engine.v1 import manager_pb2
+
+
+@dataclass
+class Updates:
+    """The updates that run, side by side.
+
+    going: those that are not over, in the order in which they began. ended: called with each that is over.
+    """
+
+    state: State
+    ended: Callable[[Update], None]
+    going: list[Update] = field(default_factory=list)
+
+    def all(self) -> list[Update]:
+        """The updates that there are, in their order; the list stays as it is when one of them ends."""
+        return list(self.going)
+
+    def lets(self, goal: Goal, call: int | None = None) -> bool:
+        """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
+        meet, and needs holders from its beginning. call: its number while it waits for them, if it does."""
+        return self.passes(goal) and self.state.admission.lets(self.claim(goal), call)
+
+    def claim(self, goal: Goal) -> Claim:
+        """What an update needs of holders from its beginning: those of a version that was sealed before."""
+        if goal.sealed is None:
+            return Claim()
+        held = self.state.members.offers(goal.sealed)
+        doubles = frozenset(name for name in goal.holders if sum(offer.source == name for offer in held) > 1)
+        ranks = (source.source for source in goal.published.sources if source.rank is not None)
+        orders = goal.holders | {f"{goal.lineage}\n{rank}" for rank in ranks}
+        return Claim(orders, reads=goal.sealed, sources=goal.holders, doubles=doubles)
+
+    def passes(self, goal: Goal) -> bool:
+        """Whether nothing that goes on is in its way, but for the holders that it reads."""
+        near = self._near(goal)
+        return not near or (goal.sealed is None and len(near) == 1 and near[0].released)
+
+    def start(self, goal: Goal, now: float, call: int | None = None) -> None:
+        """Begins one that `lets` has let."""
+        before = next(iter(self._near(goal)), None)
+        update = Update(self.state, goal, self._over, before)
+        self.going.append(update)
+        self.state.admission.begin(update.number, self.claim(goal), call)
+        update.start(now)
+
+    def next(self, now: float) -> None:
+        """After every event: lets those go on whose way is free now."""
+        for update in self.all():
+            update.look(now)
+
+    def attempts(self) -> list[Update]:
+        """The updates that bring up a late replica."""
+        return [update for update in self.going if update.goal.is_attempt]
+
+    def in_the_way(self) -> set[int]:
+        """The numbers of those that have holders which updates wait for; attempts wait for one another."""
+        admission, attempts = self.state.admission, {update.number for update in self.attempts()}
+        return {number for waiting in admission.waiting.keys() - attempts for number in admission.in_the_way(waiting)}
+
+    def installs(self, name: str) -> int:
+        """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
+        reach it and is not on the disk yet, however many others were given out since."""
+        ours = [update for update in self.going if name in update.goal.replicas]
+        told = [update.installs.epoch - (update.phase == "recording") for update in ours if update.installs is not None]
+        return min([self.state.installs, *told])
+
+    # -- what happens is told to all
+
+    def message(self, member: Member, body: object, now: float) -> None:
+        """Something that may carry a fence of theirs."""
+        for update in self.all():
+            update.message(member, body, now)
+
+    def back(self, member: Member, now: float) -> None:
+        """Notes that a member said hello, or published."""
+        for update in self.all():
+            update.member_back(member, now)
+
+    def lost(self, member: Member, now: float) -> None:
+        """Notes that a member's session ended without a goodbye."""
+        for update in self.all():
+            update.member_lost(member, now)
+
+    def gone(self, member: Member, now: float) -> None:
+        """Notes that a member will not come back."""
+        for update in self.all():
+            update.member_gone(member, now)
+
+    def outrun(self) -> None:
+        """Notes that members have seen higher epochs."""
+        for update in self.all():
+            update.outrun()
+
+    def cancelled(self, call: Call) -> None:
+        """Notes that a caller has gone."""
+        for update in self.all():
+            for rank in [rank for rank, other in update.goal.calls.items() if other == call]:
+                update.caller_left(rank)
+
+    def timer(self, key: UpdateTimer, now: float) -> None:
+        """A timer of one of them fired."""
+        for update in self.all():
+            if update.number == key.number:
+                update.timer(key.step, now)
+
+    def done(self, key: UpdateTask, done: Done, now: float) -> bool:
+        """A task of one of them ended; whether that one goes on."""
+        found = [update for update in self.all() if update.number == key.number]
+        for update in found:
+            update.done(key.step, done, now)
+        return bool(found)
+
+    def planned(self, task: PlanTask, done: Done, now: float) -> None:
+        """A task of a pipeline ended, which may be of one of them."""
+        for update in self.all():
+            update.planned(task, done, now)
+
+    def _near(self, goal: Goal) -> list[Update]:
+        return [update for update in self.going if update.goal.meets(goal)]
+
+    def _over(self, update: Update) -> None:
+        self.going.remove(update)
+        self.state.admission.end(update.number)
+        refusal = update.refusal
+        if update.goal.is_attempt and not update.cut:
+            self._note_failure(update)
+        if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
+            told = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
+            self.state.send_to(update.goal.replicas[0], told)
+        self.ended(update)
+
+    def _note_failure(self, update: Update) -> None:
+        """Keeps with a late replica why the attempt to bring it failed, or that it did not."""
+        replica = self.state.members.replicas.get(update.goal.replicas[0])
+        problems = [] if update.refusal is None else [update.refusal]
+        if update.report is not None:
+            problems = [each.problem for each in update.report.replicas if each.outcome != manager_pb2.NEW_SERVING]
+        if replica is not None:
+            replica.failure = problems[0].message if problems else ""
 
 
 @dataclass

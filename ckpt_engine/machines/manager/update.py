@@ -1,8 +1,8 @@
 """One update that runs: prepare, plan, seal, combine, fill relays, record the intent, install, report.
 
-Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on it always
-ends with an outcome for every replica, at its deadline at the latest. The same steps are those of an attempt for one
-replica, which no call asked for. What was sealed before (`goal.held`) its sources only digest.
+Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on there is no
+refusing: it always ends with an outcome for every replica, at its deadline at the latest. The same steps are those of
+an attempt for one replica, which no call asked for. What was sealed before (`goal.held`) its sources only digest.
 
 An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
 then go on beside the next update, whose intent waits until every replica of this one has an outcome.
@@ -13,22 +13,23 @@ Every message that must be acted on is sent again until it is answered, and at o
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
-from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collecting import Collecting
 from ckpt_engine.machines.manager.course import Course, CourseTimer, PhaseEnd
 from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.installing import Entry, Installing
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.relaying import Relaying
+from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -417,3 +418,110 @@ class Update:
         if not self.released:
             self.course.release()
         self._over(self)
+
+
+class Entry(Enum):
+    """Tasks of an update that write to the ledger."""
+
+    INTENT = auto()
+    REPORT = auto()
+
+
+class Installing:
+    """The installs of one update. fence: of its intent. direct: what replicas are installed with that are not installed
+    from relays. reported: the report, once every replica has an outcome."""
+
+    def __init__(
+        self,
+        course: Course,
+        recipients: Recipients,
+        absences: Absences,
+        identity: Version,
+        direct: Way,
+        relaying: Relaying | None,
+        collecting: Collecting,
+    ) -> None:
+        self._course = course
+        self._state = course.state
+        self._goal = course.goal
+        self._recipients = recipients
+        self._absences = absences
+        self._identity = identity
+        self._direct = direct
+        self._relaying = relaying
+        self._collecting = collecting
+        self._started = 0.0
+        self.fence = course.state.next_install()
+        self.reported: manager_pb2.UpdateReport | None = None
+        course.awaited["installing"] = self._named
+
+    def record(self, now: float) -> None:
+        """Has the intent made durable."""
+        self._recipients.decided(self.fence, self._identity, self._collecting.replicas)
+        self._state.admission.only_reads(self._course.number)
+        self._course.begin("recording", self._state.deadlines.ledger, now)
+        seconds = self._course.left(now)
+        intent = self._state.versions.intent(self.fence.epoch, self._identity, self._goal, seconds)
+        self._course.run(Entry.INTENT, intent)
+
+    def begin(self, now: float, cut: str) -> None:
+        """The intent is on the disk. cut: why none is to be told to install any more."""
+        versions = self._state.versions
+        self._state.intent_ended(self.fence)
+        versions.take_number(self._identity)
+        versions.begin(self._identity, self.fence.epoch, self._goal, self._direct.combined.record)
+        self._started = now
+        if cut:
+            for name in self._recipients.waiting_for():
+                self._recipients.leave_out(name, Problem(code=Problem.ABORTED, message=cut))
+        self._absences.begin(self._recipients.waiting_for(), now)
+        self._collecting.begin(self.fence)
+        self._course.begin("installing", self._goal.end - now, now)
+
+    def send(self, now: float) -> None:
+        """Tells, again, all that have no outcome."""
+        ways, seconds = {} if self._relaying is None else self._relaying.ways, self._course.left(now)
+        self._recipients.install(self._identity, ways, self._direct, seconds, self._collecting.install)
+        self._collecting.send(self.fence, seconds)
+
+    def waiting_for(self) -> list[str] | list[int]:
+        """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
+        return self._recipients.waiting_for() or self._collecting.waiting_for()
+
+    def _named(self) -> list[str]:
+        return [f"{'rank' if isinstance(each, int) else 'replica'} {each}" for each in self.waiting_for()]
+
+    def out_of_time(self, seconds: float) -> None:
+        """Waits no more, `seconds` after the update began."""
+        self._collecting.out_of_time()
+        for name in self._recipients.waiting_for():
+            message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"
+            self._recipients.leave_out(name, deadline(message, replica=name).problem)
+
+    def finish(self, now: float) -> None:
+        """Every replica has an outcome."""
+        self._course.phase = "reporting"
+        self._course.note("reporting", now)
+        self._recipients.look(self._identity)
+        self._collecting.over()
+        self.reported = self.report(now)
+        # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
+        self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._state.deadlines.report))
+
+    def report(self, now: float, held: bool = False) -> manager_pb2.UpdateReport:
+        """What is to be told now. held: relays hold the version, and installs go on."""
+        report = build_report(
+            self.fence,
+            self._identity,
+            self._goal,
+            self._recipients.outcomes,
+            seconds=now - self._course.started,
+            planning=self._started - self._course.started,
+            held=held,
+        )
+        if self._relaying is not None:
+            self._relaying.add_to(report)
+        tell_not_finite(report, self._course.not_finite)
+        report.collective = self._collecting.said()
+        report.timeline.CopyFrom(self._course.timeline)
+        return report
