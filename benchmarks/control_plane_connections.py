@@ -77,8 +77,10 @@ class Sessions:
             assert process.stdin is not None
             process.stdin.close()
             try:
-                process.wait(60)
-            finally:
+                process.wait(10)
+            except (
+                subprocess.TimeoutExpired
+            ):  # hundreds of channels, which may take longer to close than they are worth
                 process.kill()
 
     def _line(self, process: subprocess.Popen[str]) -> str:
