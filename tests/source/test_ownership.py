@@ -71,7 +71,7 @@ def test_a_flat_optimizer_is_served_as_it_steps() -> None:
         assert_equal(found, state(model))
         assert torch.equal(torch.cat([found[name].reshape(-1) for name in dict(model.named_parameters())]), flat)
     (copied,) = source.table().copied
-    assert (copied.tensors, copied.bytes) == (4, flat.nbytes)
+    assert (copied.tensors, copied.bytes, copied.ranks) == (4, flat.nbytes, 1)
     assert list(copied.names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert "not published" in copied.reason
     assert source.table().stays_sealed

@@ -10,6 +10,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import by_collective
+from ckpt_engine.source.lending import offers_collectives
 from ckpt_engine.source.open import open_source
 from ckpt_engine.transport.collective.lender import NAME
 from ckpt_engine.v1.weights_pb2 import Host, NcclLocator, SourceTable
@@ -56,6 +57,12 @@ def test_who_asks_for_nothing_offers_none() -> None:
     source = open_source(torch.nn.Linear(3, 5), advertise="127.0.0.1")
     assert {offer.transport for region in source.table().regions for offer in region.offers} == {"shared_memory"}
     source.close()
+
+
+def test_a_wish_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_ENGINE_COLLECTIVE", "yes")
+    with pytest.raises(CkptEngineError, match="CKPT_ENGINE_COLLECTIVE is 'yes': set it to 1"):
+        offers_collectives()
 
 
 def host(name: str, address: str = "", network: str = "here") -> Host:
