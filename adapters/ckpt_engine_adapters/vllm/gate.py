@@ -32,6 +32,9 @@ Takes `then`, too: `resume`, or `label` for naming the version before that. Done
 version by this epoch and the engine is awake; then `resumed_as` in the answer is that version's label. If it is null
 the agent has to see for itself."""
 
+_METHODS = {"resume": ("resume_generation",), "label": ("update_weight_version", "resume_generation")}
+"""What vLLM's engine client needs for each `then`."""
+
 ABILITIES_ROUTE = "/ckpt_engine/abilities"
 """Answers `{"sleeps": …}`: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees
 nothing; null: this vLLM keeps its settings elsewhere."""
@@ -173,16 +176,15 @@ class VllmGate(Gate):
         itself."""
         words = self._page.read()
         found = admission(words, self._page.marked())
-        name, resume = getattr(engine, "update_weight_version", None), getattr(engine, "resume_generation", None)
         if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
             return None
-        if resume is None or then not in ("label", "resume") or (then == "label" and name is None):
+        if then not in _METHODS or not all(hasattr(engine, method) for method in _METHODS[then]):
             return None
         label = version_label(found.identity)
         try:
             if then == "label":
-                await name(label)
-            await resume()
+                await engine.update_weight_version(label)
+            await engine.resume_generation()
         except Exception:
             log.warning("ckpt-engine: vLLM was not resumed as %s; its agent asks again", label, exc_info=True)
             return None
