@@ -163,17 +163,21 @@ class VllmGate(Gate):
         epoch = int(wanted["epoch"][0])
         update = {"update_info": {"epoch": epoch}}
         calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
-        began, updated, _ = list[object](await asyncio.gather(*calls, return_exceptions=True))
-        if isinstance(updated, BaseException):
-            told = [f"{type(each).__name__}: {each}" for each in (updated, began) if isinstance(each, BaseException)]
+        begun, updated, ended = (asyncio.ensure_future(each) for each in calls)
+        await asyncio.wait((updated,))
+        whole = updated.exception() is None
+        label = await self._resume(engine, epoch, wanted.get("then", [""])[0]) if whole else None
+        await asyncio.wait((begun, ended))
+        failed = [error for each in (updated, begun, ended) if (error := each.exception()) is not None]
+        if whole:
+            await answer_json(send, 200, {"status": "installed", "resumed_as": label})
+        else:
+            told = [f"{type(error).__name__}: {error}" for error in failed if error is not ended.exception()]
             await answer_json(send, 500, {"detail": "; ".join(told)})
-            return
-        label = await self._resume(engine, epoch, wanted.get("then", [""])[0])
-        await answer_json(send, 200, {"status": "installed", "resumed_as": label})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
         """Resumes if the agent would (machines/agent/install.py), and then tells the label; None if it is to see for
-        itself."""
+        itself. vLLM's session may be open still: what is asked here is carried out after its end."""
         words = self._page.read()
         found = admission(words, self._page.marked())
         if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
