@@ -151,6 +151,7 @@ def test_update_from_live_parameters(
         if case == "same":
             relayed = {"by_relay": by_relay(trainer, cluster, replica, model, seeds)}
             rival.update(send)
+        checked = engine_check(replica)
         for prompt in PROMPTS:
             ours, theirs = tokens(complete(replica, prompt)), tokens(complete(rival_server, prompt))
             assert ours == theirs, f"{prompt[:4]}: {ours} is not {theirs}"
@@ -172,7 +173,7 @@ def test_update_from_live_parameters(
                 "pause_of_each_round": pauses,
                 "first": series.first(),
                 "medians": series.last(ROUNDS),
-                "engine_check": engine_check(replica),
+                "engine_check": checked,
                 **relayed,
                 "versions": versions("vllm"),
             }
