@@ -165,14 +165,15 @@ class VllmGate(Gate):
         calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
         begun, updated, ended = (asyncio.ensure_future(each) for each in calls)
         await asyncio.wait((updated,))
-        whole = updated.exception() is None
-        label = await self._resume(engine, epoch, wanted.get("then", [""])[0]) if whole else None
-        await asyncio.wait((begun, ended))
-        failed = [error for each in (updated, begun, ended) if (error := each.exception()) is not None]
-        if whole:
+        label = None
+        if updated.exception() is None:
+            label = await self._resume(engine, epoch, wanted.get("then", [""])[0])
+        await asyncio.gather(begun, ended, return_exceptions=True)
+        failed = [each.exception() for each in (updated, begun)]
+        if failed[0] is None:
             await answer_json(send, 200, {"status": "installed", "resumed_as": label})
         else:
-            told = [f"{type(error).__name__}: {error}" for error in failed if error is not ended.exception()]
+            told = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
             await answer_json(send, 500, {"detail": "; ".join(told)})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
