@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.cluster import Replica
+
 ROUNDS = 10
 WARMUP = 2
 BUFFER = 4 << 30
@@ -78,6 +80,13 @@ class CopyCeiling:
     def sustained(self) -> float:
         """Median of seven copies in a row: the ceiling."""
         return median(self.once() for _ in range(7))
+
+
+def engine_check(replica: Replica) -> str:
+    """How its engine was checked before its first update, with seconds; empty: it was not
+    (CKPT_ENGINE_CHECK_ENGINE=always checks tested versions, too)."""
+    status = replica.status
+    return status.engine_check if status is not None else ""
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -2,8 +2,9 @@
 trainer's GPU (`peer`) or takes part in a collective over NCCL (`nccl`).
 
 Each round has new random weights and runs, in turns: vLLM's own backend into a server of its own, a bare pause and
-resume of that server, one copy at the hardware's rate, and our update. Afterwards both servers hold the same weights,
-and their greedy tokens must be equal: vLLM's own loader is the judge of ours.
+resume of that server, one copy at the hardware's rate, and our update. On the same GPU some updates by way of a relay
+follow, for which the trainer is held until that has all of them. Afterwards both servers hold the same weights, and
+their greedy tokens must be equal: vLLM's own loader is the judge of ours.
 
     python -m pytest benchmarks/gpu/test_from_gpu.py -k same --benchmark-json=FILE    (same, peer, nccl)
 """
@@ -11,17 +12,22 @@ and their greedy tokens must be equal: vLLM's own loader is the judge of ours.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, rounded, versions
+from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, engine_check, rounded, versions
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
 from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments
 from ckpt_engine import Trainer
-from tests.cluster import running_cluster
+from ckpt_engine.host.relay_directory import DIRECTORY
+from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.vllm_server import complete, tokens
 from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
 
@@ -39,10 +45,56 @@ NCCL_BAR = 1.4
 """How many times faster than vLLM's `nccl` our collective has to be, pause to resume."""
 
 
+RELAY_ROUNDS = 6
+RELAY_BYTES = 31 << 30
+
+
+def by_relay(trainer: Trainer, cluster: Cluster, replica: Replica, model: Tree, seeds: Iterator[int]) -> dict[str, Any]:
+    """Updates of a replica on the trainer's GPU by way of the host's relay, and copies between that GPU and pinned
+    memory at the hardware's rate, in turns."""
+    threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
+    relay = cluster.relay("a", "--memory", f"{RELAY_BYTES}B", environment=threads).registered()
+    out, back = CopyCeiling("cuda:0", "cpu", 2 << 30), CopyCeiling("cpu", "cuda:0", 2 << 30)
+    series = Series()
+    for _ in range(WARMUP + RELAY_ROUNDS):
+        renew(model, next(seeds))
+        series.add(device_to_host_GB_s=out.once(), host_to_device_GB_s=back.once())
+        began = time.perf_counter()
+        held = trainer.update_weights(prefetch="always", until="held", timeout=120)
+        seconds = time.perf_counter() - began
+        assert held.held, f"{held}\n{relay.said[-4000:]}"
+        report = trainer.wait(held.version, timeout=120)
+        assert report.ok, f"{report}\n{replica.tail()}"
+        assert report.verified
+        (outcome,) = report.replicas
+        assert [use.transport for use in outcome.transports] == ["relay_memory"], outcome.transports
+        (worker,) = outcome.message.workers
+        series.add(
+            held_seconds=seconds,
+            fill_seconds=held.relays[0].message.filled.fill_seconds,
+            pause_seconds=outcome.pause_seconds,
+            transfer_and_install_seconds=worker.transfer_seconds + worker.install_seconds,
+            verify_seconds=worker.verify_seconds,
+        )
+    install = BYTES / series.median("transfer_and_install_seconds", RELAY_ROUNDS) / 1e9
+    held_rate = BYTES / series.median("held_seconds", RELAY_ROUNDS) / 1e9
+    return {
+        "held_GB_s": held_rate,
+        "held_share_of_pinned_ceiling": held_rate / series.median("device_to_host_GB_s", RELAY_ROUNDS),
+        "install_GB_s": install,
+        "install_share_of_pinned_ceiling": install / series.median("host_to_device_GB_s", RELAY_ROUNDS),
+        "first": series.first(),
+        "medians": series.last(RELAY_ROUNDS),
+    }
+
+
 @pytest.mark.parametrize("case", list(CASES))
-def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path, case: str) -> None:
+def test_update_from_live_parameters(
+    benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     visible, backend, asked = CASES[case]
     two_gpus_for(visible != "0")
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "relays"))
     config = write_config(tmp_path / "model")
     series = Series()
     with contextlib.ExitStack() as stack:
@@ -67,7 +119,7 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
         send = rival.ipc() if backend == "ipc" else rival.nccl()
         transports: list[str] = []
         pauses: list[float] = []
-        seeds = iter(range(1, 1000))
+        seeds = itertools.count(1)
 
         def before() -> None:
             renew(model, next(seeds))
@@ -95,6 +147,11 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
             pauses.append(outcome.pause_seconds)
 
         benchmark.pedantic(update, setup=before, rounds=ROUNDS, warmup_rounds=WARMUP)
+        relayed = {}
+        if case == "same":
+            relayed = {"by_relay": by_relay(trainer, cluster, replica, model, seeds)}
+            rival.update(send)
+        checked = engine_check(replica)
         for prompt in PROMPTS:
             ours, theirs = tokens(complete(replica, prompt)), tokens(complete(rival_server, prompt))
             assert ours == theirs, f"{prompt[:4]}: {ours} is not {theirs}"
@@ -116,6 +173,8 @@ def test_update_from_live_parameters(benchmark: BenchmarkFixture, two_gpus_for: 
                 "pause_of_each_round": pauses,
                 "first": series.first(),
                 "medians": series.last(ROUNDS),
+                "engine_check": checked,
+                **relayed,
                 "versions": versions("vllm"),
             }
         )

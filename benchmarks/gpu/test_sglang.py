@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, rounded, versions
+from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, engine_check, rounded, versions
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
 from benchmarks.gpu.rivals import SGLANG_SIZES, NativeSglang
 from ckpt_engine import Trainer
@@ -107,6 +107,7 @@ def test_idle(benchmark: BenchmarkFixture, both: Both) -> None:
                 "transfer_and_install_GB_s": BYTES / moved / 1e9,
                 "times_faster_than_rival": series.median("rival_seconds") / series.median("pause_seconds"),
                 "first_pause_over_later": series.first()["pause_seconds"] / series.median("pause_seconds"),
+                "engine_check": engine_check(both.replica),
                 "first": series.first(),
                 "medians": series.last(ROUNDS),
                 "versions": versions("sglang"),

@@ -26,6 +26,7 @@ from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.questions import Questions
+from ckpt_engine.agent.reports import Reports
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.client import manager_stub, open_channel
@@ -42,6 +43,9 @@ from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 1.0
+"""How long workers' reports may come after their engine's answer. They are sent before it."""
 
 
 class EvictedError(CkptEngineError):
@@ -92,6 +96,7 @@ class ReplicaAgent:
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions = Questions(self._feed, self._deadlines.worker_reply)
+        self._reports = Reports()
         self._fault: asyncio.Future[None] | None = None
         self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
         self._state = AgentState()
@@ -259,7 +264,12 @@ class ReplicaAgent:
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         if self._loop is not None and self._loop.problem is not None:
             return None
-        return await self._questions.ask(request)
+        reply = await self._questions.ask(request)
+        if reply is not None and reply.HasField("install"):
+            self._reports.due(request.rank, request.boot_id)
+        elif request.HasField("installed"):
+            self._reports.came(request.rank, request.boot_id)
+        return reply
 
     def _feed(self, event: events.AgentEvent) -> None:
         if self._loop is not None:
@@ -325,6 +335,8 @@ class ReplicaAgent:
     async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None
         done = await self._runner.run(key, task)
+        if isinstance(task, events.InstallEngine) and done.problem is None:
+            await self._reports.all_came(REPORT_SECONDS)
         if isinstance(task, events.PauseEngine | events.InstallEngine | events.WakeEngine | events.ResumeEngine):
             self._mind_answer(done)
         return done

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -48,21 +49,22 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     """Compiles what tables of tensors of these dtypes will need, as far as one can know: unless triton is missing."""
     if problem():
         return
-    for rows in (1, 2):
+    for rows, near in product((1, 2), (True, False)):
         for alignment in (width for width in _BYTES if width >= min((dtype.itemsize for dtype in dtypes), default=16)):
-            CopyTable([Block(0, 0, alignment, rows, alignment, alignment)], device, alignment)
+            CopyTable([Block(0, 0, alignment, rows, alignment, alignment)], device, alignment, near=near)
         for dtype in dtypes:
             if dtype != torch.float32 and can_cast(torch.float32, dtype):
                 for count in (1, 4):
                     block = Block(0, 0, count * dtype.itemsize, rows, count * dtype.itemsize, count * 4)
-                    CopyTable([block], device, 1, (torch.float32, dtype))
+                    CopyTable([block], device, 1, (torch.float32, dtype), near)
 
 
 class CopyTable:
     """Blocks of one kind, ready to be copied by launches of `device`'s current stream.
 
-    Of one dtype: all blocks have this `alignment`. cast: (source's dtype, destination's dtype). `bytes` are counted at
-    the destination. It does not keep the memory alive that it points to.
+    Of one dtype: all blocks have this `alignment`. cast: (source's dtype, destination's dtype). near: both ends lie on
+    this GPU, whose memory is fastest with twice the warps and no hint for its cache (2,028 instead of 1,973 GB/s on an
+    H200). `bytes` are counted at the destination. It does not keep the memory alive that it points to.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class CopyTable:
         device: torch.device,
         alignment: int,
         cast: tuple[torch.dtype, torch.dtype] | None = None,
+        near: bool = False,
     ) -> None:
+        self._warps, self._evict = (16, "") if near else (8, "evict_first")
         blocks = [part for block in blocks for part in (block.unrolled() if block.length > _ROW_LIMIT else (block,))]
         self.rows = any(block.rows > 1 for block in blocks)
         if cast is None:
@@ -112,7 +116,8 @@ class CopyTable:
             ROWS=self.rows,
             LANES=_LANES,
             PARTS=-(-_most_lanes(here, there) // _LANES),
-            num_warps=8,
+            EVICT=self._evict,
+            num_warps=self._warps,
         )
 
 
@@ -172,6 +177,7 @@ def _copy_lines(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     LANES: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803
+    EVICT: tl.constexpr,  # noqa: N803
 ):
     """Program p copies line `first_line + p`: LANES lanes at a time, of PER elements each."""
     line = first_line + tl.program_id(0).to(tl.int64)
@@ -200,7 +206,5 @@ def _copy_lines(  # type: ignore[no-untyped-def]
             there = lane
             here = lane
         inside = (lane < lanes) & (element < PER)
-        values = tl.load(source + here * PER + element, mask=inside, eviction_policy="evict_first")
-        tl.store(
-            destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy="evict_first"
-        )
+        values = tl.load(source + here * PER + element, mask=inside, eviction_policy=EVICT)
+        tl.store(destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)

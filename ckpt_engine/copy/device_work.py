@@ -73,7 +73,7 @@ class DeviceWork:
         for side, blocks in self._same.items():
             self._add_blocks(side, blocks)
         for (side, *cast), blocks in self._casts.items():
-            table = copy_kernel.CopyTable(blocks, device, 1, (cast[0], cast[1]))
+            table = copy_kernel.CopyTable(blocks, device, 1, (cast[0], cast[1]), near=side is Side.SAME)
             self._add_table(side, table)
         self._add_others()
         self.bytes = sum(segment.bytes for segment in self.segments)
@@ -136,7 +136,7 @@ class DeviceWork:
                 self.segments.append(Segment(size, partial(_queue_runs, batch)))
                 batch, size = [], 0
         for (alignment, _), parts in tables.items():
-            self._add_table(side, copy_kernel.CopyTable(parts, self._device, alignment))
+            self._add_table(side, copy_kernel.CopyTable(parts, self._device, alignment, near=side is Side.SAME))
 
     def _add_table(self, side: Side, table: copy_kernel.CopyTable) -> None:
         for first, end, size in table.segments(SEGMENT_BYTES[side]):

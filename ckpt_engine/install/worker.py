@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,7 +103,9 @@ class EngineWorker:
                 self._progress(order.fence, stage, done, total)
 
             installed = self._installer.install(order, on_progress)
-            self._ask(worker_pb2.WorkerRequest(installed=installed))
+            # Beside the engine's answer, which need not wait for the agent's: no token is made until it has come.
+            report = worker_pb2.WorkerRequest(installed=installed)
+            threading.Thread(target=self._report, args=(report,), name="ckpt-engine report", daemon=True).start()
             return not installed.report.HasField("problem")
         except Exception:
             log.exception("ckpt-engine: worker %d could not install", self.slot.rank)
@@ -131,6 +134,13 @@ class EngineWorker:
 
     def _ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply:
         return self._channel.ask(request, self._deadlines.worker_ask)
+
+    def _report(self, report: worker_pb2.WorkerRequest) -> None:
+        """Asks until the agent has it. What the engine's thread asks next waits for that."""
+        try:
+            self._ask(report)
+        except Exception:
+            log.exception("ckpt-engine: the agent has not got the report of worker %d", self.slot.rank)
 
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()

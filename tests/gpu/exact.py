@@ -1,7 +1,10 @@
 """What tests ask of a real engine on a GPU in the same way, whichever engine it is: servers that are started together,
 updates from live parameters on the GPU, tokens that transformers judges, memory that is given up and comes back.
 
-transformers on the CPU sums in another order than kernels on a GPU: each token must be, but for rounding, the best.
+transformers on the CPU sums in another order than kernels on a GPU: each token must be, but for rounding, the best. A
+router of experts that is near a tie then takes another expert, and that token is logits away from the best one. In 2 of
+24 answers of 32 tokens transformers itself finds one such token (1.4 and 3.4 logits) when it judges in float32 what it
+said in bfloat16. So a few tokens of an answer of experts may be; of other weights 31 or all of 32 are.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tests.tiny_model import make_tiny_qwen3, regrets
 
 DEVICE = "cuda"
 ROUNDING = 0.8  # logits; of other weights' tokens the worst is several away
+FLIPS = 3  # of experts: tokens of an answer that rounding alone may take away from the best one
 PROMPTS = [[5, 6, 7], [400, 3, 77, 12, 9], list(range(100, 148))]
 
 ENVIRONMENT = {
@@ -76,6 +80,11 @@ def live_model(path: Path, **options: Any) -> Any:
     return model_of(path, 99, **options).to(DEVICE)
 
 
+def right(regrets: list[float], flips: int = 0) -> bool:
+    """Whether all tokens but `flips` are the best ones, within rounding."""
+    return sorted(regrets)[len(regrets) - 1 - flips] < ROUNDING
+
+
 def update(trainer: Trainer, replica: Replica, version: int, **arguments: Any) -> Any:
     """An update that must succeed, over CUDA IPC alone, every byte verified."""
     report = trainer.update_weights(version=version, **arguments)
@@ -96,8 +105,8 @@ class Exact:
     labels: bool = False
     head_dim: int = 32
 
-    def assert_right(self, replica: Replica, model: Any, prompt: list[int], version: int) -> list[int]:
-        """The tokens after `prompt`, which must be `model`'s own, under this version."""
+    def assert_right(self, replica: Replica, model: Any, prompt: list[int], version: int, flips: int = 0) -> list[int]:
+        """The tokens after `prompt`, which must be `model`'s own but for `flips`, under this version."""
         try:
             response = self.complete(replica, prompt)
         except httpx.HTTPError as error:
@@ -105,7 +114,7 @@ class Exact:
         found = self.tokens(response)
         regret = [round(each, 2) for each in regrets(model, prompt, found)]
         assert len(found) == TOKENS
-        assert max(regret) < ROUNDING, f"version {version}: logits lost with each token: {regret}"
+        assert right(regret, flips), f"version {version}: logits lost with each token: {regret}"
         assert response.headers["x-ckpt-engine-admitted-version"] == str(version)
         if self.labels:
             assert response.json()["meta_info"]["weight_version"] == label_of(replica)
@@ -157,7 +166,7 @@ class Exact:
                     live[name].copy_(tensor)
                 update(trainer, replica, version)
                 for prompt in PROMPTS:
-                    self.assert_right(replica, model, prompt, version)
+                    self.assert_right(replica, model, prompt, version, FLIPS)
 
     def check_corrupt(self, served: tuple[Cluster, Replica], path: Path) -> None:
         """A bit that flips after sealing closes the gate, until the next good update."""

@@ -29,7 +29,7 @@ from tests.gpu.exact import PROMPTS
 from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
 from tests.tiny_model import regrets
 
-pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(300)]
+pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(1200)]
 
 SEEDS = (1, 7, 3, 7)
 LOADED = 7
@@ -38,6 +38,9 @@ LOADED = 7
 TOKENS = 32
 LARGEST_DIFFERENCE = 1e-3
 """Of log-probabilities: equal but for a kernel that adds up in no fixed order."""
+
+UP_SECONDS = 480.0
+"""Until servers answer. The first hybrids of a machine compile kernels for three minutes."""
 
 AT_A_TIME = 4
 """Classes whose servers, two each, are up or starting: they share a GPU and the host's memory."""
@@ -217,7 +220,7 @@ class Pairs:
             if each not in self._started:
                 stack = contextlib.ExitStack()
                 self._started[each] = (stack, self._starter.submit(self._start, each, stack))
-        return self._started[name][1].result(240)
+        return self._started[name][1].result(UP_SECONDS)
 
     def _start(self, name: str, stack: contextlib.ExitStack) -> Pair:
         kind, path = KINDS[name], self._path / str(self._names.index(name))
@@ -242,7 +245,7 @@ class Pairs:
     @staticmethod
     def _end(stack: contextlib.ExitStack, started: Future[Pair]) -> None:
         if not started.cancel():
-            started.exception(240)
+            started.exception(UP_SECONDS)
         stack.close()
 
     def close(self) -> None:
@@ -307,9 +310,9 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         for name, tensor in pair.weights[LOADED].items()
     }
     record("published in float32", sorted(name for name, tensor in live.items() if tensor.dtype == torch.float32))
-    wait_for_plain(pair.plain)
+    wait_for_plain(pair.plain, UP_SECONDS)
     expected = [answer(pair.plain.url, prompt) for prompt in PROMPTS]
-    pair.replica.registered(240)
+    pair.replica.registered(UP_SECONDS)
     differences = []
     with Trainer(pair.cluster.address, lineage="classes") as trainer:
         trainer.publish(live, move=True)

@@ -18,7 +18,7 @@ import torch
 
 from tests.engines.sglang_server import complete, tokens
 from tests.engines.test_vllm_models import build
-from tests.gpu.exact import PROMPTS, ROUNDING, Exact, Fleet, bare_models, mixture
+from tests.gpu.exact import FLIPS, PROMPTS, Exact, Fleet, bare_models, mixture, right
 from tests.gpu.gpu_server import wait_for_plain
 from tests.gpu.sglang_fleet import CACHED_TOKENS, EAGER, GRAPHS, needs_gpu_sglang, plain_sglang, start_gpu_sglang
 from tests.tiny_model import regrets
@@ -90,7 +90,7 @@ def test_sglangs_own_loading_of_a_mixture_of_experts(fleet: Fleet, loaded_mixtur
     wait_for_plain(loaded_mixture.server)
     for prompt in PROMPTS:
         found = tokens(complete(loaded_mixture.server, prompt))
-        assert max(regrets(loaded_mixture.model, prompt, found)) < ROUNDING
+        assert right(regrets(loaded_mixture.model, prompt, found), FLIPS)
 
 
 def test_a_mixture_of_experts_in_sglang(fleet: Fleet, loaded_mixture: Loaded, tmp_path: Path) -> None:

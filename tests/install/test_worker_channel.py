@@ -19,6 +19,7 @@ from ckpt_engine.record.record import record
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine.words.state import EnginePage, verdict
+from tests.cluster import eventually
 from tests.install.install_models import TensorParallel, assert_same, state
 from tests.install.install_world import Checkpoint
 
@@ -242,6 +243,7 @@ def test_a_worker_prepares_and_installs_over_the_channel(
     assert not worker.install(6)  # the engine was told another epoch
     assert not orders.installed
     assert worker.install(5)
+    eventually("the report comes, which is asked for again", 60, lambda: orders.installed)
     assert orders.installed[0].report.verified == len(orders.recording.needs)
     assert orders.progress[0].bytes_total == orders.installed[0].report.bytes
     assert verdict(page.read()).identity == orders.identity

@@ -1,10 +1,10 @@
-"""vLLM's gate pauses and installs by itself. Its engine client is a fake here, which notes what it is asked for, in
-order; real servers are updated this way in tests/engines and tests/gpu."""
+"""vLLM's gate pauses, installs and resumes by itself. Its engine client is a fake here, which notes what it is asked
+for, in order; real servers are updated this way in tests/engines and tests/gpu."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,20 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from ckpt_engine.core.labels import version_label
+from ckpt_engine.core.sleeping import KV_CACHE, Sleeping
+from ckpt_engine.engine.adapter import AdapterSettings
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.words.gate import Receive, Scope, Send
+from ckpt_engine.words.state import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine_adapters.vllm.command import check_options, options_of
+from ckpt_engine_adapters.vllm.driver import VllmAdapter
 from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
+from tests.words.server import serve
+
+IDENTITY = weights_pb2.Identity(lineage="run", version=7, root=bytes(32))
+LABEL = version_label(IDENTITY)
 
 
 @pytest.fixture
@@ -27,8 +37,17 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineDirector
     return directory
 
 
-def application(asked: list[Any], refused: Sequence[str] = ()) -> FastAPI:
-    """refused: workers' methods that fail."""
+@pytest.fixture
+def page(directory: EngineDirectory) -> Iterator[EnginePage]:
+    page = EnginePage(directory.page)
+    yield page
+    page.close()
+
+
+def application(
+    asked: list[Any], refused: Sequence[str] = (), install: Callable[[], None] | None = None, labels: bool = True
+) -> FastAPI:
+    """refused: what fails, of workers' methods, "label" and "resume". install: what the workers do."""
 
     async def clear() -> None:
         asked.append("clear")
@@ -40,12 +59,26 @@ def application(asked: list[Any], refused: Sequence[str] = ()) -> FastAPI:
         asked.append((method, options.get("kwargs")))
         if method in refused:
             raise RuntimeError(f"no {method} today")
+        if method == "update_weights" and install is not None:
+            install()
+
+    async def label(version: str) -> None:
+        asked.append(version)
+        if "label" in refused:
+            raise RuntimeError("no label today")
+
+    async def resume() -> None:
+        asked.append("resume")
+        if "resume" in refused:
+            raise RuntimeError("no resuming today")
 
     app = FastAPI()
     app.state.engine_client = SimpleNamespace(
         renderer=SimpleNamespace(clear_mm_cache_async=clear),
         engine_core=SimpleNamespace(pause_scheduler_async=stop),
         collective_rpc=call,
+        resume_generation=resume,
+        **({"update_weight_version": label} if labels else {}),
     )
     app.add_middleware(VllmGate)
     return app
@@ -88,6 +121,121 @@ async def test_an_update_is_three_calls_in_their_order_sent_at_once(
     answer = await ask(application(asked, refused), directory.token(), INSTALL_ROUTE, epoch="7")
     assert (answer.status_code, asked) == (status, [BEGIN, UPDATE, END])
     assert status == 200 or re.fullmatch(says, answer.json()["detail"])
+
+
+@pytest.mark.parametrize("then", ["label", "resume"])
+@pytest.mark.parametrize("labels", [True, False])
+async def test_vllm_is_resumed_once_its_weights_are_whole_and_after_its_label(
+    directory: EngineDirectory, page: EnginePage, then: str, labels: bool
+) -> None:
+    slot = page.claim(0, 1)
+    asked: list[Any] = []
+    app = application(asked, install=lambda: slot.clean(7, IDENTITY), labels=labels)
+    answer = await ask(app, directory.token(), INSTALL_ROUTE, epoch="7", then=then)
+    expected = {"resume": ["resume"], "label": [LABEL, "resume"] if labels else []}[then]
+    assert answer.json() == {"status": "installed", "resumed_as": LABEL if expected else None}
+    assert asked == [BEGIN, UPDATE, END, *expected]
+
+
+def _asleep(page: EnginePage) -> None:
+    page.mark(EngineMark(sleeping=Sleeping(1, frozenset({KV_CACHE}))))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "before", "install"),
+    [
+        (1, lambda page, slot: None, lambda slot: slot.dirty(7)),
+        (1, lambda page, slot: None, lambda slot: None),
+        (1, lambda page, slot: slot.clean(6, IDENTITY), lambda slot: None),  # nothing was installed
+        (2, lambda page, slot: None, lambda slot: slot.clean(7, IDENTITY)),  # the other worker has not started
+        (1, lambda page, slot: _asleep(page), lambda slot: slot.clean(7, IDENTITY)),
+    ],
+    ids=["torn", "never installed", "of an earlier epoch", "one of two workers", "caches asleep"],
+)
+async def test_vllm_stays_paused_unless_all_words_are_whole_by_this_epoch_and_it_is_awake(
+    directory: EngineDirectory,
+    page: EnginePage,
+    world_size: int,
+    before: Callable[[EnginePage, WorkerSlot], None],
+    install: Callable[[WorkerSlot], None],
+) -> None:
+    slot = page.claim(0, world_size)
+    before(page, slot)
+    asked: list[Any] = []
+    app = application(asked, install=lambda: install(slot))
+    answer = await ask(app, directory.token(), INSTALL_ROUTE, epoch="7", then="label")
+    assert answer.json() == {"status": "installed", "resumed_as": None}
+    assert asked == [BEGIN, UPDATE, END]
+
+
+@pytest.mark.parametrize(("refused", "asked_for"), [("label", [LABEL]), ("resume", [LABEL, "resume"])])
+async def test_a_label_that_vllm_does_not_take_leaves_resuming_to_the_agent(
+    directory: EngineDirectory, page: EnginePage, refused: str, asked_for: list[str]
+) -> None:
+    slot = page.claim(0, 1)
+    asked: list[Any] = []
+    app = application(asked, [refused], lambda: slot.clean(7, IDENTITY))
+    answer = await ask(app, directory.token(), INSTALL_ROUTE, epoch="7", then="label")
+    assert (answer.status_code, answer.json()["resumed_as"]) == (200, None)
+    assert asked == [BEGIN, UPDATE, END, *asked_for]
+
+
+async def test_a_failed_update_resumes_nothing(directory: EngineDirectory, page: EnginePage) -> None:
+    page.claim(0, 1).clean(7, IDENTITY)
+    asked: list[Any] = []
+    app = application(asked, ["update_weights"])
+    assert (await ask(app, directory.token(), INSTALL_ROUTE, epoch="7", then="label")).status_code == 500
+    assert asked == [BEGIN, UPDATE, END]
+
+
+OWN_ROUTES = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update")
+LAST_ROUTES = ("/update_weight_version", "/resume")
+
+
+@pytest.mark.parametrize("gate", ["this one", "this one, torn", "an older one"])
+async def test_an_update_asks_the_engine_twice_if_all_goes_well(
+    directory: EngineDirectory, page: EnginePage, gate: str
+) -> None:
+    """Pause and install: tokens wait for each call. What the gate has not done the agent asks for."""
+    slot, routes = page.claim(0, 1), list[str]()
+    app = application([], install=lambda: slot.dirty(7) if "torn" in gate else slot.clean(7, IDENTITY))
+    if gate == "an older one":
+        app.state.engine_client = SimpleNamespace()
+
+    async def own(body: dict[str, Any] | None = None) -> None:
+        """vLLM's own route."""
+
+    for route in (*OWN_ROUTES, *LAST_ROUTES):
+        app.post(route)(own)
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            routes.append(scope["path"])
+        await app(scope, receive, send)
+
+    async def update(adapter: VllmAdapter) -> list[str]:
+        routes.clear()
+        await adapter.pause(manager_pb2.KEEP, 60)
+        await adapter.install(7, 60)
+        await adapter.stamp(IDENTITY, 60)
+        await adapter.resume(60)
+        return list(routes)
+
+    with serve(counted) as url:
+        adapter = VllmAdapter(AdapterSettings(url, directory.path, directory.token()))
+        adapter._routes = frozenset((*OWN_ROUTES, *LAST_ROUTES))
+        expected = {
+            "this one": [PAUSE_ROUTE, INSTALL_ROUTE],
+            "this one, torn": [PAUSE_ROUTE, INSTALL_ROUTE, *LAST_ROUTES],
+            "an older one": [PAUSE_ROUTE, OWN_ROUTES[0], INSTALL_ROUTE, *OWN_ROUTES[1:], *LAST_ROUTES],
+        }[gate]
+        for _ in range(2):
+            assert await update(adapter) == expected
+        routes.clear()
+        await adapter.stamp(IDENTITY, 60)
+        await adapter.resume(60)
+        await adapter.close()
+    assert routes == list(LAST_ROUTES), "asked again, later, both are calls"
 
 
 @pytest.mark.parametrize(

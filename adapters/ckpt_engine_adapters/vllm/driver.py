@@ -29,6 +29,7 @@ from ckpt_engine.engine.command import completed, value
 from ckpt_engine.engine.node_plan import NodePart, leave_to_nodes
 from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
+from ckpt_engine.http_client.connections import Answer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
 from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE
@@ -67,6 +68,8 @@ CAPABILITIES = Capabilities(
     ),
 )
 
+_LABEL_ROUTE = "/update_weight_version"
+
 _SET_BY_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless"}
 _OTHER_SERVERS = {
     "--data-parallel-external-lb",
@@ -86,15 +89,18 @@ class VllmAdapter(HttpAdapter):
     def __init__(self, settings: AdapterSettings) -> None:
         super().__init__(settings)
         self._routes: frozenset[str] = frozenset()
+        self._resumed_as: str | None = None  # the label under which the gate has resumed after the last install
 
-    async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> None:
-        await self._client.call("POST", route, seconds, params=params)
+    async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> Answer:
+        self._resumed_as = None
+        return await self._client.call("POST", route, seconds, params=params)
 
     async def probe(self, seconds: float) -> EngineInfo:
         """Asks for version, routes and world size. Development routes that are missing are named.
 
         `asleep` is also True while it is only paused: vLLM has one answer for both.
         """
+        self._resumed_as = None
         version = str((await self._get("/version", seconds))["version"])
         self._routes = frozenset((await self._get("/openapi.json", seconds))["paths"])
         needed = {"/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
@@ -148,21 +154,27 @@ class VllmAdapter(HttpAdapter):
 
     async def install(self, epoch: int, seconds: float) -> None:
         """Runs the install in every worker, in vLLM's update session; the same calls open and close the workers'. The
-        gate makes all three at one call of ours; a server with an older gate gets them one by one."""
+        gate makes all three at one call of ours, and then labels and resumes vLLM by itself if the weights are whole;
+        a server with an older gate gets them one by one."""
         until = time.monotonic() + seconds
+        then = "label" if _LABEL_ROUTE in self._routes else "resume"
         try:
-            await self._ask(INSTALL_ROUTE, seconds, epoch=epoch)
+            answer = await self._ask(INSTALL_ROUTE, seconds, epoch=epoch, then=then)
         except EngineCallError as error:
             if error.status != 404:
                 raise
         else:
+            self._resumed_as = answer.json().get("resumed_as")
             return
         begin, end = (partial(self._post, f"/{name}_weight_update") for name in ("start", "finish"))
         async with self._session(begin, end, until):
             await self._post("/update_weights", until - time.monotonic(), update_info={"epoch": epoch})
 
     async def resume(self, seconds: float) -> None:
-        await self._post("/resume", seconds)
+        """Asks nothing if the gate has done it after the last install."""
+        if self._resumed_as is None:
+            await self._post("/resume", seconds)
+        self._resumed_as = None
 
     async def discard(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={"discard": True})
@@ -177,9 +189,11 @@ class VllmAdapter(HttpAdapter):
             await self._ask("/wake_up", seconds)
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """Newer servers report a version with generated tokens; older ones have no route for it."""
-        if "/update_weight_version" in self._routes:
-            await self._post("/update_weight_version", seconds, new_version=version_label(identity))
+        """Newer servers report a version with generated tokens; older ones have no route for it. The gate may have told
+        this one after the last install."""
+        label = version_label(identity)
+        if _LABEL_ROUTE in self._routes and label != self._resumed_as:
+            await self._post(_LABEL_ROUTE, seconds, new_version=label)
 
 
 def create_adapter(settings: AdapterSettings) -> VllmAdapter:

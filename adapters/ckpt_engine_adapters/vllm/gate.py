@@ -1,27 +1,39 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
 It also has routes of its own. One says what vLLM does not: whether this server can sleep. The others are there since no
-token is generated meanwhile: one pauses at once: vLLM's `/pause` sleeps for
-20 ms after its scheduler has stopped, to let the last answers out first, and an update needs none of that. The other
-makes an update's three calls of the workers, for which vLLM has three routes.
+token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, to
+let the last answers out first, and an update needs none of that. The other makes an update's three calls of the
+workers, for which vLLM has three routes, and resumes vLLM under its new label once all state words say that the weights
+are whole, for which it has two more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
+from ckpt_engine.core.labels import version_label
 from ckpt_engine.words.gate import Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.words.state import admission
+
+log = logging.getLogger(__name__)
 
 PAUSE_ROUTE = "/ckpt_engine/pause"
 """Takes `mode` and `clear_cache` as vLLM's `/pause` does. 404: this vLLM keeps its scheduler elsewhere."""
 
 INSTALL_ROUTE = "/ckpt_engine/install"
 """Takes `epoch`. Does in the workers what `/start_weight_update`, `/update_weights` and `/finish_weight_update` do, the
-last one in every case. 404: this vLLM calls its workers elsewhere."""
+last one in every case. 404: this vLLM calls its workers elsewhere.
 
+Takes `then`, too: `resume`, or `label` for naming the version before that. Done only if every worker is clean with one
+version by this epoch and the engine is awake; then `resumed_as` in the answer is that version's label. If it is null
+the agent has to see for itself."""
+
+_METHODS = {"resume": ("resume_generation",), "label": ("update_weight_version", "resume_generation")}
+"""What vLLM's engine client needs for each `then`."""
 
 ABILITIES_ROUTE = "/ckpt_engine/abilities"
 """Answers `{"sleeps": …}`: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees
@@ -133,11 +145,55 @@ class VllmGate(Gate):
         if route == PAUSE_ROUTE:
             await _pause(engine, wanted, send)
         elif route == INSTALL_ROUTE:
-            await _install(engine, wanted, send)
+            await self._install(engine, wanted, send)
         elif route == ABILITIES_ROUTE:
             await answer_json(send, 200, {"sleeps": _sleeps(engine)})
         else:
             await super().control(route, scope, receive, send)
+
+    async def _install(self, engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+        """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
+        call = getattr(engine, "collective_rpc", None)
+        if call is None:
+            await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
+            return
+        # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses
+        # to begin again, and serves all the same; an update that failed has closed it, and then there is nothing to
+        # finish.
+        epoch = int(wanted["epoch"][0])
+        update = {"update_info": {"epoch": epoch}}
+        calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
+        begun, updated, ended = (asyncio.ensure_future(each) for each in calls)
+        await asyncio.wait((updated,))
+        label = None
+        if updated.exception() is None:
+            label = await self._resume(engine, epoch, wanted.get("then", [""])[0])
+        await asyncio.gather(begun, ended, return_exceptions=True)
+        failed = [each.exception() for each in (updated, begun)]
+        if failed[0] is None:
+            await answer_json(send, 200, {"status": "installed", "resumed_as": label})
+        else:
+            told = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
+            await answer_json(send, 500, {"detail": "; ".join(told)})
+
+    async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
+        """Resumes if the agent would (machines/agent/install.py), and then tells the label; None if it is to see for
+        itself. vLLM's session may be open still: what is asked here is carried out after its end."""
+        words = self._page.read()
+        found = admission(words, self._page.marked())
+        if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
+            return None
+        if then not in _METHODS or not all(hasattr(engine, method) for method in _METHODS[then]):
+            return None
+        label = version_label(found.identity)
+        try:
+            if then == "label":
+                await engine.update_weight_version(label)
+            await engine.resume_generation()
+        except Exception:
+            log.warning("ckpt-engine: vLLM was not resumed as %s; its agent asks again", label, exc_info=True)
+            return None
+        return label
 
 
 def _sleeps(engine: Any) -> bool | None:
@@ -160,21 +216,3 @@ async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> No
         await clear()
     await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
     await answer_json(send, 200, {"status": "paused"})
-
-
-async def _install(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
-    """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
-    call = getattr(engine, "collective_rpc", None)
-    if call is None:
-        await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
-        return
-    # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses to
-    # begin again, and serves all the same; an update that failed has closed it, and then there is nothing to finish.
-    update = {"update_info": {"epoch": int(wanted["epoch"][0])}}
-    calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
-    began, updated, _ = list[object](await asyncio.gather(*calls, return_exceptions=True))
-    if isinstance(updated, BaseException):
-        told = [f"{type(each).__name__}: {each}" for each in (updated, began) if isinstance(each, BaseException)]
-        await answer_json(send, 500, {"detail": "; ".join(told)})
-    else:
-        await answer_json(send, 200, {"status": "installed"})

@@ -79,8 +79,8 @@ STEPS = (
     Step(
         "model-classes",
         "vLLM: each class of models as a server that loaded the same files has it",
-        tests("/test_model_classes.py", 300),
-        *(200, 420),
+        tests("/test_model_classes.py", 1200),
+        *(460, 580),
         engine="vllm",
     ),
     Step(
@@ -118,8 +118,9 @@ STEPS = (
         "sglang",
         "SGLang, same GPU: 85 % of the copy ceiling, pause at most 45 ms, against update_weights_from_tensor",
         bench("test_sglang.py", 300),
-        *(200, 330),
+        *(169, 330),
         engine="sglang",
+        guessed=False,
     ),
     Step(
         "sglang-sleep",
@@ -151,7 +152,7 @@ STEPS = (
         "same",
         "vLLM, same GPU: 85 % of the copy ceiling, against ipc; the first pause at most 1.3 of the later ones",
         bench("test_from_gpu.py", 240, "same"),
-        *(117, 270),
+        *(153, 290),
         engine="vllm",
         guessed=False,
     ),
