@@ -21,7 +21,7 @@ from tests.fuzz.seeds import COMMANDS, HOST, SAID
 @contextlib.contextmanager
 def manager(envelope: type[Any]) -> Iterator[Callable[[bytes], None]]:
     """A manager with a trainer, a holder and a replica; the input is one more message of one of them, or a call."""
-    machine, now = ManagerMachine("cluster", 0, [], Deadlines()), 0.0
+    machine, now = ManagerMachine("cluster", 0, Deadlines()), 0.0
     peers = {
         manager_pb2.TrainerMessage: events.Peer("trainer-1"),
         manager_pb2.ReplicaMessage: events.Peer("replica-2"),

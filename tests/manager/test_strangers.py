@@ -160,7 +160,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self.deadlines = Deadlines()
-        self.machine = ManagerMachine("cluster", 0, [], self.deadlines)
+        self.machine = ManagerMachine("cluster", 0, self.deadlines)
         self.timers: dict[events.Key, float] = {}
 
     def feed(self, event: events.ManagerEvent, now: float) -> None:

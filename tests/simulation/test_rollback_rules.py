@@ -113,7 +113,7 @@ def test_those_that_do_not_go_back_are_still_brought_to_what_they_serve(story: S
 
 
 def test_a_call_and_an_attempt_look_at_one_version_and_come_to_an_end(story: Story) -> None:
-    """The attempt reads ranks that keep the version, the rollback holders only: neither has the other one look again."""
+    """The attempt reads ranks that keep the version, the rollback holders only: none has the other look again."""
     agent, group = story.replica(), story.ranks(kind="snapshot")
     version = next_version(story, group)
     holder_of(story, version)
