@@ -220,13 +220,14 @@ def test_nobody_ever_waits_for_himself_whichever_plan_each_host_has_heard_of(sto
 def test_a_death_changes_few_parents_besides_those_of_orphans(plan: FanOut, data: st.DataObject) -> None:
     dead = data.draw(st.sets(st.sampled_from([host.name for host in plan.hosts]), max_size=3))
     after = replan(plan, dead)
-    orphans = moved = 0
+    orphans = slowed = moved = 0  # slowed: those that read from a leaf, since all that want their chunks are slow
     for old, new in zip(plan.trees, after.trees, strict=True):
         for host, parent in zip(new.hosts, new.parents, strict=True):
             kept = old.parents[old.place[host]]
             orphans += kept in after.dead
+            slowed += kept in after.leaves
             moved += parent != kept
-    assert orphans <= moved <= 2 * orphans
+    assert orphans <= moved <= 2 * (orphans + slowed)
 
 
 @pytest.mark.parametrize("count", [16, 64, 200])

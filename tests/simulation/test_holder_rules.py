@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.holders import HolderShell
@@ -102,6 +103,22 @@ def test_ranks_that_sealed_another_version_since_digest_all_again(
     story.wait(4.0)
     assert story.held_by(agent) == (None if sealed_since else identity)
     assert bool(asked) == sealed_since
+
+
+def test_non_members_are_not_sent_to_ranks_that_sealed_another_version_since(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.replica()
+    group = story.ranks(kind="snapshot")
+    identity = story.update(group).identity
+    request = manager_pb2.LocateVersionRequest(lineage=identity.lineage, version=identity.version)
+    assert story.cluster.manager is not None
+    machine = story.cluster.manager.machine
+    found = machine.located(request)
+    assert (found.identity, len(found.tables)) == (identity, 1)
+    _refused_after_sealing(story, group, monkeypatch)
+    with pytest.raises(CkptEngineError, match="holds version 0"):
+        machine.located(request)
 
 
 def _refused_after_sealing(story: Story, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
