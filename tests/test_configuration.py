@@ -28,6 +28,7 @@ ENDED_OTHERWISE = {
         "ckpt_engine/agent/session.py",
         "self._launch.wait()",
     ): "the manager's answer, its silence for a lease, or the end",
+    ("ckpt_engine/agent/reports.py", "self._none_due.wait()"): "inside wait_for",
     ("ckpt_engine/agent/session.py", "stop.wait()"): "an agent serves until it is stopped",
     ("ckpt_engine/gateway/app.py", "self._nobody.wait()"): "inside wait_for",
     ("ckpt_engine/gateway/app.py", "self.ending.wait()"): "cancelled with its request",

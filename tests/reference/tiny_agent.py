@@ -41,6 +41,7 @@ class TinyAgent:
         self.adapter = adapter
         self.root = bytes(32)
         self.reports: dict[int, manager_pb2.WorkerReport] = {}
+        self._all_reported = asyncio.Event()
         self.needs: dict[int, weights_pb2.WorkerNeeds] = {}
         self._engine = engine
         self._channel = AgentChannel(engine.directory, self._answer)
@@ -114,7 +115,10 @@ class TinyAgent:
                 deadline_seconds=CALL_SECONDS,
             )
         self.reports.clear()
+        self._all_reported.clear()
         await self.adapter.install(fence.epoch, seconds)
+        # Workers send their reports before the engine answers, another way.
+        await asyncio.wait_for(self._all_reported.wait(), CALL_SECONDS)
         for _, report in sorted(self.reports.items()):
             if report.HasField("problem"):
                 raise RefusedError(report.problem)
@@ -134,6 +138,8 @@ class TinyAgent:
                 self._prepared[request.rank] = request.prepared
             case "installed":
                 self.reports[request.rank] = request.installed.report
+                if self.reports.keys() == self._orders.keys():
+                    self._all_reported.set()
         return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
 
 
