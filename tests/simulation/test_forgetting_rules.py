@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.core.version import Version
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.members import AgentShell
@@ -91,6 +92,22 @@ def test_a_killed_run_is_forgotten_when_others_have_taken_its_replicas_over(stor
     assert known(story) == {"killed", "other"}
     assert story.update(other, 1.5, version=1, replicas=[second.name]).ok
     assert known(story) == kept(story) == {"other"}
+
+
+def test_a_version_that_only_a_replica_was_to_serve_goes_with_it(story: Story) -> None:
+    """Else each name that an update has named would keep a record, for ever."""
+    one, other = story.replica(), story.replica()
+    group = story.ranks(kind="snapshot")
+    first = story.update(group, replicas=[one.name]).identity
+    group.train()
+    assert story.update(group, replicas=[other.name]).ok
+    assert story.cluster.manager is not None
+    contents = story.cluster.manager.machine._state.versions.contents
+    assert contents[Version.of(first)].record is not None
+    story.evict(one.name)
+    story.wait(1.0)
+    contents = story.cluster.manager.machine._state.versions.contents
+    assert [content.record is None for content in contents.values()] == [True, False]
 
 
 def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:

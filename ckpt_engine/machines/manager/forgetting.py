@@ -87,14 +87,15 @@ class Forgetting:
         return [trainer for trainer in trainers if trainer.lineage in over]
 
     def prune(self) -> None:
-        """Lets go of what runs without ranks have published, if it is of no use any more."""
+        """Lets go of what runs without ranks have published, and of versions that only replicas which have left were to
+        serve, if it is of no use any more."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
-        wanted = self.state.versions.lineages()
+        wanted, needed = self.state.versions.lineages(), self.state.versions.needed(self.state.members.replicas)
         for content in self.state.versions.contents.values():
             lineage, published = content.identity.lineage, content.published
-            if published is None or lineage in alive:
-                continue
-            if lineage not in wanted or not all(source.outlives for source in published.sources):
+            gone = published is not None and lineage not in alive
+            files = published is not None and all(source.outlives for source in published.sources)
+            if content.identity not in needed or (gone and not (files and lineage in wanted)):
                 content.published = content.record = None
 
 

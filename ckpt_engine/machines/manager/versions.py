@@ -13,7 +13,7 @@ does not select keeps what it was to serve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import precondition
@@ -248,6 +248,12 @@ class Versions:
         """The lineages that some replica is to serve, or one that comes for the first time would."""
         commits = (self.commit_of(key) for key in (*self.desired, EVERYBODY))
         return {commit.identity.lineage for commit in commits if commit is not None}
+
+    def needed(self, registered: Collection[str]) -> set[Version]:
+        """The versions that a replica is to serve, a newcomer would, or that a lineage committed last. registered: the
+        replicas that there are."""
+        keys = (key for key in self.desired if key in registered or key == self._everybody_with(key))
+        return {self.desired[key].identity for key in keys} | {commit.identity for commit in self.last.values()}
 
     def _overwritten(self, identity: Version) -> None:
         """The ranks of a lineage have another version now: what they held before is to be read from files only."""
