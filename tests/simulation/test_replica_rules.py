@@ -6,6 +6,7 @@ import pytest
 
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.manager.reconcile import ATTEMPTS_AT_ONCE
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine, Worker
 from tests.simulation.invariants import BrokenPromiseError
@@ -208,6 +209,32 @@ def test_a_late_replica_is_brought_up_after_the_manager_was_restarted(story: Sto
     story.wait(3.0)
     assert late.engine is not None
     assert late.engine.words().identity == identity
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_late_replicas_are_brought_up_a_few_at_a_time(story: Story, held: bool) -> None:
+    """held: by a holder; else by ranks, which digest for one attempt at a time."""
+    agents = [story.replica() for _ in range(6)]
+    group = story.ranks(world_size=2, kind="live" if held else "snapshot")
+    holder = story.join_holder()
+    identity = story.update(group).identity
+    if held:
+        story.wait(0.5)
+        holder.hold(identity)
+    for agent in agents:
+        assert agent.engine is not None
+        agent.engine.kill()
+        agent.engine_died()
+        story.start_engine(agent)
+    side_by_side = [0]
+
+    def all_are_there() -> bool:
+        assert story.cluster.manager is not None
+        side_by_side.append(len(story.cluster.manager.machine._updates.attempts()))
+        return all(agent.engine is not None and story.held_by(agent) == identity for agent in agents)
+
+    story.until(all_are_there, 60.0)
+    assert 1 < max(side_by_side) <= ATTEMPTS_AT_ONCE
 
 
 def another_engine(story: Story, agent: AgentShell) -> None:
