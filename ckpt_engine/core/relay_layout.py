@@ -18,7 +18,7 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.problems import invalid, precondition, unavailable
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
 
 SLOTS = 2
@@ -54,14 +54,14 @@ class Group(NamedTuple):
 class SlotLayout:
     """How a version lies in a slot. atoms: by offset. bytes: of all atoms. size: of the slot, gaps included."""
 
-    recorded: Recorded
+    recorded: Commits
     atoms: tuple[RelayAtom, ...]
     groups: tuple[Group, ...]
     bytes: int
     size: int
 
 
-def wanted_of(needs: WorkerNeeds, recorded: Recorded) -> Wanted:
+def wanted_of(needs: WorkerNeeds, recorded: Commits) -> Wanted:
     """A worker's needs, checked against a record's manifest.
 
     Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box that is not in its tensor.
@@ -88,7 +88,7 @@ def wanted_of(needs: WorkerNeeds, recorded: Recorded) -> Wanted:
 
 
 def lay_out(
-    recorded: Recorded,
+    recorded: Commits,
     readers: Sequence[Wanted],
     everything: bool = False,
     within: Sequence[Partition] | None = None,

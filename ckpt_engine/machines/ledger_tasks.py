@@ -72,7 +72,7 @@ class FindReport:
 
 @dataclass(frozen=True)
 class ReadCommits:
-    """Ledger.recorded, after all that was asked to be written before. Result: versions.Recorded."""
+    """Ledger.commits, after all that was asked to be written before. Result: versions.Commits."""
 
     seconds: float
 

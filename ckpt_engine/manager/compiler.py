@@ -22,7 +22,7 @@ from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_blob
-from ckpt_engine.core.sealed_record import Recorded, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.sealed_record import Commits, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.machines.events import (
     Combined,
@@ -81,7 +81,7 @@ class _Planned:
     """What was compiled. recorded: the record that it was cut along, for a late replica; None: a record is made."""
 
     plans: Plans
-    recorded: Recorded | None
+    recorded: Commits | None
 
     @cached_property
     def writer(self) -> RecordWriter:
@@ -99,7 +99,7 @@ class Compiler:
         self._blobs = blobs
         self._publications: _Recent[tuple[str | bytes, ...], Published] = _Recent(KEPT_PUBLICATIONS)
         self._plans: _Recent[tuple[object, ...], Compiled] = _Recent(KEPT_PLANS)
-        self._records: _Recent[tuple[bytes, bytes], Recorded] = _Recent(KEPT_RECORDS)
+        self._records: _Recent[tuple[bytes, bytes], Commits] = _Recent(KEPT_RECORDS)
 
     def merge(self, task: MergeTables) -> Published:
         """Merges the tables of all ranks. NOT_FOUND when a table's blob is not held any more."""
@@ -303,7 +303,7 @@ class Compiler:
         record = self._blobs.put(*planned.writer.write(sealed), fleeting=True)
         return Combined(sealed.root(), expected, record)
 
-    def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> Recorded:
+    def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> Commits:
         """A record, from whomever it comes. Raises DATA_LOSS unless it hashes to the root."""
         recorded = self._records.get((ref.digest, root))
         if recorded is None:

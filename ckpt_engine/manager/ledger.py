@@ -29,7 +29,7 @@ from typing import TypeVar
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found, OperatorHold
-from ckpt_engine.machines.manager.versions import Commit, Recorded
+from ckpt_engine.machines.manager.versions import Commit, Commits
 from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
 from ckpt_engine.v1 import manager_pb2
 
@@ -202,10 +202,10 @@ class Ledger:
         rows = await self._run(lambda: self._connection.execute("SELECT replica, since, reason FROM holds").fetchall())
         return {replica: OperatorHold(since, reason) for replica, since, reason in rows}
 
-    async def recorded(self) -> Recorded:
+    async def commits(self) -> Commits:
         """The commits that are some replica's newest, and the last one of each lineage."""
 
-        def statements() -> Recorded:
+        def statements() -> Commits:
             rows = self._connection.execute(
                 "SELECT epoch, lineage, version, root, selection FROM intents "
                 "WHERE epoch IN (SELECT epoch FROM meant) "
@@ -222,7 +222,7 @@ class Ledger:
                 elif replica in selected.get(lineage, ()):  # of a ledger that did not keep them all
                     desired[replica] = last[lineage]
             (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
-            return Recorded(until, tuple(last.values()), desired)
+            return Commits(until, tuple(last.values()), desired)
 
         return await self._run(statements)
 

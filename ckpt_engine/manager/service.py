@@ -223,7 +223,7 @@ class ManagerServer:
             self.ledger.epoch,
             config.deadlines,
             software_version(),
-            await self.ledger.recorded(),
+            await self.ledger.commits(),
             await self.ledger.highest(),
             await self.ledger.identities(),
             await self.ledger.holds(),

@@ -58,7 +58,7 @@ class Tasks:
             case events.RecordIntent(epoch, identity, _, selection):
                 await self._ledger.record_intent(epoch, identity, selection)
             case events.ReadCommits():
-                return await self._ledger.recorded()
+                return await self._ledger.commits()
             case events.RecordHold(replica, reason):
                 return await self._ledger.record_hold(replica, reason)
             case events.RecordRelease(replica):

@@ -19,7 +19,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadl
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.fill import NAMED, Filled, Filling, Memory, Missing, Progress
 from ckpt_engine.relay.sources import Sources
@@ -59,7 +59,7 @@ class FanIn:
         self,
         fan_out: FanOut,
         pass_on: PassOn,
-        recorded: Recorded,
+        recorded: Commits,
         stop_at: float,
         cancelled: Callable[[], bool],
         progress: Progress = lambda done, total: None,
@@ -100,7 +100,7 @@ class FanIn:
         """Where a chunk's runs belong."""
         return [self._bytes[offset : offset + length] for offset, length in self.chunks[number].runs]
 
-    def wrong(self, number: int, recorded: Recorded) -> list[int]:
+    def wrong(self, number: int, recorded: Commits) -> list[int]:
         """The cells of a chunk that are not as they were sealed, as they lie there now."""
         chunk = self.chunks[number]
         if number not in self._digests:
@@ -137,7 +137,7 @@ class _Trees:
         fan_out: FanOut,
         key: bytes,
         passing: Passing | None,
-        recorded: Recorded,
+        recorded: Commits,
         stop_at: float,
     ) -> None:
         self._slot, self._key, self._passing, self._recorded, self._stop_at = slot, key, passing, recorded, stop_at

@@ -18,7 +18,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SlotLayout
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.digest.arriving import ArrivingDigests
 from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
 from ckpt_engine.relay.pipeline import Pipeline, arriving_digests
@@ -119,7 +119,7 @@ class Filling:
 
     def run(
         self,
-        recorded: Recorded,
+        recorded: Commits,
         stop_at: float,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,

@@ -22,7 +22,7 @@ from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
-from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.core.sealed_record import Commits, read_record
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
@@ -100,7 +100,7 @@ class _Ready:
     key: tuple[object, ...]
     tables: frozenset[bytes]
     root: bytes
-    recorded: Recorded
+    recorded: Commits
     filling: Filling
     sources: Sources
     kept: frozenset[int]
@@ -392,6 +392,6 @@ class Slots:
         )
 
 
-def _layout(wish: Wish, recorded: Recorded) -> SlotLayout:
+def _layout(wish: Wish, recorded: Commits) -> SlotLayout:
     within = join_sources(recorded.record.manifest, wish.within).partitions if wish.within else None
     return lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything, within)

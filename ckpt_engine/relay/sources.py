@@ -13,7 +13,7 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.offers import by_transport, label
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.relay.gpus import TrainersGpus
@@ -70,7 +70,7 @@ class Sources:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: Commits,
         tables: Sequence[SourceTable],
         transports: Mapping[str, Transport],
         host: Host,

@@ -7,7 +7,7 @@ import pytest
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published
 from ckpt_engine.machines.manager.goal import Goal, HeldVersion
-from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Recorded, Versions, everybody
+from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits, Versions, everybody
 from ckpt_engine.v1 import manager_pb2
 
 PUBLISHED = Published(manager_pb2.BlobRef(digest=b"m" * 32), (), 1, 1)
@@ -40,7 +40,7 @@ class Manager:
         self.versions.begin(what, self.epoch, order, None)
 
     def restarted(self) -> Versions:
-        return Versions.from_ledger(Recorded(self.epoch, tuple(self.last.values()), self.desired))
+        return Versions.from_ledger(Commits(self.epoch, tuple(self.last.values()), self.desired))
 
 
 def held(versions: Versions) -> dict[str, tuple[str, int] | None]:

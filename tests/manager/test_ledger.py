@@ -16,7 +16,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Recorded
+from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -61,7 +61,7 @@ async def test_what_was_stored_survives_a_kill(tmp_path: Path) -> None:
     assert await asyncio.wait_for(process.wait(), 60) == -9
     ledger = await Ledger.open(path)
     assert ledger.epoch == 7
-    (intent,) = (await ledger.recorded()).last
+    (intent,) = (await ledger.commits()).last
     assert (intent.epoch, intent.identity.number, intent.identity.root) == (7, 3, b"r" * 32)
     record = await ledger.record(7)
     assert record is not None
@@ -116,7 +116,7 @@ async def test_each_lineage_keeps_its_last_intent(tmp_path: Path) -> None:
     await ledger.record_intent(1, identity(1, "a"))
     await ledger.record_intent(2, identity(8, "b"))
     await ledger.record_intent(3, identity(2, "a"))
-    last = (await ledger.recorded()).last
+    last = (await ledger.commits()).last
     assert [(each.epoch, each.identity.lineage, each.identity.number) for each in last] == [(2, "b", 8), (3, "a", 2)]
     await ledger.close()
 
@@ -179,7 +179,7 @@ async def test_its_size_is_bounded_and_lineages_keep_their_last_intent(tmp_path:
         await ledger.record_outcome(report)
     kept = [record.epoch for record in await ledger.history(limit=100)]
     assert kept == [*range(59, 49, -1), 1]
-    assert [commit.identity.lineage for commit in (await ledger.recorded()).last] == ["first", "run"]
+    assert [commit.identity.lineage for commit in (await ledger.commits()).last] == ["first", "run"]
     await ledger.close()
 
 
@@ -245,7 +245,7 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
     again = await Ledger.open(path)
     assert (again.cluster, again.epoch) == (ledger.cluster, 7)
     commit = Commit(7, identity(3))
-    assert await again.recorded() == Recorded(7, (commit,), {EVERYBODY: commit})
+    assert await again.commits() == Commits(7, (commit,), {EVERYBODY: commit})
     assert await again.highest() == [identity(3)]
     await again.spend_epoch(8)
     await again.close()
@@ -265,7 +265,7 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     )
     connection.close()
     again = await Ledger.open(path)
-    desired = (await again.recorded()).desired
+    desired = (await again.commits()).desired
     assert desired == {
         EVERYBODY: Commit(1, identity(1, "all")),
         "a": Commit(2, identity(2, "some")),
@@ -331,7 +331,7 @@ async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_int
         other = Version("run", version, bytes(31) + b"x")
         with pytest.raises(CkptEngineError, match=f"version {version} of lineage 'run' has the root"):
             await again.record_intent(9, other)
-    assert [commit.identity for commit in (await again.recorded()).last] == [identity(4), identity(1, "other")]
+    assert [commit.identity for commit in (await again.commits()).last] == [identity(4), identity(1, "other")]
     await again.close()
 
 
@@ -346,7 +346,7 @@ async def test_it_keeps_every_commit_that_some_replica_is_to_serve(tmp_path: Pat
         await ledger.record_intent(epoch, identity(1))
         await ledger.record_outcome(report_of(epoch))
     first, last = Commit(1, identity(1)), Commit(8, identity(8))
-    assert await ledger.recorded() == Recorded(13, (last,), {"a": first, "b": last})
+    assert await ledger.commits() == Commits(13, (last,), {"a": first, "b": last})
     await ledger.close()
 
 
@@ -362,7 +362,7 @@ async def test_a_ledger_that_did_not_keep_all_commits_falls_back_on_its_lineage(
     connection.close()
     again = await Ledger.open(path)
     commit = Commit(9, identity(1))
-    assert await again.recorded() == Recorded(9, (commit,), {EVERYBODY: commit})
+    assert await again.commits() == Commits(9, (commit,), {EVERYBODY: commit})
     await again.close()
 
 
@@ -405,7 +405,7 @@ async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> No
     await ledger.record_intent(4, identity(2))  # a late replica
     await ledger.close()
     again = await Ledger.open(path)
-    versions = State.from_ledger("", 4, Deadlines(), await again.recorded()).versions
+    versions = State.from_ledger("", 4, Deadlines(), await again.commits()).versions
     await again.close()
     held = {name: latest.identity.lineage for name in ("a", "b", "c") if (latest := versions.of(name))}
     assert held == {"a": "run", "b": "other", "c": "all"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import save_file
 
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay.slots import Wish
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 class World(NamedTuple):
     """A checkpoint that the first host reads as a file, and relays on two others that read each other."""
 
-    recorded: Recorded
+    recorded: Commits
     directory: SourceTable
     near: RelayProcess
     far: RelayProcess

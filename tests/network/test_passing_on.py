@@ -18,7 +18,7 @@ from ckpt_engine.core import relay_chunks
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.rates import Rate
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay import fan_in, work
 from ckpt_engine.relay.slots import Held, Wish
@@ -44,7 +44,7 @@ class World:
         self.weights = {f"layer.{number}": torch.randn(37, 1 + number % 5) for number in range(60)}
         self.weights |= {"empty": torch.zeros(0, 3)}
         checkpoint = Checkpoint(self.weights, 2)
-        self.recorded: Recorded = seal(checkpoint, [])
+        self.recorded: Commits = seal(checkpoint, [])
         self.near = relay("near")
         self.table: SourceTable = self.near.fill(0, self._wish(1, tables(checkpoint)), 60.0).table
         checkpoint.close()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay.slots import Held, Slots
@@ -70,7 +70,7 @@ def assert_same(held: Held, weights: dict[str, torch.Tensor]) -> None:
         assert seen[name] == weight.numel(), name
 
 
-def filled(slots: Slots, slot: int, recorded: Recorded, sources: list[SourceTable], seconds: float = 60.0) -> Held:
+def filled(slots: Slots, slot: int, recorded: Commits, sources: list[SourceTable], seconds: float = 60.0) -> Held:
     return slots.fill(slot, wish(recorded, 1, sources, everything=True), seconds)
 
 

@@ -9,7 +9,7 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import Recorded, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.sealed_record import Commits, finer_atoms, read_record, seal_from_record
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
@@ -45,7 +45,7 @@ class Replica:
         host = this_host()
         return [PlanRequest(rank, needs, host, transports) for rank, needs in enumerate(self.needs)]
 
-    def install(self, table: SourceTable, recorded: Recorded, version: int) -> list[WorkerInstalled]:
+    def install(self, table: SourceTable, recorded: Commits, version: int) -> list[WorkerInstalled]:
         """What a manager and an agent would order, from a table of a relay and the sealed record alone."""
         joined = join_sources(recorded.record.manifest, [table])
         plans = compile_plans(joined, joined.table_digests, self.requests(RELAYS), along=recorded.boxes)
@@ -65,7 +65,7 @@ class Replica:
         return answers
 
 
-def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Recorded:
+def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Commits:
     """The trainer seals its weights; the record that a manager would keep."""
     checkpoint.seal()
     publication = merge_tables(tables(checkpoint))
@@ -80,7 +80,7 @@ def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Recorded:
 
 
 def wish(
-    recorded: Recorded,
+    recorded: Commits,
     version: int,
     sources: Sequence[SourceTable],
     replicas: Sequence[Replica] = (),

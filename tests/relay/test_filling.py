@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, unavailable
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host import numa
@@ -55,12 +55,12 @@ def slots() -> Iterator[Slots]:
     found.close()
 
 
-def checkpoint_of(seed: int | None = None) -> tuple[Checkpoint, Recorded]:
+def checkpoint_of(seed: int | None = None) -> tuple[Checkpoint, Commits]:
     checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), seed)
     return checkpoint, seal(checkpoint, [])
 
 
-def all_of(recorded: Recorded, sources: list[SourceTable], version: int = 1) -> Wish:
+def all_of(recorded: Commits, sources: list[SourceTable], version: int = 1) -> Wish:
     return wish(recorded, version, sources, everything=True)
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, not_found
-from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.core.sealed_record import Commits, read_record
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Run
@@ -77,7 +77,7 @@ class Relay:
         return answer
 
     def fill(
-        self, epoch: int, recorded: Recorded, sources: list[SourceTable], keep: Recorded | None = None
+        self, epoch: int, recorded: Commits, sources: list[SourceTable], keep: Commits | None = None
     ) -> RelayFilled:
         command = FillRelay(
             fence=Fence(cluster="cluster", epoch=epoch),
@@ -104,7 +104,7 @@ def slots() -> Iterator[Slots]:
 def test_versions_come_and_go_and_what_is_held_proves_itself(slots: Slots) -> None:
     checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
     relay = Relay(slots)
-    before: Recorded | None = None
+    before: Commits | None = None
     for epoch in range(1, 5):
         checkpoint.weights = {name: weight + epoch for name, weight in checkpoint.weights.items()}
         recorded = seal(checkpoint, [])

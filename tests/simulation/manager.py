@@ -15,7 +15,7 @@ from ckpt_engine.machines.events import Call, OperatorHold, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.state import EpochRetry
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.versions import Commit, Recorded
+from ckpt_engine.machines.manager.versions import Commit, Commits
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import locator_of, ways
 from tests.simulation.shell import Faults, Shell, Stream
@@ -76,12 +76,12 @@ class Ledger:
             promised={name: epoch for name, epoch in self.promised.items() if name in self.holds},
         )
 
-    def recorded(self) -> Recorded:
+    def commits(self) -> Commits:
         """Its commits: the last one of each lineage, and the newest one of each replica and pool."""
         last: dict[str, Commit] = {}
         for epoch in sorted(self.intents.keys() - self.late):
             last[self.intents[epoch].lineage] = Commit(epoch, self.intents[epoch])
-        return Recorded(max(self.intents, default=0), tuple(last.values()), dict(self.desired))
+        return Commits(max(self.intents, default=0), tuple(last.values()), dict(self.desired))
 
 
 @dataclass
@@ -113,7 +113,7 @@ class ManagerShell(Shell):
         highest = tuple(ledger.highest.values())
         made = machine(
             *(ledger.cluster, ledger.epoch, deadlines),
-            recorded=ledger.recorded(),
+            commits=ledger.commits(),
             highest=highest,
             identities=tuple(ledger.intents.values()),
             holds=dict(ledger.holds),
@@ -303,7 +303,7 @@ class ManagerShell(Shell):
                 while any(not write.ready for write in self._writes):  # the ledger does one thing after the other
                     yield 0.01
                 yield from self._written()
-                return self.ledger.recorded()
+                return self.ledger.commits()
             case events.RecordHold(replica, reason):
                 yield from self._written()
                 since = self.ledger.holds[replica].since if replica in self.ledger.holds else self.world.now

@@ -58,7 +58,7 @@ from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.update import Entry
-from ckpt_engine.machines.manager.versions import Recorded
+from ckpt_engine.machines.manager.versions import Commits
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -77,9 +77,8 @@ class SettleEnd:
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger, as are recorded, its commits (Ledger.recorded), highest, each lineage's highest
-    number (Ledger.highest), identities, all versions that it knows (Ledger.identities), and holds, those of operators
-    (Ledger.holds).
+    cluster, epoch: from the ledger, as are commits, highest, each lineage's highest number, identities, all versions
+    that it knows, and holds, those of operators (`Ledger` has a method of each name).
 
     changes: how many events were taken that may have changed what it shows or does.
     """
@@ -90,14 +89,14 @@ class ManagerMachine:
         epoch: int,
         deadlines: Deadlines | None = None,
         software_version: str = "",
-        recorded: Recorded | None = None,
+        commits: Commits | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
         holds: Mapping[str, OperatorHold] | None = None,
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, self._deadlines, recorded, highest, identities)
+        self._state = State.from_ledger(cluster, epoch, self._deadlines, commits, highest, identities)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._holdings = Holdings(self._state, self._publications)

@@ -20,7 +20,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Done, ReadCommits
 from ckpt_engine.machines.manager.members import Hello, Replica, speaker
 from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.versions import Recorded
+from ckpt_engine.machines.manager.versions import Commits
 from ckpt_engine.v1 import manager_pb2
 
 MOST_SKIPPED = 1 << 32
@@ -137,7 +137,7 @@ class Recovery:
             self.state.set_timer(CommitsRetry(), self.state.deadlines.resend)
             return
         self.reading = False
-        self.state.versions.read_again(cast(Recorded, done.result))
+        self.state.versions.read_again(cast(Commits, done.result))
 
     def warnings(self) -> list[str]:
         """Sentences for the status that say what is wrong and what helps."""

@@ -32,7 +32,7 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.manager.admission import Admission
 from ckpt_engine.machines.manager.members import Member, Members
-from ckpt_engine.machines.manager.versions import Recorded, Versions
+from ckpt_engine.machines.manager.versions import Commits, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SHORTEST_SECONDS = 0.001
@@ -84,13 +84,13 @@ class State:
         cluster: str,
         epoch: int,
         deadlines: Deadlines,
-        recorded: Recorded | None = None,
+        commits: Commits | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
     ) -> State:
         """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
-        state.versions = Versions.from_ledger(recorded or Recorded(), highest, identities)
+        state.versions = Versions.from_ledger(commits or Commits(), highest, identities)
         return state
 
     # -- epochs

@@ -44,7 +44,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Commits:
     """What the ledger knows of commits when a manager begins."""
 
     until: int = 0  # epoch of the last intent, also of one that carried out an older commit; others may be spent ahead
@@ -66,7 +66,7 @@ class Content:
 class Versions:
     """Which versions there are, and which one each replica is to serve."""
 
-    known_until: int = 0  # see Recorded.until: what a word says of epochs above is news
+    known_until: int = 0  # see Commits.until: what a word says of epochs above is news
     desired: dict[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
     last: dict[str, Commit] = field(default_factory=dict)  # by lineage
     contents: dict[Version, Content] = field(default_factory=dict)  # of all commits above
@@ -78,12 +78,12 @@ class Versions:
 
     @classmethod
     def from_ledger(
-        cls, recorded: Recorded, highest: Sequence[Version] = (), identities: Sequence[Version] = ()
+        cls, commits: Commits, highest: Sequence[Version] = (), identities: Sequence[Version] = ()
     ) -> Versions:
         """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
         intents that are kept, oldest first."""
-        versions = cls(recorded.until, dict(recorded.desired), {each.identity.lineage: each for each in recorded.last})
-        committed = [each.identity for each in (*recorded.last, *recorded.desired.values())]
+        versions = cls(commits.until, dict(commits.desired), {each.identity.lineage: each for each in commits.last})
+        committed = [each.identity for each in (*commits.last, *commits.desired.values())]
         versions.contents = {identity: Content(identity) for identity in committed}
         for identity in (*committed, *highest):
             versions.take_number(identity)
@@ -107,15 +107,13 @@ class Versions:
         self.take_number(identity)
         self.doubtful |= selection
 
-    def read_again(self, recorded: Recorded) -> None:
+    def read_again(self, commits: Commits) -> None:
         """The ledger was read: what it has and was not known is to be served."""
         self.revision += 1
         self.doubtful = frozenset()
-        for commits, known in (
-            (recorded.desired, self.desired),
-            ({each.identity.lineage: each for each in recorded.last}, self.last),
-        ):
-            for key, commit in commits.items():
+        last = {commit.identity.lineage: commit for commit in commits.last}
+        for found, known in ((commits.desired, self.desired), (last, self.last)):
+            for key, commit in found.items():
                 if key not in known or known[key].epoch < commit.epoch:
                     known[key] = commit
                     self.contents.setdefault(commit.identity, Content(commit.identity))
