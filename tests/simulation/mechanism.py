@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
-from ckpt_engine.core.version import Version
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
@@ -97,6 +97,10 @@ class Mechanism:
                 self._seals[member.session_id] = body.fence.epoch
                 if isinstance(member, Trainer):
                     self._sealed_by[member.lineage, member.rank] = member.session_id
+            case events.Send(peer, manager_pb2.FillRelay() as body):
+                self.check_a_relay_keeps_what_its_claim_says(
+                    manager, manager.machine._members.by_peer[peer].source, body
+                )
             case events.Run(_, events.RecordIntent() as task):
                 self._intent(manager, task)
             case events.Run(_, events.RecordOutcome(report)):
@@ -148,6 +152,16 @@ class Mechanism:
         sources = [self.scenario.truth.sources[table] for table in tables]
         live = [each for each in sources if not isinstance(each, HeldSource) and not each.stays_sealed]
         return frozenset(self._sealed_by.get((each.lineage, each.rank), "never sealed") for each in live)
+
+    def check_a_relay_keeps_what_its_claim_says(
+        self, manager: ManagerShell, relay: str, body: manager_pb2.FillRelay
+    ) -> None:
+        """A relay is filled by a job that has it, and goes on holding what others may read beside that."""
+        (update,) = (each for each in manager.machine._updates.all() if each.course.filling == Fence.of(body.fence))
+        claim = manager.machine._state.admission.granted[update.number]
+        keeps = Version.of(body.keep) if body.HasField("keep") else None
+        if relay not in claim.fills or keeps not in (None, claim.keeps):  # None: seen when a slot is overwritten
+            raise BrokenPromiseError(f"{relay} is told to keep {keeps}, and the claim of {update.number} is {claim}")
 
     def check_attempts_go_toward_a_durable_commit(self, body: manager_pb2.Install) -> None:
         """A replica is told to install only what an intent on the disk says, under that intent's fence."""

@@ -90,8 +90,8 @@ def fill_command(
     route: Route,
     upstream: Sequence[manager_pb2.BlobRef],
 ) -> manager_pb2.FillRelay:
-    """The command for the relay of this name, without a record. upstream: tables of the relays that it reads. It keeps
-    the lineage's last version."""
+    """The command for the relay of this name, without a record, and without what it keeps. upstream: tables of the
+    relays that it reads."""
     holders, published = course.state.members.holders, course.goal.published
     tables = {source.source: source.table for source in published.sources}
     # Others that hold it, and of which it is unknown how they are read: the reader finds out.
@@ -104,14 +104,12 @@ def fill_command(
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
     # What is not brought to it would take memory for nothing. It may lie with sources that it does not read itself.
     within = [tables[source] for source in route.within if source in tables]
-    last = course.state.versions.last.get(course.goal.lineage)
     return manager_pb2.FillRelay(
         fence=course.filling.message(),
         identity=identity.message(),
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
         needs=known.near(relays),
         everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
-        keep=None if last is None else last.identity.message(),
         within=within,
     )
 

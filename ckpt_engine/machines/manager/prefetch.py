@@ -72,7 +72,7 @@ class Prefetch:
         self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._keep: Version | None = None
+        self._keep: Version | None = None  # that filled relays go on holding
         self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
         self._known = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, Filling] = {}
@@ -87,6 +87,8 @@ class Prefetch:
 
     def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
         """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
+        last = self._state.versions.last.get(self._goal.lineage)
+        self._keep = None if last is None else last.identity
         if before is not None:
             self._keep = before._identity
             self._read = {name: each.answer.table for name, each in before._fillings.items() if each.answer is not None}
@@ -104,7 +106,7 @@ class Prefetch:
     def claim(self) -> Claim:
         """What it needs of relays, and of holders that these read."""
         names, sources = self._names(), self._names() | self._goal.holders
-        return Claim(sources, names, self._kept(), self._identity, sources)
+        return Claim(sources, names, self._keep, self._identity, sources)
 
     def _names(self) -> frozenset[str]:
         """Relays that are filled, or read by those."""
@@ -112,11 +114,6 @@ class Prefetch:
         return frozenset(self._fillings) | frozenset(
             name for way in ways for name in (*way.upstream, *way.others, *way.early)
         )
-
-    def _kept(self) -> Version | None:
-        """The version that filled relays go on holding: `fill_command` has it."""
-        last = self._state.versions.last.get(self._goal.lineage)
-        return self._keep or (None if last is None else last.identity)
 
     def missing(self) -> list[Filling]:
         """The relays that are waited for: steps in between only as long as they are waited for."""
@@ -277,7 +274,7 @@ class Prefetch:
         holders = self._state.members.holders
         found = {relay.source: relay for relay in connected_relays(self._state)}
         found |= {name: holders[name] for name in self._fillings if name in holders}
-        taken = self._course.blocked(self._kept()) if self._begun else frozenset()
+        taken = self._course.blocked(self._keep) if self._begun else frozenset()
         return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:
