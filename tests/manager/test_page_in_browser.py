@@ -261,7 +261,7 @@ async def test_who_may_retries_and_evicts(
         await expect(serving.get_by_role("button", name="Retry", exact=True)).to_be_hidden()
         await serving.get_by_role("button", name="Hold", exact=True).click()
         await says(page, ".entry.serving .why", "held by an operator since")
-        await expect(serving.locator(".command").filter(has_text="release a/b")).to_be_visible()
+        await expect(serving.locator(".command").filter(has_text="replica release")).to_be_visible()
         await serving.get_by_role("button", name="Release", exact=True).click()
         await says(page, ".entry.serving .told.good", "released; ")
         await expect(serving.get_by_role("button", name="Hold", exact=True)).to_be_visible()
