@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine import Trainer, UpdateReport
+from ckpt_engine import Trainer, UpdateReport, rollback
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.planning.asked import Asked, question_of
 from ckpt_engine.planning.update import planned
@@ -242,6 +242,33 @@ def test_a_late_replica_is_brought_up_by_a_relay_after_everybody_else_has_gone(w
     assert generate(late, prompt, TOKENS) == tokens
     assert read_from(late) == {("relay kept", "relay_memory")}
     assert relay.held[0] == 3
+
+
+def test_what_a_rollback_of_one_replica_does_not_select_is_brought_back_to_what_it_served(
+    tmp_path: Path, bare_model: Path
+) -> None:
+    """After all processes but the relay were killed: the ledger knows two versions of one run that are to be served."""
+    with running_cluster(tmp_path) as cluster:
+        world = World(cluster, bare_model)
+        world.relay("both", "a")
+        names = ("back", "stays")
+        replicas = {name: world.replica(name, "a") for name in names}
+        for replica in replicas.values():
+            replica.registered()
+        with Trainer(cluster.address, lineage="run") as trainer:
+            model = model_of(tmp_path, 3)
+            trainer.publish(model, snapshot=True)
+            assert trainer.update_weights(version=1, prefetch="always").ok
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.5)
+            assert trainer.update_weights(version=2, prefetch="always").ok
+        assert rollback(cluster.address, 1, "run", replicas=["back"]).ok
+        for replica in replicas.values():
+            replica.process.kill()
+            replica.process.wait(60)
+        cluster.restart_manager()
+        for name, version in (("stays", 2), ("back", 1)):
+            world.replica(name, "a").registered().serving(version)
 
 
 def test_what_a_trainer_takes_back_is_let_go_of_and_late_replicas_read_the_relay(world: World, tmp_path: Path) -> None:
