@@ -385,7 +385,7 @@ class ManagerMachine:
     def _may_begin(self, goal: Goal) -> bool:
         """Whether no call to sleep or wake is in its way, and it is known what its replicas are to serve."""
         awake = self._sleepers is None or not self._sleepers.meets(goal)
-        return awake and self._state.versions.is_certain(goal)
+        return awake and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
 
     # -- timers and tasks
 

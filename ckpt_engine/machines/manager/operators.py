@@ -167,11 +167,11 @@ class OperatorHolds:
         self.state.run(HoldWrite(name), task)
 
     def _after_release(self, name: str, now: float) -> str:
-        replica, latest = self.state.members.replicas.get(name), self.state.versions.of(name)
+        replica, content = self.state.members.replicas.get(name), self.state.versions.of(name)
         if replica is None:
             return "released; no replica of that name is registered now"
-        if latest is None or replica.holds(latest.identity):
-            return "released; it holds what it is to serve" if latest else "released; nothing is meant for it yet"
-        sources = self.catch_up.sources(latest.identity.lineage)
-        reason, _ = self.catch_up.standstill(replica, latest, sources, now)
-        return f"released; it is to serve {latest.identity}: {reason}"
+        if content is None or replica.holds(content.identity):
+            return "released; it holds what it is to serve" if content else "released; nothing is meant for it yet"
+        sources = self.catch_up.sources(content.identity.lineage)
+        reason, _ = self.catch_up.standstill(replica, content, sources, now)
+        return f"released; it is to serve {content.identity}: {reason}"

@@ -26,7 +26,7 @@ from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.update import Update
-from ckpt_engine.machines.manager.versions import Content, everybody
+from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -135,7 +135,7 @@ class CatchUp:
         the next attempt; None: what it waits for has no time. sources: as `sources` tells them. Starts nothing."""
         if hindrance := self._hindrance(replica, content):
             return hindrance, None
-        if not self.state.versions.doubtful.isdisjoint((replica.name, everybody(replica.pool))):
+        if not self.state.versions.is_certain((replica.name,), replica.pool):
             return DOUBT, None
         attempts = self.attempts.get(replica.name)
         if attempts is None or not _same(attempts, replica, content, sources):
@@ -331,8 +331,8 @@ class Drifts:
 
     def desired(self, replica: Replica) -> Version | None:
         """What it is to serve and does not hold; None: there is nothing."""
-        latest = self.state.versions.of(replica.name) if replica.receives else None
-        return None if latest is None or replica.holds(latest.identity) else latest.identity
+        content = self.state.versions.of(replica.name) if replica.receives else None
+        return None if content is None or replica.holds(content.identity) else content.identity
 
     def all(self, updates: Sequence[Update], now: float) -> dict[str, Drift]:
         """The drifts by replica; one that holds what it is to serve, or for which nothing is meant, has none. updates:
@@ -345,12 +345,14 @@ class Drifts:
         sources = cache(self.catch_up.sources)
         drifts = {}
         for name in self.since:
-            latest, replica = self.state.versions.of(name), self.state.members.replicas.get(name)
-            if latest is None or replica is None:
+            content, replica = self.state.versions.of(name), self.state.members.replicas.get(name)
+            if content is None or replica is None:
                 continue
             if name in running:
                 reason, next_attempt = running[name].describe(), None
             else:
-                reason, next_attempt = self.catch_up.standstill(replica, latest, sources(latest.identity.lineage), now)
-            drifts[name] = Drift(latest.identity, reason, now - self.since[name], next_attempt)
+                reason, next_attempt = self.catch_up.standstill(
+                    replica, content, sources(content.identity.lineage), now
+                )
+            drifts[name] = Drift(content.identity, reason, now - self.since[name], next_attempt)
         return drifts

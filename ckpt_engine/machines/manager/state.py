@@ -76,7 +76,7 @@ class State:
     admission: Admission = field(default_factory=Admission)
     blames: dict[str, int] = field(default_factory=dict)
     pipelines: int = 0
-    holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operator_holds` changes them
+    holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operators` changes them
 
     @classmethod
     def from_ledger(

@@ -13,7 +13,7 @@ does not select keeps what it was to serve.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import precondition
@@ -120,9 +120,9 @@ class Versions:
                     self.remember(commit.identity)
         self._forget_superseded()
 
-    def is_certain(self, goal: Goal) -> bool:
-        """Whether it is known what the replicas of a goal are to serve."""
-        return self.doubtful.isdisjoint((*goal.replicas, *goal.selection, everybody(goal.pool)))
+    def is_certain(self, names: Iterable[str], pool: str) -> bool:
+        """Whether it is known what these replicas of a pool are to serve."""
+        return self.doubtful.isdisjoint((*names, everybody(pool)))
 
     def remember(self, identity: Version) -> None:
         """The ledger, or the words of a worker, say that this version has this root. The first word is believed."""
