@@ -272,7 +272,7 @@ class Invariants:
                 self._highest_intent[manager.generation] = epoch
                 for update in manager.machine._updates.all():
                     if update.installs is not None and update.installs.epoch == epoch:
-                        names = update._recipients.waiting_for()
+                        names = update._parts.recipients.waiting_for()
                         self._meant_for |= dict.fromkeys([(manager.generation, name) for name in names], epoch)
                 if manager.generation == manager.ledger.generation:
                     self._order(manager, epoch, identity)
@@ -335,11 +335,11 @@ class Invariants:
         if manager is None or not manager.alive or manager.stopped or self.scenario.ledgers_replaced:
             return
         for update in manager.machine._updates.all():
-            if update.phase != "installing" or update.goal.is_attempt or update._relaying is None:
+            if update.phase != "installing" or update.goal.is_attempt or update.place is None:
                 continue
-            for name in update._recipients.waiting_for():
-                way = update._relaying.ways.get(name)
-                if way is None or slot.filled is None or Version.of(slot.filled) != update._identity:
+            for name in update._parts.recipients.waiting_for():
+                way = update.place.ways.get(name)
+                if way is None or slot.filled is None or Version.of(slot.filled) != update.under_way()[1]:
                     continue
                 for plan in way.compiled.plans.values():
                     if digest in manager.blobs.get_json(plan).values():

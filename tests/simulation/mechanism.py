@@ -205,7 +205,7 @@ class Mechanism:
 
     def check_min_replicas_before_the_commit(self, update: Update) -> None:
         """A version is committed only if as many replicas can be installed into as its caller wants."""
-        able = len(update._recipients.prepared())
+        able = len(update._parts.recipients.prepared())
         if able < update.goal.least:
             raise BrokenPromiseError(f"an intent for {able} replicas, {update.goal.least} were asked for")
 
@@ -362,7 +362,7 @@ class Mechanism:
         """Once an operator was told that a replica is held, no attempt of its own gets an intent, and no update that
         begins later is for it, also after the manager was restarted."""
         promised = {} if manager.generation != manager.ledger.generation else manager.ledger.promised
-        for name in update._recipients.prepared():
+        for name in update._parts.recipients.prepared():
             if name in promised and (update.goal.is_attempt or update.number > promised[name]):
                 raise BrokenPromiseError(f"{name} is held by an operator, and {update.describe()} is for it")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ckpt_engine.machines.agent.sleep import SleepingOrWaking
 from ckpt_engine.machines.agent.state import Replica as AgentReplica
 from ckpt_engine.machines.events import PeerLost, StampEngine
 from ckpt_engine.machines.manager import members, recipients, recovery, update
+from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
@@ -157,7 +159,7 @@ def a_manager_drops_answers_with_other_fences(patch: Patch) -> None:
 
     def message(self: update.Update, member: Any, body: object, now: float) -> None:
         if isinstance(body, manager_pb2.ReplicaOutcome) and self.phase == "installing":
-            self._recipients.take_outcome(body, member.name)
+            self._parts.recipients.take_outcome(body, member.name)
             self._go_on(now)
         else:
             original(self, member, body, now)
@@ -235,12 +237,15 @@ def what_is_served_hashes_to_what_was_sealed(patch: Patch) -> Machines:
 
 def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     """Whatever its sources have sealed by now is installed under the name of the latest version."""
-    original = update.Update._decide_identity
+    original = update.Seal._sealed
 
-    def decide(self: update.Update, root: bytes, now: float) -> None:
-        original(self, self.goal.sealed.root if self.goal.is_attempt and self.goal.sealed else root, now)
+    def sealed(self: update.Seal, way: Way, now: float) -> update.Job:
+        goal = self._parts.goal
+        if goal.is_attempt and goal.sealed is not None:
+            way = replace(way, combined=replace(way.combined, root=goal.sealed.root))
+        return original(self, way, now)
 
-    patch.setattr(update.Update, "_decide_identity", decide)
+    patch.setattr(update.Seal, "_sealed", sealed)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ledger

@@ -14,7 +14,7 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.recipients import Problem, Recipients
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.machines.manager.update import Installing, Update
+from ckpt_engine.machines.manager.update import Candidate, Commit, Install, Job
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant
@@ -22,13 +22,13 @@ from tests.simulation.scenario import Slant
 
 def the_next_intent_waits_for_every_outcome(patch: Patch) -> None:
     """It is recorded as soon as the next version is sealed."""
-    original = Update._intend
+    original = Candidate.advance
 
-    def intend(self: Update, now: float) -> None:
-        self._before = None
-        original(self, now)
+    def advance(self: Candidate, now: float) -> Job | None:
+        self.parts.before = None
+        return original(self, now)
 
-    patch.setattr(Update, "_intend", intend)
+    patch.setattr(Candidate, "advance", advance)
 
 
 def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
@@ -49,14 +49,16 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
 
 def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
     """They return when it begins to be written."""
-    original = Installing.record
+    original = Candidate.advance
 
-    def record(self: Installing, now: float) -> None:
-        original(self, now)
-        if self._goal.until == manager_pb2.HELD:
-            self._course.answer(self.report(now, held=True))
+    def advance(self: Candidate, now: float) -> Job | None:
+        commit = original(self, now)
+        if isinstance(commit, Commit) and self.parts.goal.until == manager_pb2.HELD:
+            install = Install(self.parts, self.version, commit.fence, now)
+            self.parts.course.answer(install._report(now, held=True))
+        return commit
 
-    patch.setattr(Installing, "record", record)
+    patch.setattr(Candidate, "advance", advance)
 
 
 def a_relay_waits_until_its_upstream_holds_the_version(patch: Patch) -> None:

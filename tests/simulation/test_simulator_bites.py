@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.version import Version
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, Key, TimerFired
 from ckpt_engine.machines.manager import gather, recipients, update
 from ckpt_engine.machines.manager.course import CourseTimer
-from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, worker_pb2
@@ -61,17 +59,14 @@ def epochs_are_not_spent(patch: Patch) -> None:
 def intents_are_not_written(patch: Patch) -> None:
     """The install begins without a durable intent."""
 
-    def decide(self: update.Update, root: bytes, now: float) -> None:
-        self._identity = Version(self.goal.lineage, self.goal.version, root)
-        direct = self._pipeline.stage
-        assert isinstance(direct, Way)
-        self._installing = update.Installing(
-            self.course, self._recipients, self._absences, self._identity, direct, None, self._collecting
-        )
-        self._recipients.decided(self._installing.fence, self._identity)
-        self._install(now)
+    def advance(self: update.Candidate, now: float) -> update.Job:
+        fence = self.parts.course.state.next_install()
+        self.parts.recipients.decided(fence, self.version.identity)
+        install = update.Install(self.parts, self.version, fence, now)
+        install.begin(now)
+        return install
 
-    patch.setattr(update.Update, "_decide_identity", decide)
+    patch.setattr(update.Candidate, "advance", advance)
 
 
 def roots_are_not_compared(patch: Patch) -> None:

@@ -20,8 +20,8 @@ from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id, speaker
+from ckpt_engine.machines.manager.place import Place
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.relaying import Relaying
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import weights_pb2
 
@@ -151,7 +151,7 @@ class Ranks:
         self._course = course
         self._goal = course.goal
         self._refuse = refuse
-        self.relaying: Relaying | None = None
+        self.place: Place | None = None
         self.undecided: set[int] = set()
 
     def caller_left(self, rank: int) -> None:
@@ -187,7 +187,7 @@ class Ranks:
         """Whether the update goes on, without the trainer."""
         if not self._course.refusable:
             return False
-        alone = self.relaying is not None and self.relaying.alone(problem)
+        alone = self.place is not None and self.place.alone(problem)
         if not alone:
             self._refuse(problem)
         return alone

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from ckpt_engine.core.names import in_pool
-from ckpt_engine.core.problems import deadline
+from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Key, ManagerTask
 from ckpt_engine.machines.manager.admission import Claim
@@ -15,20 +15,37 @@ from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-REFUSABLE = frozenset(
-    {"preparing", "planning", "sealing", "combining", "queueing", "filling", "joining", "waiting", "leaving"}
-)
+
+class Phase(StrEnum):
+    """What an update does, in the order in which that comes; also what a timeline calls it."""
+
+    PREPARING = auto()
+    PLANNING = auto()
+    SEALING = auto()
+    COMBINING = auto()
+    QUEUEING = auto()  # for relays
+    FILLING = auto()
+    JOINING = auto()
+    WAITING = auto()  # for the update before it
+    LEAVING = auto()  # of a caller: does it live?
+    RECORDING = auto()  # the intent
+    INSTALLING = auto()
+    REPORTING = auto()
+    OVER = auto()
+
+
+REFUSABLE = frozenset(Phase) - {Phase.RECORDING, Phase.INSTALLING, Phase.REPORTING, Phase.OVER}
 """Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
 may be on the disk already."""
 
 SAID = {
-    "queueing": "waiting for relays that an update of another pool uses",
-    "waiting": "waiting for the installs of the update before it",
-    "leaving": "looking whether a caller that has left is alive",
+    Phase.QUEUEING: "waiting for relays that an update of another pool uses",
+    Phase.WAITING: "waiting for the installs of the update before it",
+    Phase.LEAVING: "looking whether a caller that has left is alive",
 }
 """What phases are called whose names do not say it."""
 
-TIMED = frozenset({"preparing", "sealing", "queueing", "filling", "joining"})
+TIMED = frozenset({Phase.PREPARING, Phase.SEALING, Phase.QUEUEING, Phase.FILLING, Phase.JOINING})
 """Phases in which others are waited for, so that a timer ends them."""
 
 
@@ -44,7 +61,7 @@ class CourseTimer(Enum):
 class PhaseEnd:
     """The timer that ends one of the TIMED phases."""
 
-    phase: str
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +81,22 @@ class UpdateTask:
 
 
 class Course:
-    """The course of one update. phase: one of REFUSABLE, then "recording", "installing", "reporting", "over". fence:
-    for preparing and sealing. number: its epoch. filling: the fence that relays are told; another one if they obey a
-    higher one since this began. started: when it began. awaited: by phase, names those that it waits for, for people.
-    timeline: what is known by now of when what happened. not_finite: answers to the command to seal
-    that named tensors which hold NaN or infinity, by source."""
+    """The course of one update: its phase and that one's end, its timers and tasks, and what its callers are told."""
 
     def __init__(self, state: State, goal: Goal) -> None:
         self.state = state
         self.goal = goal
-        self.fence = state.next_fill()
+        self.fence = state.next_fill()  # for preparing and sealing
         self.number = self.fence.epoch
-        self.filling = self.fence
-        self.phase = "preparing"
-        self.started = 0.0
-        self.awaited: dict[str, Callable[[], list[str]]] = {}
+        self.filling = self.fence  # that relays are told; another one if they obey a higher one since this began
+        self.phase = Phase.PREPARING
+        self.started = 0.0  # monotonic seconds
+        self.cut = ""  # why it was cut short, for people; empty: it was not
+        self.released = False  # its callers have returned, and its installs go on without them
+        self.awaited: dict[Phase, Callable[[], list[str]]] = {}  # names those that a phase waits for, for people
+        self.timeline = manager_pb2.Timeline()  # what is known by now of when what happened
+        self.not_finite: dict[str, manager_pb2.Sealed] = {}  # by source, answers that named NaN or infinity
         self._phase_end = 0.0
-        self.timeline = manager_pb2.Timeline()
-        self.not_finite: dict[str, manager_pb2.Sealed] = {}
         self._heard: object = None
 
     @property
@@ -107,11 +122,15 @@ class Course:
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
         return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
 
-    def check(self, identity: Version, now: float) -> None:
-        """Raises FAILED_PRECONDITION if the weights cannot be this version, DEADLINE_EXCEEDED if no time is left."""
-        self.state.versions.check_number(identity, self.goal.sealed)
+    def refusal(self, identity: Version, now: float) -> weights_pb2.Problem | None:
+        """Why the weights cannot be installed as this version: it cannot be that one, or no time is left."""
+        try:
+            self.state.versions.check_number(identity, self.goal.sealed)
+        except CkptEngineError as error:
+            return error.problem
         if self.goal.end - self.state.deadlines.report <= now:
-            raise deadline("no time was left to install when the weights were sealed")
+            return deadline("no time was left to install when the weights were sealed").problem
+        return None
 
     def start(self, now: float) -> None:
         """The first phase, and the timers of the whole."""
@@ -120,9 +139,9 @@ class Course:
             self.note("gathering", self.goal.called)
         self.timer(CourseTimer.END, self.goal.end - self.state.deadlines.report / 2 - now)
         self.timer(CourseTimer.RESEND, self.state.deadlines.resend)
-        self.begin("preparing", self.state.deadlines.prepare, now)
+        self.begin(Phase.PREPARING, self.state.deadlines.prepare, now)
 
-    def begin(self, phase: str, seconds: float, now: float) -> None:
+    def begin(self, phase: Phase, seconds: float, now: float) -> None:
         """The next phase, which may take so long, and no longer than the goal."""
         self.phase = phase
         self.note(phase, now)
@@ -130,7 +149,7 @@ class Course:
         self._phase_end = max(now + SHORTEST_SECONDS, min(now + seconds, end))
         if phase in TIMED:
             self.timer(PhaseEnd(phase), self._phase_end - now)
-        if phase == "preparing":
+        if phase is Phase.PREPARING:
             self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
@@ -180,7 +199,7 @@ class Course:
 
     def over(self) -> None:
         """Ends the course: nothing is left to do."""
-        self.phase = "over"
+        self.phase = Phase.OVER
         for step in (*CourseTimer, *map(PhaseEnd, TIMED)):
             self.cancel(step)
 
@@ -200,10 +219,12 @@ class Course:
         self.goal.calls.clear()
 
     def release(self) -> None:
-        """Trainers may change their weights; what was sealed before held none of them up."""
-        if self.goal.sealed is None:
-            for trainer in self.state.members.ranks(self.goal.lineage).values():
-                self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))
+        """Trainers may change their weights; what was sealed before held none of them up. Does nothing a second
+        time."""
+        ranks = self.state.members.ranks(self.goal.lineage).values() if self.goal.held is None else ()
+        for trainer in () if self.released else ranks:
+            self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))
+        self.released = True
 
     def progress(self, name: str, said: manager_pb2.Progress) -> None:
         """Tells all callers how far a replica is."""

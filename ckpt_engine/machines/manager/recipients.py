@@ -158,6 +158,13 @@ class Recipients:
                 message = f"it keeps what it serves, since {never}: {why[name].message}"
                 self.leave_out(name, precondition(message, replica=name).problem)
 
+    def refusal(self) -> Problem | None:
+        """The same as `too_few`; remembers which are unfit, unless what is published is to blame."""
+        problem = self.too_few()
+        if problem is None or self._goal.is_attempt:
+            self._remember_unfit()
+        return problem
+
     def too_few(self) -> Problem | None:
         """Why the update is refused, if those that are prepared are not enough.
 
@@ -189,7 +196,7 @@ class Recipients:
             problem.kept.update(self._unfit[name].problem.kept)
         return problem
 
-    def remember_unfit(self) -> None:
+    def _remember_unfit(self) -> None:
         """Remembers which are unfit: for the status, and so that what can never work is not asked for again."""
         for name in self._goal.replicas:
             replica = self._state.members.replicas.get(name)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.admission import Claim
-from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
+from ckpt_engine.machines.manager.course import Phase, UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
@@ -93,7 +93,8 @@ class Updates:
         """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
         reach it and is not on the disk yet, however many others were given out since."""
         ours = [update for update in self.going if name in update.goal.replicas]
-        told = [update.installs.epoch - (update.phase == "recording") for update in ours if update.installs is not None]
+        intents = [(update.installs, update.phase) for update in ours]
+        told = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
         return min([self.state.installs, *told])
 
     # -- what happens is told to all

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
-from ckpt_engine.machines.manager.course import Course
+from ckpt_engine.machines.manager.course import Course, Phase
 from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
@@ -31,7 +31,7 @@ from ckpt_engine.machines.manager.relay_facts import away
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
-class Relaying:
+class Place:
     """The relays of one update whose root is known. record: its sealed record. ways: of the replicas that are installed
     from relays, once that is settled. left: why the trainer is not to be read any more; None: it may be. late: why
     relays were not filled in time, if others kept them for too long."""
@@ -42,15 +42,15 @@ class Relaying:
         self._identity = identity
         self._record = record
         self._prefetch = Prefetch(course, recipients, identity, record)
-        self._before: Relaying | None = None
+        self._before: Place | None = None
         self._routes = Routes(course, recipients, identity, record)
         self.ways: dict[str, Way] = {}
         self.left: weights_pb2.Problem | None = None
         self.late: weights_pb2.Problem | None = None
         self._queued, self._without, self._free = False, False, 0.0
-        course.awaited["filling"] = lambda: [each.relay for each in self._prefetch.missing()]
+        course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
 
-    def start(self, compiled: Compiled, before: Relaying | None, now: float) -> bool:
+    def start(self, compiled: Compiled, before: Place | None, now: float) -> bool:
         """Begins to fill relays, or waits for updates that use them; whether there are any to fill. before: of the one
         whose installs go on."""
         self._compiled, self._before = compiled, before
@@ -62,13 +62,13 @@ class Relaying:
         if not self._course.claim(self._prefetch.claim()):
             if not self._queued:
                 self._queued = True
-                self._course.begin("queueing", self._patience(now), now)
+                self._course.begin(Phase.QUEUEING, self._patience(now), now)
             return True
         self._before = None
         if not self._prefetch.missing():
             return False
         self._free = now - self._course.started if self._queued else 0.0
-        self._course.begin("filling", self._filling_seconds(now), now)
+        self._course.begin(Phase.FILLING, self._filling_seconds(now), now)
         return True
 
     def _filling_seconds(self, now: float) -> float:
@@ -87,7 +87,7 @@ class Relaying:
 
     def send(self, now: float) -> None:
         """Tells, again, all that have not answered."""
-        if self._course.phase == "filling":
+        if self._course.phase is Phase.FILLING:
             self._prefetch.send(self._course.left(now))
         else:
             self._routes.send(now)
@@ -96,24 +96,24 @@ class Relaying:
         """Goes on if it can; whether everything is known."""
         if self._without:
             return True
-        if self._course.phase == "queueing" and (self._course.waits or not self._begin(now)):
+        if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
             return not self._course.waits
-        if self._course.phase == "filling":
+        if self._course.phase is Phase.FILLING:
             self._prefetch.advance(self._course.left(now))
-        if self._course.phase == "filling" and not self._prefetch.missing():
-            self._course.begin("joining", self._course.state.deadlines.plan, now)
+        if self._course.phase is Phase.FILLING and not self._prefetch.missing():
+            self._course.begin(Phase.JOINING, self._course.state.deadlines.plan, now)
             self._routes.start(self._prefetch.held(), now)
-        return self._course.phase == "joining" and self._routes.over
+        return self._course.phase is Phase.JOINING and self._routes.over
 
     def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: those that have not answered are left out."""
-        if self._course.phase == "queueing":
+        if self._course.phase is Phase.QUEUEING:
             if self._may_do_without:
                 self._without = True
                 self._course.state.admission.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
-        elif self._course.phase == "filling":
+        elif self._course.phase is Phase.FILLING:
             self._prefetch.overdue(seconds)
             if (given := seconds - self._free) < self._free:
                 why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
@@ -145,7 +145,7 @@ class Relaying:
     def alone(self, problem: weights_pb2.Problem) -> bool:
         """Gives the trainer up, which is gone or may change its weights: returns whether the update goes on without it,
         from relays that hold the version or are being filled. Then none is to read the trainer."""
-        if self._course.phase == "queueing":
+        if self._course.phase is Phase.QUEUEING:
             return False  # no relay was told anything
         if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
             self.left = problem
@@ -191,7 +191,7 @@ class Relaying:
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """A relay was filled, or says how far it is."""
         if (
-            self._course.phase != "filling"
+            self._course.phase is not Phase.FILLING
             or not isinstance(member, Holder)
             or Fence.of(body.fence) != self._course.filling
         ):
@@ -207,12 +207,12 @@ class Relaying:
 
     def sealed(self, body: manager_pb2.Sealed, now: float) -> None:
         """An answer to being asked for finer digests."""
-        if self._course.phase == "joining":
+        if self._course.phase is Phase.JOINING:
             self._routes.take(body, now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
         """A task of a route's pipeline ended."""
-        if self._course.phase == "joining":
+        if self._course.phase is Phase.JOINING:
             self._routes.planned(task, done, now)
 
 
@@ -300,7 +300,7 @@ class Routes:
     def overdue(self, seconds: float, now: float) -> None:
         """Ends the routes whose time is over, `seconds` after the update began. They begin anew without the relays that
         are silent."""
-        self._course.begin("joining", self._state.deadlines.plan, now)
+        self._course.begin(Phase.JOINING, self._state.deadlines.plan, now)
         problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
         for route in tuple(self._routes):
             silent = [source.source for source in route.pipeline.missing()]
