@@ -88,6 +88,12 @@ class ReplicaReport:
         return self.message.operator_hold
 
     @property
+    def cannot_load(self) -> bool:
+        """Whether its engine can never load what is published, which an update before this one found: it was left out,
+        and does not count for `UpdateReport.ok` unless the call named it."""
+        return self.message.cannot_load
+
+    @property
     def label_problem(self) -> str:
         """Why the version that the engine itself names with its tokens may be wrong; empty if it is right."""
         return self.message.label_problem
@@ -139,6 +145,7 @@ class ReplicaReport:
             "outcome": self.outcome,
             "problem": self.problem,
             "operator_hold": self.operator_hold,
+            "cannot_load": self.cannot_load,
             "label_problem": self.label_problem,
             "verified": self.verified,
             "bytes": self.bytes,
@@ -368,10 +375,13 @@ class UpdateReport:
         serving = sum(replica.ok for replica in self.replicas)
         state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
         held = sum(replica.operator_hold for replica in self.replicas)
-        if self.ok and serving + held < len(self.replicas):
+        misfits = sum(replica.cannot_load for replica in self.replicas)
+        if self.ok and serving + held + misfits < len(self.replicas):
             state += ", as many as were asked for"
         if held:
             state += f", {held} held by an operator"
+        if misfits:
+            state += f", {misfits} with another model"
         reached = f"{serving} of {len(self.replicas)} replicas"
         what = f"{human_bytes(self.bytes)} to {reached} in {self.seconds:.2f} s, {state}"
         if self.held:

@@ -120,6 +120,7 @@ class ReplicaOutcome(BaseModel):
     outcome: str = Field(description="new_serving, old_serving, quarantined or not_reached")
     problem: Problem | None
     operator_hold: bool = Field(description="it was left out since an operator holds it, and does not count")
+    cannot_load: bool = Field(description="its engine can never load what is published, and it does not count")
     label_problem: str
     before: Identity | None
     after: Identity | None
@@ -138,6 +139,7 @@ class ReplicaOutcome(BaseModel):
             outcome=enum_word(manager_pb2.Outcome, outcome.outcome),
             problem=_problem(outcome),
             operator_hold=outcome.operator_hold,
+            cannot_load=outcome.cannot_load,
             label_problem=outcome.label_problem,
             before=Identity.of(outcome.before) if outcome.HasField("before") else None,
             after=Identity.of(outcome.after) if outcome.HasField("after") else None,

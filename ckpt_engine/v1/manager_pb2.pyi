@@ -741,7 +741,7 @@ class StageEntered(_message.Message):
     def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., after: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold")
+    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold", "cannot_load")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -760,6 +760,7 @@ class ReplicaOutcome(_message.Message):
     ENTERED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_AFTER_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_HOLD_FIELD_NUMBER: _ClassVar[int]
+    CANNOT_LOAD_FIELD_NUMBER: _ClassVar[int]
     replica: str
     fence: _weights_pb2.Fence
     outcome: Outcome
@@ -778,7 +779,8 @@ class ReplicaOutcome(_message.Message):
     entered: _containers.RepeatedCompositeFieldContainer[StageEntered]
     pause_after: float
     operator_hold: bool
-    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ...) -> None: ...
+    cannot_load: bool
+    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "adapts", "dry_run")

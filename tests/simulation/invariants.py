@@ -412,8 +412,8 @@ class Invariants:
         self._outcomes(report)
         new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
         enough = update.goal.min_replicas
-        held = sum(outcome.operator_hold for outcome in report.replicas)
-        if report.ok != (new >= (len(reported) - held if enough is None else enough)):
+        uncounted = sum(outcome.operator_hold or outcome.cannot_load for outcome in report.replicas)
+        if report.ok != (new >= (len(reported) - uncounted if enough is None else enough)):
             raise BrokenPromiseError(f"the report of epoch {report.fence.epoch} calls itself {report.ok}")
 
     def _outcomes(self, report: manager_pb2.UpdateReport) -> None:

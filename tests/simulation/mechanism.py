@@ -19,6 +19,7 @@ from ckpt_engine.core.deadlines import CATCH_UP_ATTEMPTS
 from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
+from ckpt_engine.machines.manager.absences import LEFT_SECONDS
 from ckpt_engine.machines.manager.admission import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 
 DRIFT = 1.04
 
+LATE = 0.1
+"""Seconds by which a timer may be late."""
+
 
 class Today(Enum):
     """What the code as it is does not promise."""
 
     LOST_READER = "a call ends while a replica reads the trainer that has had no session for a lease"
-    CALLER_LEFT = "a replica is told to read live memory although a rank has left the call since the intent"
     OTHER_POOL = (
         "a replica that was moved is brought to its new pool's commit, which is older than the one in its words"
     )
@@ -79,7 +82,7 @@ class Mechanism:
         self._desired: dict[tuple[int, str], Version | None] = {}  # by generation and replica
         self._tries: dict[str, tuple[Attempts, int, float]] = {}
         self._sessions: dict[events.Call, str] = {}  # of the ranks that call
-        self._left: dict[str, int] = {}  # by session, the highest epoch that was given out when its caller went
+        self._left: dict[str, tuple[int, float]] = {}  # by session, the highest epoch when its caller went, and when
         self._changes = (0, 0)
 
     # -- commands of the manager, before they are performed
@@ -235,13 +238,18 @@ class Mechanism:
     def check_live_memory_is_read_while_its_ranks_call(
         self, manager: ManagerShell, name: str, attempt: Attempt
     ) -> None:
-        """Memory that does not stay sealed is read only while every one of its ranks waits in the call."""
+        """Memory that does not stay sealed is read only while every one of its ranks waits in the call. Of one that
+        leaves after the intent it is looked first whether it lives: memory of the dead does not change."""
         requests = (call.request for call in manager.calls.values())
         inside = {each.session_id for each in requests if isinstance(each, manager_pb2.UpdateWeightsRequest)}
         for session in attempt.live - inside:
-            if self._left.get(session, 0) < attempt.epoch:
+            epoch, since = self._left.get(session, (0, 0.0))
+            if epoch < attempt.epoch:
                 raise BrokenPromiseError(f"{name} is told to read memory of {session}, which left before {attempt}")
-            self._excuse(Today.CALLER_LEFT)
+            trainers = manager.machine._members.trainers.values()
+            lives = any(each.session_id == session and each.peer is not None for each in trainers)
+            if lives and self.scenario.world.now > since + LEFT_SECONDS + LATE:
+                raise BrokenPromiseError(f"{name} is told to read memory of {session}, which left and lives")
 
     def check_a_call_ends_when_nothing_reads_its_memory(self, manager: ManagerShell, session: str) -> None:
         """A call ends when no attempt reads what its rank offers live any more, or at the attempt's deadline."""
@@ -284,7 +292,7 @@ class Mechanism:
             case events.UpdateCall(call, request):
                 self._sessions[call] = request.session_id
             case events.CallCancelled(call) if call in self._sessions:
-                self._left[self._sessions.pop(call)] = manager.machine._state.epoch
+                self._left[self._sessions.pop(call)] = manager.machine._state.epoch, self.scenario.world.now
         changes = manager.generation, manager.machine.changes
         if changes == self._changes:
             return

@@ -22,12 +22,13 @@ from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
 from ckpt_engine.machines.manager.sleepers import Sleepers
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update import Install
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.mechanism import Today
 from tests.simulation.mistakes import Mistake, Patch, name_of
-from tests.simulation.story import Problem, Story, refused
+from tests.simulation.story import OLD, Problem, Story, outcomes, refused
 from tests.simulation.world import BrokenPromiseError
 
 # ---------------------------------------------------------------------------------------------------------- live memory
@@ -41,6 +42,11 @@ def only_what_stays_sealed_is_read_outside_its_call(patch: Patch) -> None:
 def a_rank_that_leaves_its_call_is_not_read(patch: Patch) -> None:
     """The update goes on as if it waited still."""
     patch.setattr(Ranks, "caller_left", lambda self, rank: self._goal.calls.pop(rank))
+
+
+def a_rank_that_leaves_after_the_intent_is_not_read(patch: Patch) -> None:
+    """Replicas are told once more to read what it may be training on."""
+    patch.setattr(Install, "_changing", lambda self: set())
 
 
 # ------------------------------------------------------------------------------------------------- commits and attempts
@@ -204,6 +210,20 @@ def a_rank_leaves_before_the_intent(story: Story) -> None:
     assert not results
 
 
+def a_rank_leaves_after_the_intent(story: Story, name: str = "") -> None:
+    """A replica has not heard of its install by then."""
+    name = name or story.replica().name
+    group = next(iter(story.groups), None) or story.ranks()
+    group.train()
+    story.call(group.trainers[0])
+    story.until(phase_is(story, "recording"))
+    cut_off(story, name)
+    story.until(phase_is(story, "installing"))
+    story.leave()
+    cut_off(story, name, False)
+    story.until(phase_is(story, "idle"), 5.0)
+
+
 def a_word_of_what_the_ledger_has_lost(story: Story) -> None:
     """One replica comes back, with a version of another run, to a manager that has the others."""
     taken, _ = story.replica(), story.replica()
@@ -358,6 +378,7 @@ def a_replica_sleeps(story: Story) -> None:
 RULES: dict[Mistake, Callable[[Story], None]] = {
     only_what_stays_sealed_is_read_outside_its_call: a_replica_comes_late_to_live_memory,
     a_rank_that_leaves_its_call_is_not_read: a_rank_leaves_before_the_intent,
+    a_rank_that_leaves_after_the_intent_is_not_read: a_rank_leaves_after_the_intent,
     a_word_teaches_what_its_replica_is_to_serve: a_word_of_what_the_ledger_has_lost,
     no_attempt_goes_back_behind_a_word: a_ledger_knows_an_older_version,
     a_replica_is_to_serve_the_newest_commit_for_it: a_run_takes_a_replica_over,
@@ -399,16 +420,16 @@ def test_a_call_ends_today_while_a_lost_replica_reads() -> None:
     assert story.invariants.mechanism.excused[Today.LOST_READER]
 
 
-def test_live_memory_is_read_today_although_its_rank_has_left_since_the_intent() -> None:
+def test_what_has_not_begun_keeps_what_it_serves_when_a_rank_leaves_after_the_intent_and_lives() -> None:
     story = Story()
-    story.replica()
-    group = story.ranks()
-    story.faults.read_late = 1.0
-    story.call(group.trainers[0])
-    story.until(phase_is(story, "installing"))
-    story.leave()
-    story.wait(2.0)
-    assert story.invariants.mechanism.excused[Today.CALLER_LEFT]
+    agent, group = story.replica(), story.ranks()
+    assert story.trained(group).ok
+    before = story.held_by(agent)
+    a_rank_leaves_after_the_intent(story, agent.name)
+    assert story.held_by(agent) == before
+    assert outcomes(story.last_report()) == {agent.name: OLD}
+    assert "rank 0 left its call" in story.last_report().replicas[0].problem.message
+    assert story.trained(group).ok
 
 
 def test_a_word_of_what_the_ledger_has_lost_decides_what_its_replica_is_to_serve_and_no_other() -> None:

@@ -217,8 +217,16 @@ def test_a_misfit_is_not_asked_again_for_what_it_can_never_load(story: Story, mo
     asked = misfit.engine.prepares
     assert asked == 1
     group.train()
-    assert outcomes(story.update(group))[misfit.name] == QUARANTINED
+    again = story.update(group)
+    assert outcomes(again)[misfit.name] == QUARANTINED
     assert misfit.engine.prepares == asked
+    assert again.ok, "it is known that it never can, so it does not count"
+    assert [each.replica for each in again.replicas if each.cannot_load] == [misfit.name]
+    assert "replica evict" in again.warnings[-1]
+    group.train()
+    named = story.update(group, replicas=sorted(story.agents))
+    assert not named.ok, "it was asked for by name"
+    assert not any(each.cannot_load for each in named.replicas)
     refused(story.retry(misfit.name), Problem.FAILED_PRECONDITION, "can never load", "cannot load model B")
 
 

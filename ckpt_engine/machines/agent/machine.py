@@ -203,9 +203,7 @@ class AgentMachine:
                 if self._installs(fence := Fence.of(body.fence), now):
                     self._command("sleep", fence, lambda: SleepingOrWaking(self.replica, body), now)
             case manager_pb2.Abandon():
-                operation = self.replica.operation
-                if operation is not None and operation.fence == Fence.of(body.fence):
-                    operation.overtaken(body.reason, now)
+                self._abandon(body, now)
             case manager_pb2.OutcomeReceived():
                 outcome = self.replica.last_outcome
                 if outcome is not None and Fence.of(outcome.fence) == Fence.of(body.fence):
@@ -214,6 +212,17 @@ class AgentMachine:
                 self._session.echoed(body, now)
             case manager_pb2.SealForReaders():
                 self._seal(body)
+
+    def _abandon(self, body: manager_pb2.Abandon, now: float) -> None:
+        """Turns an install back, if no byte was written. Of one whose command was lost it tells the same outcome, and
+        obeys the command no more."""
+        fence, operation = Fence.of(body.fence), self.replica.operation
+        if operation is None and self._installs(fence, now):
+            unheard = manager_pb2.Install(fence=body.fence, deadline_seconds=self._deadlines.words)
+            self._command("install", fence, lambda: Installing(self.replica, unheard), now)
+            operation = self.replica.operation
+        if operation is not None and operation.fence == fence:
+            operation.overtaken(body.reason, now)
 
     def _fills(self, fence: Fence) -> bool:
         """Whether a fill fence is obeyed."""

@@ -144,15 +144,16 @@ def not_there(replica: Replica, now: float) -> CkptEngineError:
 
 
 class Ranks:
-    """The trainer ranks of one update. refuse: ends it with a problem. undecided: ranks whose call was cancelled, when
-    it is not known yet whether they live; no intent is recorded meanwhile."""
+    """The trainer ranks of one update. refuse: ends it with a problem."""
 
     def __init__(self, course: Course, refuse: Callable[[weights_pb2.Problem], None]) -> None:
         self._course = course
         self._goal = course.goal
         self._refuse = refuse
         self.place: Place | None = None
-        self.undecided: set[int] = set()
+        self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
+        # no intent is recorded meanwhile
+        self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
 
     def caller_left(self, rank: int) -> None:
         """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. A
@@ -161,16 +162,21 @@ class Ranks:
         if self._goal.sealed is not None:
             if self._course.refusable:
                 self._refuse(unavailable("the call was cancelled").problem)
-        elif self._without(_cancelled(rank)):
-            self.undecided.add(rank)
+        elif not self._course.refusable or self._without(_cancelled(rank)):
+            self.undecided |= {rank} if self._course.refusable else set()
             self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
     def timer(self, rank: int) -> None:
-        """A rank's call was cancelled some time ago. If its process lives, that was meant."""
+        """A rank's call was cancelled some time ago. If its process lives, that was meant, and its weights may change
+        from now on; those of a dead one do not."""
         self.undecided.discard(rank)
         trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
-        if self._course.refusable and trainer is not None and trainer.peer is not None:
+        if trainer is None or trainer.peer is None:
+            return
+        if self._course.refusable:
             self._refuse(_cancelled(rank))
+        else:
+            self.left.add(rank)
 
     def back(self, trainer: Trainer) -> None:
         """A rank said hello, or published."""

@@ -10,6 +10,7 @@ from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.report import counts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 UNDECIDED = "whether relays are filled is decided when the weights are sealed; edges are those without relays"
@@ -43,7 +44,7 @@ def foreseen(
         outcomes[name].fence.CopyFrom(fence.message())
         report.replicas.append(outcomes[name])
         report.bytes += outcomes[name].bytes
-    counted = [each for each in report.replicas if not each.operator_hold]
+    counted = filter(counts, report.replicas)
     if goal.min_replicas is None and any(each.outcome != manager_pb2.PLANNED for each in counted):
         report.ok = False
     return report

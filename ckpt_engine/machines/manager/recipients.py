@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ckpt_engine.core.problems import deadline, precondition
 from ckpt_engine.core.version import Fence, Version
@@ -12,6 +12,7 @@ from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.report import already_there, left_out, what_became
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -82,6 +83,7 @@ class Recipients:
                 self._prepared[name] = known
             elif never is not None:
                 self._leave_out_unfit(name, never)
+                self.outcomes[name].cannot_load = everybody(self._goal.pool) in self._goal.selection
             elif name not in self.awaited:
                 command = manager_pb2.Prepare(fence=self._fill.message(), manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
@@ -248,11 +250,12 @@ class Recipients:
         direct: Way,
         seconds: float,
         add: Callable[[str, manager_pb2.Install], None],
+        without: Collection[str] = (),
     ) -> None:
         """Tells, again, all that have no outcome. ways: by replica; direct: of all others. add: what else a replica
-        is to know."""
+        is to know. without: replicas that are not told."""
         for name in self.waiting_for():
-            if name in self.awaited:
+            if name in self.awaited or name in without:
                 continue
             way = ways.get(name, direct)
             command = manager_pb2.Install(
@@ -269,9 +272,9 @@ class Recipients:
             if self._state.send_to(name, command):
                 self.told.add(name)
 
-    def abandon(self, reason: str) -> None:
-        """Asks all that have no outcome to go back, if no byte was written."""
-        for name in self.waiting_for():
+    def abandon(self, reason: str, names: Iterable[str] | None = None) -> None:
+        """Asks these, or all that have no outcome, to go back if no byte was written."""
+        for name in self.waiting_for() if names is None else names:
             self._state.send_to(name, manager_pb2.Abandon(fence=self._fence.message(), reason=reason))
 
     def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:

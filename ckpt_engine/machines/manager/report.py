@@ -91,11 +91,16 @@ def what_became(
     return outcome
 
 
+def counts(outcome: manager_pb2.ReplicaOutcome) -> bool:
+    """Whether an update that names no number of replicas is to be ok only with this one."""
+    return not (outcome.operator_hold or outcome.cannot_load)
+
+
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
     """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
-    for; None: all that no operator holds."""
+    for; None: all that count."""
     new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.NEW_SERVING]
-    counted = sum(not outcome.operator_hold for outcome in report.replicas)
+    counted = sum(map(counts, report.replicas))
     report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
     report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
 
@@ -129,7 +134,7 @@ def build_report(
         bytes=sum(outcome.bytes for outcome in ordered),
         tensors=goal.published.tensors,
         source_copies=max((source.source_copies for source in goal.published.sources), default=0),
-        warnings=[*_warnings(identity, goal.before), *_told_by_sources(goal.published)],
+        warnings=[*_warnings(identity, goal.before), *_told_by_sources(goal.published), *_cannot_load(ordered)],
         copied=_copied(goal.published),
         relays=relays,
         prefetch=prefetch,
@@ -163,6 +168,17 @@ def _warnings(identity: Version, before: Version | None) -> list[str]:
     return [
         f"version {identity.number} has the same weights as version {before.number}: if the model was trained "
         "in between, what the optimizer writes is not what was published"
+    ]
+
+
+def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
+    """Replicas with another model, which would make no update ok."""
+    names = [outcome.replica for outcome in outcomes if outcome.cannot_load]
+    if not names:
+        return []
+    return [
+        f"{some(names)} can never load what is published, and does not count: start an engine with that model there, "
+        "put it into a pool of its own (`ckpt-engine replica --pool NAME`), or take it out (`replica evict`)"
     ]
 
 

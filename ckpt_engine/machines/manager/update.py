@@ -333,8 +333,17 @@ class Install(Job):
             return
         place, seconds = self.parts.place, self._course.left(now)
         ways = {} if place is None else place.ways
-        self._recipients.install(self.version.identity, ways, self.version.direct, seconds, self._collecting.install)
+        changing = self._changing()
+        self._recipients.install(
+            self.version.identity, ways, self.version.direct, seconds, self._collecting.install, changing
+        )
         self._collecting.send(self.fence, seconds)
+        if changing:
+            ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
+            why = f"rank {ranks} left its call, so its weights may change: they are read no more"
+            self._recipients.abandon(why, changing & self._recipients.told)
+            for name in sorted(changing - self._recipients.told):
+                self._recipients.leave_out(name, unavailable(why, replica=name).problem)
         if self._course.cut:
             self._recipients.abandon(self._course.cut)
 
@@ -378,6 +387,16 @@ class Install(Job):
         for name in self._recipients.waiting_for():
             message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
+
+    def _changing(self) -> set[str]:
+        """The replicas without an outcome that read memory which may change from now on. (Those of a collective end it
+        by their own vote.)"""
+        goal, place = self._course.goal, self.parts.place
+        sealed = goal.held is not None or all(source.stays_sealed for source in goal.published.sources)
+        if sealed or not self.parts.ranks.left:
+            return set()
+        others = self._collecting.replicas | (set() if place is None else place.ways.keys())
+        return set(self._recipients.waiting_for()) - others
 
     def _waiting_for(self) -> list[str] | list[int]:
         """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
@@ -581,6 +600,7 @@ class Update:
                 self._phase_over(now)
             case CallerAbsent(rank):
                 self._parts.ranks.timer(rank)
+                self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
                 self.member_gone(member, now)
             case RelayAbsent() | RelayRetry() if self.place is not None:
