@@ -19,8 +19,8 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.message_counts import CountingStub, kind
-from ckpt_engine.client import channel_options
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.channel import ManagerStub, channel_options
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.manager.scripted_members import HOST, ScriptedReplica, get, put
 
 STAGES = (manager_pb2.QUIESCE, manager_pb2.TRANSFER, manager_pb2.INSTALL, manager_pb2.VERIFY)
@@ -50,7 +50,7 @@ class LightReplica(ScriptedReplica):
 
     def __init__(self, address: str, name: str, counts: Counter[str]) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=channel_options())  # a connection of its own
-        stub = manager_pb2_grpc.CheckpointEngineManagerStub(self._channel)  # type: ignore[no-untyped-call]
+        stub = ManagerStub(self._channel)  # type: ignore[no-untyped-call]
         super().__init__(CountingStub(stub, counts), name)  # type: ignore[arg-type]
         self._session = CountedSession(stub.ReplicaSession(), counts)
         self._needs: dict[bytes, manager_pb2.BlobRef] = {}

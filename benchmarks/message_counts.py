@@ -22,7 +22,7 @@ def kind(message: Message) -> str:
 
 
 class CountingStub:
-    """Stands in for a CheckpointEngineManagerStub. counts: "call GetBlob" and "message BlobChunk" to numbers."""
+    """Stands in for a ManagerStub. counts: "call GetBlob" and "message BlobChunk" to numbers."""
 
     def __init__(self, stub: Any, counts: Counter[str]) -> None:
         self._stub, self._counts = stub, counts

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.message_counts import CountingStub
 from ckpt_engine.agent import session
 from ckpt_engine.agent.channel import AgentChannel, Answer
-from ckpt_engine.client import manager_stub
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.engine.adapter import Capabilities, EngineAdapter, EngineInfo
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.worker import EngineWorker
@@ -158,7 +158,7 @@ class DirectAgent(session.ReplicaAgent):
 async def serve(address: str, count: int, root: Path) -> None:
     """Runs the agents until the input ends."""
     counts: Counter[str] = Counter()
-    setattr(session, "manager_stub", lambda channel: CountingStub(manager_stub(channel), counts))  # noqa: B010
+    setattr(session, "ManagerStub", lambda channel: CountingStub(ManagerStub(channel), counts))  # noqa: B010
     threads = ThreadPoolExecutor(WORKER_THREADS, thread_name_prefix="worker")
     agents = [DirectAgent(address, f"small-{number:02d}", root, threads) for number in range(count)]
     stop = asyncio.Event()

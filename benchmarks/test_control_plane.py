@@ -32,7 +32,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.message_counts import CountingStub, per_update
 from benchmarks.small_replicas import TinyModel
 from ckpt_engine import Trainer
-from ckpt_engine.client import manager_stub
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.trainer import session
 from tests.ports import free_address
@@ -104,7 +104,7 @@ def test_update_of_a_tiny_model(
     benchmark: BenchmarkFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int
 ) -> None:
     sent: Counter[str] = Counter()
-    monkeypatch.setattr(session, "manager_stub", lambda channel: CountingStub(manager_stub(channel), sent))
+    monkeypatch.setattr(session, "ManagerStub", lambda channel: CountingStub(ManagerStub(channel), sent))
     torch.set_num_threads(1)
     model = TinyModel()
     reports: list[UpdateReport] = []

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_engine.client import AsyncClient, Client
     from ckpt_engine.core.deadlines import Deadlines
-    from ckpt_engine.core.problems import CkptEngineError
-    from ckpt_engine.from_directory import update_from_directory
-    from ckpt_engine.going_back import rollback
+    from ckpt_engine.core.problems import CkptEngineError, ErrorCode
+    from ckpt_engine.options import RollbackOptions, UpdateOptions
     from ckpt_engine.reading.pulling import pull
     from ckpt_engine.reading.reader import Reader
     from ckpt_engine.report import UpdateReport
@@ -21,26 +21,32 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AsyncClient",
+    "Client",
     "CkptEngineError",
     "Deadlines",
+    "ErrorCode",
     "Reader",
+    "RollbackOptions",
     "Trainer",
+    "UpdateOptions",
     "UpdateReport",
     "__version__",
     "pull",
-    "rollback",
-    "update_from_directory",
 ]
 
 _HOMES = {
+    "AsyncClient": "ckpt_engine.client",
+    "Client": "ckpt_engine.client",
+    "RollbackOptions": "ckpt_engine.options",
+    "UpdateOptions": "ckpt_engine.options",
     "CkptEngineError": "ckpt_engine.core.problems",
     "Deadlines": "ckpt_engine.core.deadlines",
+    "ErrorCode": "ckpt_engine.core.problems",
     "Reader": "ckpt_engine.reading.reader",
     "Trainer": "ckpt_engine.trainer",
     "UpdateReport": "ckpt_engine.report",
     "pull": "ckpt_engine.reading.pulling",
-    "rollback": "ckpt_engine.going_back",
-    "update_from_directory": "ckpt_engine.from_directory",
 }
 
 

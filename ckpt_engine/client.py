@@ -1,206 +1,613 @@
-"""What trainers, agents and commands share as clients of the manager: channel, blobs, problems.
+"""The manager's public calls from Python, for everybody but trainer ranks: `Client` blocks, `AsyncClient` is for
+programs that run asyncio. No torch is needed, and no session is kept.
 
-Runs in the member's process, on its asyncio loop. Decides nothing about the protocol: that is the state machines'
-part. Never imported by an engine (it needs grpc).
+Decides what a call may take and how its answer reads. What is asked, and what is refused, is the manager's affair.
+Both clients make the same calls (`Ask`), of which each is written once.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
-from types import MappingProxyType
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from ckpt_engine.connection import checked_address, connection_problem
-from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError, invalid
-from ckpt_engine.grpc_loops import quiet_loop
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, open_channel
+from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
+from ckpt_engine.core.names import in_pool
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
+from ckpt_engine.options import RollbackOptions, UpdateOptions, options_message
+from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
-CHUNK_BYTES = 1 << 20
-"""Most bytes of a blob in one message: small enough that heartbeats on the same connection get their turn."""
+Answer = TypeVar("Answer")
 
-MESSAGE_BYTES = 64 << 20
-"""Largest message that a client accepts. Only reports of very many replicas and workers come near it."""
+Progress = Callable[[manager_pb2.UpdateProgress], object]
 
-PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
-"""Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
-
-STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProxyType(
-    {
-        weights_pb2.Problem.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-        weights_pb2.Problem.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
-        weights_pb2.Problem.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-        weights_pb2.Problem.ABORTED: grpc.StatusCode.ABORTED,
-        weights_pb2.Problem.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-        weights_pb2.Problem.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-        weights_pb2.Problem.INTERNAL: grpc.StatusCode.INTERNAL,
-        weights_pb2.Problem.DATA_LOSS: grpc.StatusCode.DATA_LOSS,
-        weights_pb2.Problem.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-        weights_pb2.Problem.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
-"""The gRPC status for each Problem code, both ways. Any other status counts as INTERNAL."""
-
-_CODE_OF_STATUS = {status: code for code, status in STATUS_OF_CODE.items()}
-_CODE_OF_STATUS[grpc.StatusCode.CANCELLED] = weights_pb2.Problem.ABORTED
+POLL_SECONDS = 0.5
+"""Between two looks of `wait_for_replicas`."""
 
 
-NO_PING_MILLISECONDS = 1_000_000_000
-"""Between two pings of a connection: eleven days."""
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version that can be read somewhere, or that some replica serves."""
+
+    lineage: str
+    version: int
+    root: str  # hex
+    holders: tuple[str, ...]  # relays and other holders that are connected and hold it
+    replicas: tuple[str, ...]  # whose workers hold it
 
 
-def channel_options() -> list[tuple[str, int]]:
-    """Options of every channel to the manager.
+@dataclass(frozen=True)
+class Ask(Generic[Answer]):
+    """One call: what is asked of whom, for how long, and how the answer reads."""
 
-    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. But a connection on which nothing that
-    was sent is acknowledged for a lease is given up (TCP_USER_TIMEOUT): TCP itself would go on for minutes, longer each
-    time, and the next session would wait on that connection after the network has healed. A lost manager is tried again
-    within two seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long
-    streams. Raises INVALID_ARGUMENT for deadlines in the environment that are none.
-    """
-    try:
-        lease = Deadlines.from_environment(os.environ).lease
-    except ValueError as error:
-        raise invalid(str(error)) from None
+    method: str  # of the manager's service
+    request: Message
+    seconds: float  # that the call may take
+    read: Callable[[Any], Answer]
+
+
+def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[list[str], str]:
+    """The replicas of a pool that updates bring weights to and whose engines are up, by name; and which other pools
+    have some, as words to append to a message."""
+    # Agents connect before their engine runs, and name it once it answers.
+    running = [each for each in status.replicas if each.connected and each.HasField("engine")]
+    up = [each for each in running if each.mode != manager_pb2.COLOCATED]
+    others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
+    why = f" {in_pool(pool)} (there are others {', '.join(others)})" if pool or others else ""
+    return [each.name for each in up if each.pool == pool], why
+
+
+def held_versions(status: manager_pb2.GetStatusResponse) -> list[HeldVersion]:
+    """The versions that connected holders hold or replicas serve, by lineage, the newest first."""
+    found: dict[tuple[str, int, bytes], tuple[list[str], list[str]]] = {}
+    for holder in status.holders:
+        for held in holder.held if holder.connected else ():
+            places = found.setdefault((held.lineage, held.version, held.root), ([], []))
+            places[0].append(f"{holder.kind} {holder.name}")
+    for replica in status.replicas:
+        if replica.HasField("identity"):
+            held = replica.identity
+            found.setdefault((held.lineage, held.version, held.root), ([], []))[1].append(replica.name)
     return [
-        ("grpc.keepalive_time_ms", NO_PING_MILLISECONDS),  # gRPC sets the timeout only where pings may come
-        ("grpc.keepalive_timeout_ms", int(lease * 1000)),
-        ("grpc.max_receive_message_length", MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MESSAGE_BYTES),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.enable_retries", 0),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),
+        HeldVersion(lineage, version, root.hex(), tuple(sorted(holders)), tuple(sorted(replicas)))
+        for (lineage, version, root), (holders, replicas) in sorted(
+            found.items(), key=lambda each: (each[0][0], -each[0][1])
+        )
     ]
 
 
-def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
-    """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
+class _Asks:
+    """The calls, as both clients make them. limits: deadlines of all that a caller gives no time for."""
 
-    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be, or
-    the address is none.
-    """
-    checked_address(address)
-    quiet_loop()
-    security = security or ClientSecurity.from_environment(os.environ)
-    credentials = security.credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    def __init__(self, address: str, limits: Deadlines) -> None:
+        self.address = address
+        self.limits = limits
 
+    def status(self) -> Ask[manager_pb2.GetStatusResponse]:
+        return Ask("GetStatus", manager_pb2.GetStatusRequest(), self.limits.status, _as_it_is)
 
-def open_blocking_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
-    """The same for calls that block, in a process that may have event loops of its own. Raises the same."""
-    checked_address(address)
-    security = security or ClientSecurity.from_environment(os.environ)
-    credentials = security.credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
-    if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
-
-
-def manager_stub(channel: grpc.aio.Channel | grpc.Channel) -> manager_pb2_grpc.CheckpointEngineManagerStub:
-    """The manager's calls over `channel`; the generated class has no annotations, hence this one place."""
-    return manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
-
-
-def blob_ref(data: bytes) -> manager_pb2.BlobRef:
-    """The reference of a blob with these bytes: SHA-256 and size."""
-    return manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
-
-
-async def put_blob(
-    stub: manager_pb2_grpc.CheckpointEngineManagerStub,
-    data: bytes,
-    timeout_seconds: float = 60.0,
-    ask: bool = True,
-) -> manager_pb2.BlobRef:
-    """Stores `data` with the manager, unless it already holds those bytes, and returns the reference. ask: False for
-    bytes that nobody can have stored before.
-
-    Raises CkptEngineError when the manager cannot be reached or refuses the blob.
-    """
-    ref = blob_ref(data)
-    try:
-        if ask and (await stub.HasBlob(ref, timeout=timeout_seconds)).present:
-            return ref
-        stored = await stub.PutBlob(_chunks(ref, data), timeout=timeout_seconds)
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-    if stored != ref:
-        raise CkptEngineError(
-            weights_pb2.Problem(
-                code=weights_pb2.Problem.DATA_LOSS,
-                message=f"the manager stored a blob of {stored.size} bytes as {stored.digest.hex()[:16]}, "
-                f"but {ref.size} bytes with digest {ref.digest.hex()[:16]} were sent",
-            )
+    def from_directory(
+        self,
+        directory: str | os.PathLike[str],
+        version: int | None,
+        lineage: str,
+        check_finite: bool,
+        options: UpdateOptions,
+    ) -> Ask[manager_pb2.UpdateEvent]:
+        if version is not None:
+            checked_version(version)
+        checked_flag("check_finite", check_finite)
+        wishes = options_message(options)
+        request = manager_pb2.UpdateFromDirectoryRequest(
+            directory=os.fspath(directory), lineage=lineage, version=version, check_finite=check_finite, options=wishes
         )
-    return ref
+        # A process has to start, and another update of the lineage may have to end, before this one begins.
+        whole = wishes.timeout_seconds or self.limits.update
+        seconds = self.limits.start + 2 * whole + 3 * self.limits.call_grace
+        return Ask("UpdateFromDirectory", request, seconds, _as_it_is)
+
+    def rollback(self, version: int, lineage: str, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
+        checked_version(version)
+        wishes = options_message(options)
+        request = manager_pb2.RollbackRequest(lineage=lineage, version=version, options=wishes)
+        seconds = (wishes.timeout_seconds or self.limits.update) + self.limits.call_grace
+        return Ask("Rollback", request, seconds, _as_it_is)
+
+    def wait(self, lineage: str, version: int, timeout: float | None) -> Ask[UpdateReport]:
+        checked_version(version)
+        seconds = self.limits.update if timeout is None else timeout
+        check_seconds("a timeout", seconds)
+        request = manager_pb2.WaitForUpdateRequest(lineage=lineage, version=version, timeout_seconds=seconds)
+        return Ask("WaitForUpdate", request, seconds + self.limits.call_grace, UpdateReport)
+
+    def sleep(
+        self, level: int, replicas: Sequence[str], pool: str, timeout: float | None
+    ) -> Ask[list[manager_pb2.SleepWakeResult]]:
+        checked_count("level", level, "a level: 1 keeps weights on the host, 2 discards them")
+        seconds = self._slowest(replicas, timeout)
+        request = manager_pb2.SleepRequest(level=level, replicas=replicas, pool=pool, timeout_seconds=seconds)
+        return Ask("Sleep", request, seconds + self.limits.call_grace, _results)
+
+    def wake(
+        self, tags: Sequence[str], replicas: Sequence[str], pool: str, timeout: float | None
+    ) -> Ask[list[manager_pb2.SleepWakeResult]]:
+        checked_names("tags", tags)
+        seconds = self._slowest(replicas, timeout)
+        request = manager_pb2.WakeRequest(tags=tags, replicas=replicas, pool=pool, timeout_seconds=seconds)
+        return Ask("Wake", request, seconds + self.limits.call_grace, _results)
+
+    def _slowest(self, replicas: Sequence[str], timeout: float | None) -> float:
+        checked_names("replicas", replicas)
+        seconds = self.limits.sleep_wake if timeout is None else timeout
+        check_seconds("a timeout", seconds)
+        return seconds
+
+    def retry(self, name: str) -> Ask[str]:
+        return Ask("RetryReplica", manager_pb2.RetryReplicaRequest(name=name), self.limits.status, _message)
+
+    def hold(self, name: str, reason: str) -> Ask[manager_pb2.OperatorHold]:
+        request = manager_pb2.HoldReplicaRequest(name=name, reason=reason)
+        return Ask("HoldReplica", request, self.limits.status, lambda answer: answer.hold)
+
+    def release(self, name: str) -> Ask[str]:
+        return Ask("ReleaseReplica", manager_pb2.ReleaseReplicaRequest(name=name), self.limits.status, _message)
+
+    def evict(self, name: str, reason: str) -> Ask[bool]:
+        request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
+        return Ask("EvictReplica", request, self.limits.status, lambda answer: bool(answer.was_connected))
+
+    def forget(self, lineage: str, reason: str) -> Ask[manager_pb2.EvictTrainerResponse]:
+        request = manager_pb2.EvictTrainerRequest(lineage=lineage, reason=reason)
+        return Ask("EvictTrainer", request, self.limits.status, _as_it_is)
+
+    def watch(self, watcher: str) -> manager_pb2.WatchReplicasRequest:
+        return manager_pb2.WatchReplicasRequest(watcher=watcher)
 
 
-async def get_blob(
-    stub: manager_pb2_grpc.CheckpointEngineManagerStub, ref: manager_pb2.BlobRef, timeout_seconds: float = 60.0
-) -> bytes:
-    """Fetches a blob and checks its size and SHA-256.
+class Watched:
+    """All replicas by name, as a stream of WatchReplicas tells them."""
 
-    Raises CkptEngineError: NOT_FOUND when the manager does not hold it, DATA_LOSS when other bytes came.
+    def __init__(self) -> None:
+        self.replicas: dict[str, manager_pb2.WatchedReplica] = {}
+
+    def take(self, message: manager_pb2.WatchReplicasResponse) -> Mapping[str, manager_pb2.WatchedReplica] | None:
+        """The replicas after a message; None: it brought no news of them."""
+        if message.snapshot:
+            self.replicas = {}
+        elif not message.replicas and not message.gone:
+            return None
+        self.replicas |= {each.name: each for each in message.replicas}
+        for name in message.gone:
+            self.replicas.pop(name, None)
+        return dict(self.replicas)
+
+
+class Client:
+    """Asks the manager, and waits for its answers. Each method may be called from any thread.
+
+    Each raises CkptEngineError, whose `code` says what kind of problem it is: what the manager refused, UNAVAILABLE if
+    it cannot be reached, DEADLINE_EXCEEDED if it did not answer in time.
     """
-    data = bytearray()
-    try:
-        async for chunk in stub.GetBlob(ref, timeout=timeout_seconds):
-            data += chunk.data
-            if len(data) > ref.size:
-                break
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-    content = bytes(data)
-    if blob_ref(content) != ref:
-        raise CkptEngineError(
-            weights_pb2.Problem(
-                code=weights_pb2.Problem.DATA_LOSS,
-                message=f"blob {ref.digest.hex()[:16]} of {ref.size} bytes arrived as {len(content)} other bytes",
-            )
-        )
-    return content
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        security: ClientSecurity | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """address: the manager, host:port; none: CKPT_ENGINE_MANAGER, or 127.0.0.1:50051. security: certificates and a
+        token; none: those of the environment (CKPT_ENGINE_TLS_CA, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
+        defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first call.
+
+        Raises INVALID_ARGUMENT for what is no address, or cannot be in the environment.
+        """
+        self.address, self._asks = _settings(address, deadlines)
+        self._channel = open_blocking_channel(self.address, security)
+        self._stub: Any = ManagerStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; calls that wait end with CANCELLED. May be repeated."""
+        self._channel.close()
+
+    # -- what there is
+
+    def status(self) -> manager_pb2.GetStatusResponse:
+        """Trainers, holders and replicas, and what goes on: the message of the protocol (proto/ckpt_engine/v1)."""
+        return self._answer(self._asks.status())
+
+    def replicas(self, pool: str | None = None) -> list[manager_pb2.ReplicaStatus]:
+        """The replicas, by name: what each serves and is to serve, and why these differ. pool: those of one pool; ""
+        is the pool without a name; none: all."""
+        return [each for each in self.status().replicas if pool in (None, each.pool)]
+
+    def versions(self, lineage: str | None = None) -> list[HeldVersion]:
+        """What can be gone back to or read, and what replicas hold, the newest first. lineage: one run's; none: all."""
+        return [each for each in held_versions(self.status()) if lineage in (None, each.lineage)]
+
+    def watch(self, watcher: str = "") -> Iterator[Mapping[str, manager_pb2.WatchedReplica]]:
+        """All replicas by name, now and whenever one changes, for ever: the state, version and URL of each, as gateways
+        see them. watcher: who watches, for the manager's log. Raises UNAVAILABLE when the connection ends; call again.
+        """
+        watched = Watched()
+        call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
+        try:
+            for message in call:
+                if (replicas := watched.take(message)) is not None:
+                    yield replicas
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+
+    def wait_for_replicas(self, count: int, *, pool: str = "", timeout: float = 600.0) -> list[str]:
+        """The names of the replicas that updates bring weights to, once there are `count` of them in the pool.
+
+        timeout: seconds; then DEADLINE_EXCEEDED. A manager that does not run yet is waited for.
+        """
+        wait = _ReplicaWait(count, pool, timeout)
+        while True:
+            try:
+                found = wait.look(self.status())
+            except CkptEngineError as error:
+                wait.failed(error)
+                found = None
+            if found is not None:
+                return found
+            time.sleep(wait.pause())
+
+    # -- updates
+
+    def update_from_directory(
+        self,
+        directory: str | os.PathLike[str],
+        version: int | None = None,
+        *,
+        lineage: str = "",
+        check_finite: bool = False,
+        on_progress: Progress | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> UpdateReport:
+        """Brings replicas to the safetensors files of a directory, without a trainer. Returns when it is over.
+
+        directory: its absolute path, or that of one file, the same on the manager's host and on those of the replicas
+        (or of relays); the manager was started with `--allow-directory`. version: none: the lineage's last one plus
+        one. lineage: what it counts in; empty: "directory". check_finite: refuse weights that hold NaN or infinity.
+        on_progress: called on this thread with each UpdateProgress; what it raises ends the wait, and the update goes
+        on. options: as for `Trainer.update_weights`, see `UpdateOptions`.
+
+        Asked again for files that are unchanged, and that all replicas which took them serve, it returns the same
+        report.
+
+        Returns the report also if some replicas failed: look at `report.ok`. Raises when it was refused (no replica
+        was touched): NOT_FOUND, INVALID_ARGUMENT or DATA_LOSS for what is no whole checkpoint, PERMISSION_DENIED
+        outside the roots, FAILED_PRECONDITION as `Trainer.update_weights`; UNAVAILABLE or DEADLINE_EXCEEDED if it
+        could not be brought to a report.
+        """
+        return self._report(self._asks.from_directory(directory, version, lineage, check_finite, options), on_progress)
+
+    def rollback(
+        self,
+        version: int,
+        *,
+        lineage: str = "",
+        on_progress: Progress | None = None,
+        **options: Unpack[RollbackOptions],
+    ) -> UpdateReport:
+        """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
+
+        version: by its number. lineage: of which run; empty: the only one of which that number is held. on_progress:
+        called on this thread with each UpdateProgress; what it raises ends the wait. options: see `RollbackOptions`.
+
+        Versions that are sealed later count on above the highest number ever used. Replicas that start late or again
+        are brought to the version that was gone back to, until the next update.
+
+        Returns the report also if some replicas failed: look at `report.ok`. Raises when it was refused (no replica
+        was touched): NOT_FOUND, naming what is held by what, if nothing holds the version; INVALID_ARGUMENT if several
+        lineages are meant; FAILED_PRECONDITION if what is held cannot be believed or read, or no replica can take it;
+        ABORTED while an update of the lineage runs. KeyboardInterrupt ends the call, which is taken back unless the
+        intent is on the disk already.
+        """
+        return self._report(self._asks.rollback(version, lineage, options), on_progress)
+
+    def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:
+        """The report of the lineage's last update to a version, once that has ended. As `Trainer.wait`, but a manager
+        that is away is UNAVAILABLE."""
+        return self._answer(self._asks.wait(lineage, version, timeout))
+
+    # -- replicas
+
+    def sleep(
+        self, level: int = 1, *, replicas: Sequence[str] = (), pool: str = "", timeout: float | None = None
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """Has replicas close and give their memory up. level: 1 keeps weights on the host, 2 discards them. replicas:
+        those that are named; empty: all of the pool. timeout: seconds for the slowest. Returns a result for each: one
+        that does not sleep has a `problem`."""
+        return self._answer(self._asks.sleep(level, replicas, pool, timeout))
+
+    def wake(
+        self,
+        tags: Sequence[str] = (),
+        *,
+        replicas: Sequence[str] = (),
+        pool: str = "",
+        timeout: float | None = None,
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """Has replicas take their memory back. tags: "weights" before "kv_cache"; none: both. replicas, pool, timeout,
+        and what is returned: as for `sleep`. One whose weights were discarded serves again after its next update."""
+        return self._answer(self._asks.wake(tags, replicas, pool, timeout))
+
+    def retry(self, name: str) -> str:
+        """Has a replica brought to what it is to serve now, however often that has failed. Says what will happen.
+        Raises FAILED_PRECONDITION, saying why, if that cannot work."""
+        return self._answer(self._asks.retry(name))
+
+    def hold(self, name: str, reason: str = "") -> manager_pb2.OperatorHold:
+        """Leaves a replica as it is, also in updates, until `release`. reason: for people."""
+        return self._answer(self._asks.hold(name, reason))
+
+    def release(self, name: str) -> str:
+        """Ends a hold. Says what comes next."""
+        return self._answer(self._asks.release(name))
+
+    def evict(self, name: str, reason: str = "") -> bool:
+        """Takes a replica out: its agent ends for good. Whether that was connected. reason: for its log."""
+        return self._answer(self._asks.evict(name, reason))
+
+    def forget(self, lineage: str, reason: str = "") -> manager_pb2.EvictTrainerResponse:
+        """Forgets a run and all that the manager keeps of it; its ranks are sent away. Replicas keep what they
+        serve."""
+        return self._answer(self._asks.forget(lineage, reason))
+
+    def _answer(self, ask: Ask[Answer]) -> Answer:
+        try:
+            return ask.read(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+
+    def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
+        report: UpdateReport | None = None
+        call: Any = getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)
+        try:
+            for event in call:
+                report = _told(event, on_progress) or report
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+        return _required(report, ask)
 
 
-def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
-    """The Problem behind a failed call: the manager's own if it sent one, else made from the gRPC status."""
-    code, details = grpc.StatusCode.UNKNOWN, str(error)
-    if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
-        code, details = error.code(), error.details() or ""
-        pairs: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
-        for key, value in pairs:
-            if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
-                return weights_pb2.Problem.FromString(value)
-    known = connection_problem(code, details)
-    if known is not None:
-        return known
-    return weights_pb2.Problem(
-        code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
-        message=f"the call to the manager failed: {details or code.name}",
-    )
+class AsyncClient:
+    """The same on an event loop: each method is that of `Client`, awaited. Make it, and use it, on one loop. A call
+    whose task is cancelled is cancelled at the manager too."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        security: ClientSecurity | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """As `Client`."""
+        self.address, self._asks = _settings(address, deadlines)
+        self._channel = open_channel(self.address, security)
+        self._stub: Any = ManagerStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        await self._channel.close(None)
+
+    async def status(self) -> manager_pb2.GetStatusResponse:
+        """As `Client.status`."""
+        return await self._answer(self._asks.status())
+
+    async def replicas(self, pool: str | None = None) -> list[manager_pb2.ReplicaStatus]:
+        """As `Client.replicas`."""
+        return [each for each in (await self.status()).replicas if pool in (None, each.pool)]
+
+    async def versions(self, lineage: str | None = None) -> list[HeldVersion]:
+        """As `Client.versions`."""
+        return [each for each in held_versions(await self.status()) if lineage in (None, each.lineage)]
+
+    async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
+        """As `Client.watch`."""
+        watched = Watched()
+        call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
+        try:
+            async for message in call:
+                if (replicas := watched.take(message)) is not None:
+                    yield replicas
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+
+    async def wait_for_replicas(self, count: int, *, pool: str = "", timeout: float = 600.0) -> list[str]:  # noqa: ASYNC109
+        """As `Client.wait_for_replicas`."""
+        wait = _ReplicaWait(count, pool, timeout)
+        while True:
+            try:
+                found = wait.look(await self.status())
+            except CkptEngineError as error:
+                wait.failed(error)
+                found = None
+            if found is not None:
+                return found
+            await asyncio.sleep(wait.pause())
+
+    async def update_from_directory(
+        self,
+        directory: str | os.PathLike[str],
+        version: int | None = None,
+        *,
+        lineage: str = "",
+        check_finite: bool = False,
+        on_progress: Progress | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> UpdateReport:
+        """As `Client.update_from_directory`; on_progress is called on the loop."""
+        ask = self._asks.from_directory(directory, version, lineage, check_finite, options)
+        return await self._report(ask, on_progress)
+
+    async def rollback(
+        self,
+        version: int,
+        *,
+        lineage: str = "",
+        on_progress: Progress | None = None,
+        **options: Unpack[RollbackOptions],
+    ) -> UpdateReport:
+        """As `Client.rollback`; on_progress is called on the loop."""
+        return await self._report(self._asks.rollback(version, lineage, options), on_progress)
+
+    async def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:  # noqa: ASYNC109
+        """As `Client.wait`."""
+        return await self._answer(self._asks.wait(lineage, version, timeout))
+
+    async def sleep(
+        self,
+        level: int = 1,
+        *,
+        replicas: Sequence[str] = (),
+        pool: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """As `Client.sleep`."""
+        return await self._answer(self._asks.sleep(level, replicas, pool, timeout))
+
+    async def wake(
+        self,
+        tags: Sequence[str] = (),
+        *,
+        replicas: Sequence[str] = (),
+        pool: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> list[manager_pb2.SleepWakeResult]:
+        """As `Client.wake`."""
+        return await self._answer(self._asks.wake(tags, replicas, pool, timeout))
+
+    async def retry(self, name: str) -> str:
+        """As `Client.retry`."""
+        return await self._answer(self._asks.retry(name))
+
+    async def hold(self, name: str, reason: str = "") -> manager_pb2.OperatorHold:
+        """As `Client.hold`."""
+        return await self._answer(self._asks.hold(name, reason))
+
+    async def release(self, name: str) -> str:
+        """As `Client.release`."""
+        return await self._answer(self._asks.release(name))
+
+    async def evict(self, name: str, reason: str = "") -> bool:
+        """As `Client.evict`."""
+        return await self._answer(self._asks.evict(name, reason))
+
+    async def forget(self, lineage: str, reason: str = "") -> manager_pb2.EvictTrainerResponse:
+        """As `Client.forget`."""
+        return await self._answer(self._asks.forget(lineage, reason))
+
+    async def _answer(self, ask: Ask[Answer]) -> Answer:
+        try:
+            return ask.read(await getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+
+    async def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
+        report: UpdateReport | None = None
+        call: Any = getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)
+        try:
+            async for event in call:
+                report = _told(event, on_progress) or report
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+        return _required(report, ask)
 
 
-def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
-    """The failed call as the error that this library raises. address: of the manager; one that is not reached there is
-    named by it."""
-    problem = problem_of(error)
-    if address and problem.code == weights_pb2.Problem.UNAVAILABLE:
-        problem.message = f"manager {address}: {problem.message}"
-    return CkptEngineError(problem)
+class _ReplicaWait:
+    """One `wait_for_replicas`. Raises INVALID_ARGUMENT at construction for what is no count or time."""
+
+    def __init__(self, count: int, pool: str, timeout: float) -> None:
+        checked_count("count", count, "replicas")
+        check_seconds("a timeout", timeout)
+        self._count, self._pool, self._timeout = count, pool, timeout
+        self._end = time.monotonic() + timeout
+        self._last: CkptEngineError | None = None
+
+    def look(self, status: manager_pb2.GetStatusResponse) -> list[str] | None:
+        """The names, if there are enough by now. Raises DEADLINE_EXCEEDED if the time is over."""
+        found, why = ready_replicas(status, self._pool)
+        if len(found) >= self._count:
+            return found
+        if time.monotonic() >= self._end:
+            named = f" ({', '.join(found)})" if found else ""
+            raise deadline(f"{len(found)} of {self._count} replicas{named} were up after {self._timeout:g} s{why}")
+        return None
+
+    def failed(self, error: CkptEngineError) -> None:
+        """The manager did not answer: it may not run yet. Raises what is no matter of time, and all at the end."""
+        waits = unavailable("").problem.code, deadline("").problem.code
+        if error.problem.code not in waits or time.monotonic() >= self._end:
+            raise error
+
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        return min(POLL_SECONDS, max(0.0, self._end - time.monotonic()))
 
 
-async def _chunks(ref: manager_pb2.BlobRef, data: bytes) -> AsyncIterator[manager_pb2.BlobChunk]:
-    yield manager_pb2.BlobChunk(ref=ref, data=data[:CHUNK_BYTES])
-    for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-        yield manager_pb2.BlobChunk(data=data[start : start + CHUNK_BYTES])
+def _settings(address: str | None, deadlines: Deadlines | None) -> tuple[str, _Asks]:
+    named = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
+    return named, _Asks(named, deadlines or Deadlines.from_environment(os.environ))
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _message(answer: Any) -> str:
+    return str(answer.message)
+
+
+def _results(answer: manager_pb2.SleepResponse | manager_pb2.WakeResponse) -> list[manager_pb2.SleepWakeResult]:
+    return list(answer.results)
+
+
+def _told(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> UpdateReport | None:
+    """The report, if this event has it."""
+    if event.HasField("report"):
+        return UpdateReport(event.report)
+    if on_progress is not None:
+        on_progress(event.progress)
+    return None
+
+
+def _required(report: UpdateReport | None, ask: Ask[Any]) -> UpdateReport:
+    if report is None:
+        raise internal(f"the manager ended {ask.method} without a report")
+    return report

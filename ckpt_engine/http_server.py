@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.security.server import ServerSecurity
 
 END_SECONDS = 2
@@ -80,7 +81,8 @@ def _of_one_length(application: ASGIApp) -> ASGIApp:
             await application(scope, receive, send)
             return
         problem = {"type": "about:blank", "title": "Bad Request", "status": 400, "detail": TWO_LENGTHS}
-        body = json.dumps({**problem, "reason": "bad_request"}).encode()
+        error = error_object(400, "bad_request", TWO_LENGTHS)
+        body = json.dumps({**problem, "reason": "bad_request", "error": error}).encode()
         headers = [
             (b"content-type", b"application/problem+json"),
             (b"content-length", str(len(body)).encode()),

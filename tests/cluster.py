@@ -18,7 +18,8 @@ import httpx
 import psutil
 import torch
 
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.channel import ManagerStub
+from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_address
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ class Cluster:
         self.relays: list[Relay] = []
         self.manager: subprocess.Popen[bytes]
         self.channel = grpc.insecure_channel(address)
-        self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self.channel)
+        self._stub = ManagerStub(self.channel)
 
     def status(self) -> manager_pb2.GetStatusResponse:
         response: manager_pb2.GetStatusResponse = self._stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)

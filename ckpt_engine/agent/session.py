@@ -29,7 +29,7 @@ from ckpt_engine.agent.questions import Questions
 from ckpt_engine.agent.reports import Reports
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
 from ckpt_engine.agent.tasks import TaskRunner
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
@@ -40,7 +40,7 @@ from ckpt_engine.shell.loop import Loop
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.on_host import worker_transports
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2, worker_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ReplicaAgent:
         self._questions = Questions(self._feed, self._deadlines.worker_reply)
         self._reports = Reports()
         self._fault: asyncio.Future[None] | None = None
-        self._stub: manager_pb2_grpc.CheckpointEngineManagerStub | None = None
+        self._stub: ManagerStub | None = None
         self._state = AgentState()
 
     def _followers(self) -> Followers | None:
@@ -120,7 +120,7 @@ class ReplicaAgent:
         cannot be launched, or is not to be launched again), and CkptEngineError (INTERNAL) once the machine has failed.
         """
         channel = open_channel(self.settings.manager)
-        stub = manager_stub(channel)
+        stub = ManagerStub(channel)
         self._fault = asyncio.get_running_loop().create_future()
         scraping = contextlib.ExitStack()
         try:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ckpt_engine.agent import checks
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.engine import EngineHost
-from ckpt_engine.client import get_blob, put_blob
+from ckpt_engine.channel import ManagerStub, get_blob, put_blob
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TaskRunner:
 
     def __init__(
         self,
-        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        stub: ManagerStub,
         host: EngineHost,
         blob_seconds: float,
         hold_limits: HoldLimits,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
-import grpc
 import typer
 
-from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.client import AsyncClient
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
 from ckpt_engine.core.names import printable
 from ckpt_engine.core.problems import CkptEngineError
@@ -23,13 +22,13 @@ Names = Annotated[
 ]
 
 
-def ask_manager(manager: str, ask: Callable[[Any], Awaitable[Any]], what: str) -> Any:
+def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], what: str) -> Answer:
     """The answer to one call. Exits with 1 and the reason if it is refused; says after a while that it waits, and
     `what` for."""
 
-    async def answer() -> Any:
-        async with open_channel(manager) as channel:
-            asking = asyncio.ensure_future(_answered(ask(manager_stub(channel))))
+    async def answer() -> Answer:
+        async with AsyncClient(manager) as client:
+            asking = asyncio.ensure_future(ask(client))
             done, _ = await asyncio.wait((asking,), timeout=NOTICE_SECONDS)
             if not done:
                 typer.echo(f"waiting for the manager at {manager}: {what}", err=True)
@@ -47,10 +46,3 @@ def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
     typer.echo(printable(f"manager {manager}: {replica}{problem.message}"), err=True)
     return typer.Exit(1)
-
-
-async def _answered(call: Awaitable[Answer]) -> Answer:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise error_of(error) from error

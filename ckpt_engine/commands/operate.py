@@ -8,9 +8,7 @@ import typer
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
-from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.machines.ledger_tasks import OperatorHold
-from ckpt_engine.v1 import manager_pb2
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
 
@@ -20,10 +18,8 @@ def retry(name: Name, manager: Manager = MANAGER) -> None:
 
     Exits with 1 and says why if that cannot work, for example because no source of that version stays sealed.
     """
-    seconds = configured_deadlines(None).status
-    request = manager_pb2.RetryReplicaRequest(name=name)
-    answer = ask_manager(manager, lambda stub: stub.RetryReplica(request, timeout=seconds), f"retry of {name}")
-    typer.echo(f"replica {name}: {answer.message}")
+    answer = ask_manager(manager, lambda client: client.retry(name), f"retry of {name}")
+    typer.echo(f"replica {name}: {answer}")
 
 
 def hold(
@@ -36,19 +32,15 @@ def hold(
     Updates and rollbacks leave it out, and are refused if they name it; what has begun with it goes on. It serves on,
     sleeps and wakes. It stays held when its agent or the manager is restarted.
     """
-    seconds = configured_deadlines(None).status
-    request = manager_pb2.HoldReplicaRequest(name=name, reason=reason)
-    answer = ask_manager(manager, lambda stub: stub.HoldReplica(request, timeout=seconds), f"hold of {name}")
-    held = OperatorHold(answer.hold.since, answer.hold.reason)
+    answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
+    held = OperatorHold(answer.since, answer.reason)
     typer.echo(f"replica {name}: {held.told(name)}")
 
 
 def release(name: Name, manager: Manager = MANAGER) -> None:
     """Let a replica that was held be brought to what it is to serve again."""
-    seconds = configured_deadlines(None).status
-    request = manager_pb2.ReleaseReplicaRequest(name=name)
-    answer = ask_manager(manager, lambda stub: stub.ReleaseReplica(request, timeout=seconds), f"release of {name}")
-    typer.echo(f"replica {name}: {answer.message}")
+    answer = ask_manager(manager, lambda client: client.release(name), f"release of {name}")
+    typer.echo(f"replica {name}: {answer}")
 
 
 def evict(
@@ -60,10 +52,7 @@ def evict(
 
     Updates do not count it any more. One whose agent is not connected is forgotten; its engine stays as it is.
     """
-    seconds = configured_deadlines(None).status
-    request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
-    answer = ask_manager(manager, lambda stub: stub.EvictReplica(request, timeout=seconds), f"eviction of {name}")
+    answer = ask_manager(manager, lambda client: client.evict(name, reason), f"eviction of {name}")
     typer.echo(
-        f"replica {name}: evicted"
-        + ("" if answer.was_connected else "; its agent was not connected, so its engine stays as it is")
+        f"replica {name}: evicted" + ("" if answer else "; its agent was not connected, so its engine stays as it is")
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from ckpt_engine.addresses import MANAGER
+from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
-from ckpt_engine.commands.options import configured_deadlines, waited
+from ckpt_engine.commands.options import waited
 from ckpt_engine.commands.progress import interrupted, refused, shown, told
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.going_back import rollback as roll_back
+from ckpt_engine.options import RollbackOptions
 
 
 def rollback(
@@ -39,19 +40,16 @@ def rollback(
     Exits with 0 only if all of them serve that version, verified. A version that nobody holds is refused, with a list
     of those that are held.
     """
+    wishes = {"pause_mode": pause_mode, "timeout": timeout, "pool": pool, "replicas": tuple(replica or ())}
     try:
         with shown(quiet=json_output) as show:
-            report = roll_back(
-                manager,
-                version,
-                lineage,
-                pause_mode=pause_mode,
-                timeout=timeout,
-                pool=pool,
-                replicas=tuple(replica or ()),
-                on_progress=show.progress,
-                deadlines=configured_deadlines(None),
-            )
+            with Client(manager) as client:
+                report = client.rollback(
+                    version,
+                    lineage=lineage,
+                    on_progress=show.progress,
+                    **cast(RollbackOptions, wishes),
+                )
     except CkptEngineError as error:
         raise refused("rollback", error, json_output) from error
     except KeyboardInterrupt:

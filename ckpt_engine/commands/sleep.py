@@ -27,10 +27,12 @@ def sleep(
 
     Exits with 1 if one of them does not sleep, and says why.
     """
-    request = manager_pb2.SleepRequest(replicas=replicas or (), level=level, timeout_seconds=timeout, pool=pool)
     what = f"sleep, up to {timeout:g} s"
-    answer = ask_manager(manager, lambda stub: stub.Sleep(request, timeout=timeout + Deadlines.call_grace), what)
-    show(answer.results, "asleep")
+    names = tuple(replicas or ())
+    show(
+        ask_manager(manager, lambda client: client.sleep(level, replicas=names, pool=pool, timeout=timeout), what),
+        "asleep",
+    )
 
 
 def show(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, error_of, open_channel
 from ckpt_engine.commands.asking import Manager, failed
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
@@ -60,7 +60,7 @@ def status(
 
 async def _show(manager: str, watch: bool, json_output: bool) -> None:
     async with open_channel(manager) as channel:
-        stub = manager_stub(channel)
+        stub = ManagerStub(channel)
         first = await _ask(stub)
         if json_output:
             typer.echo(json.dumps(as_dict(first), indent=None if watch else 2))

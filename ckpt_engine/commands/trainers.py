@@ -11,7 +11,6 @@ from rich.table import Table
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.lines import Text
-from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.v1 import manager_pb2
 
 Lineage = Annotated[str, typer.Argument(help="The run's lineage, as `ckpt-engine trainer list` names it.")]
@@ -19,10 +18,7 @@ Lineage = Annotated[str, typer.Argument(help="The run's lineage, as `ckpt-engine
 
 def list_runs(manager: Manager = MANAGER) -> None:
     """Show each run, how many of its ranks are connected, and what the manager keeps for whom."""
-    seconds = configured_deadlines(None).status
-    answer = ask_manager(
-        manager, lambda stub: stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=seconds), "its status"
-    )
+    answer = ask_manager(manager, lambda client: client.status(), "its status")
     Console().print(*tables(answer))
 
 
@@ -35,9 +31,7 @@ def evict(
 
     Replicas keep what they serve. A run that was killed is forgotten by itself after a while.
     """
-    seconds = configured_deadlines(None).status
-    request = manager_pb2.EvictTrainerRequest(lineage=lineage, reason=reason)
-    answer = ask_manager(manager, lambda stub: stub.EvictTrainer(request, timeout=seconds), f"eviction of {lineage}")
+    answer = ask_manager(manager, lambda client: client.forget(lineage, reason), f"eviction of {lineage}")
     typer.echo(f"lineage {lineage}: evicted, {answer.ranks} ranks, {answer.connected} of them connected")
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, cast
 
 import typer
 
 from ckpt_engine.addresses import MANAGER
+from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines, waited
-from ckpt_engine.commands.progress import Shown, interrupted, refused, shown, told
+from ckpt_engine.commands.progress import interrupted, refused, shown, told
 from ckpt_engine.connection import checked_address
-from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
-from ckpt_engine.from_directory import update_from_directory
-from ckpt_engine.report import UpdateReport
+from ckpt_engine.options import UpdateOptions
 
 CONNECT_SECONDS = 10.0
 """The longest that somebody at a terminal waits for a manager; a training run waits longer."""
@@ -96,60 +95,40 @@ def update(
     limits = replace(limits, connect=min(limits.connect, CONNECT_SECONDS))
     try:
         checked_address(manager)
-        asked = _Asked(
-            version=version,
-            pause_mode=pause_mode,
-            timeout=timeout,
-            min_replicas=min_replicas,
-            replicas=tuple(replica or ()),
-            pool=pool,
-            prefetch=prefetch,
-            until=until,
-            dry_run=dry_run,
-        )
+        wishes = {
+            "pause_mode": pause_mode,
+            "timeout": timeout,
+            "min_replicas": min_replicas,
+            "replicas": tuple(replica or ()),
+            "pool": pool,
+            "prefetch": prefetch,
+            "until": until,
+            "dry_run": dry_run,
+        }
+        options = cast(UpdateOptions, wishes)
         with shown(quiet=json_output) as show:
             if checkpoint is not None:
-                report = _published_here(manager, checkpoint, lineage or LINEAGE, check_finite, limits, asked, show)
+                if not checkpoint.exists():
+                    raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
+                require("trainer", "torch", "numpy", what="this command")
+                from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
+
+                with Trainer(manager, 0, 1, lineage or LINEAGE, deadlines=limits) as trainer:
+                    trainer.publish(checkpoint, check_finite=check_finite)
+                    report = trainer.update_weights(version, on_progress=show.progress, **options)
             else:
                 assert from_directory is not None
-                report = update_from_directory(
-                    manager,
-                    from_directory.absolute(),
-                    lineage=lineage or "",
-                    check_finite=check_finite,
-                    on_progress=show.progress,
-                    deadlines=limits,
-                    **asked,
-                )
+                with Client(manager, deadlines=limits) as client:
+                    report = client.update_from_directory(
+                        from_directory.absolute(),
+                        version,
+                        lineage=lineage or "",
+                        check_finite=check_finite,
+                        on_progress=show.progress,
+                        **options,
+                    )
     except CkptEngineError as error:
         raise refused("update", error, json_output) from error
     except KeyboardInterrupt:
         raise interrupted("update") from None
     raise told(report, json_output)
-
-
-class _Asked(TypedDict):
-    """What both ways of publishing take."""
-
-    version: int | None
-    pause_mode: str | None
-    timeout: float | None
-    min_replicas: int | None
-    replicas: tuple[str, ...]
-    pool: str
-    prefetch: str
-    until: str
-    dry_run: bool
-
-
-def _published_here(
-    manager: str, path: Path, lineage: str, check_finite: bool, limits: Deadlines, asked: _Asked, show: Shown
-) -> UpdateReport:
-    if not path.exists():
-        raise not_found(f"{path} is neither a directory nor a safetensors file")
-    require("trainer", "torch", "numpy", what="this command")
-    from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
-
-    with Trainer(manager, lineage=lineage, deadlines=limits) as trainer:
-        trainer.publish(path, check_finite=check_finite)
-        return trainer.update_weights(on_progress=show.progress, **asked)

@@ -11,7 +11,6 @@ from ckpt_engine.commands.asking import Manager, Names, Pool, ask_manager
 from ckpt_engine.commands.choices import Tag
 from ckpt_engine.commands.sleep import Timeout, show
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.v1 import manager_pb2
 
 
 def wake(
@@ -25,7 +24,9 @@ def wake(
 
     Exits with 1 if one of them does not wake, and says why.
     """
-    request = manager_pb2.WakeRequest(replicas=replicas or (), tags=tag or (), timeout_seconds=timeout, pool=pool)
     what = f"wake, up to {timeout:g} s"
-    answer = ask_manager(manager, lambda stub: stub.Wake(request, timeout=timeout + Deadlines.call_grace), what)
-    show(answer.results, "awake")
+    names, tags = tuple(replicas or ()), tuple(tag or ())
+    show(
+        ask_manager(manager, lambda client: client.wake(tags, replicas=names, pool=pool, timeout=timeout), what),
+        "awake",
+    )

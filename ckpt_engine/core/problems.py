@@ -6,10 +6,27 @@ It decides the codes and how a problem travels as an exception. It does not deci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from ckpt_engine.v1 import weights_pb2
 
 Code = weights_pb2.Problem.Code
+
+
+class ErrorCode(StrEnum):
+    """What kind of problem a CkptEngineError is. Statuses of gRPC and HTTP by code: docs/protocol.md, "Errors"."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"  # the request can never work
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"  # it could work in another state of the system
+    NOT_FOUND = "NOT_FOUND"  # what was named is not there
+    ABORTED = "ABORTED"  # overtaken by another fence, session or call
+    UNAVAILABLE = "UNAVAILABLE"  # a member is gone; trying again may work
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # took longer than it may
+    INTERNAL = "INTERNAL"  # a fault of ours
+    DATA_LOSS = "DATA_LOSS"  # bytes differ from what was sealed
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # it is not known what the caller is
+    PERMISSION_DENIED = "PERMISSION_DENIED"  # the caller is known, and may not do this under this name
+
 
 _NAMED_TENSORS = 16
 
@@ -20,6 +37,13 @@ class CkptEngineError(Exception):
     def __init__(self, problem: weights_pb2.Problem) -> None:
         super().__init__(problem.message)
         self.problem = problem
+
+    @property
+    def code(self) -> ErrorCode:
+        """What kind of problem it is. A code that this release does not know is INTERNAL."""
+        known = weights_pb2.Problem.Code.items()
+        names = (name for name, number in known if number == self.problem.code and name in ErrorCode.__members__)
+        return ErrorCode(next(names, ErrorCode.INTERNAL))
 
     def __str__(self) -> str:
         return f"{weights_pb2.Problem.Code.Name(self.problem.code)}: {self.problem.message}"

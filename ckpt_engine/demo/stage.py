@@ -23,7 +23,7 @@ import httpx
 
 from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.demo import task
 from ckpt_engine.demo.hosts import NetworkHost
 from ckpt_engine.demo.sites import Site, sites_of
@@ -270,7 +270,7 @@ class Stage:
 
     async def _all_present(self, on_state: Callable[[str], None]) -> None:
         async with open_channel(self.manager) as channel:
-            stub = manager_stub(channel)
+            stub = ManagerStub(channel)
             while True:
                 self._raise_if_ended()
                 try:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+from ckpt_engine.core.openai_errors import error_object
+
 BAD_REQUEST = "bad_request"
 TOO_LARGE = "too_large"
 TOO_SLOW = "too_slow"
@@ -43,7 +45,7 @@ class RefusedError(Exception):
         self.headers = dict(headers or {})
 
     def problem(self, **more: Any) -> dict[str, Any]:
-        """A problem as RFC 9457 has it, with the reason and whatever else is known."""
+        """A problem as RFC 9457 has it, with the reason and whatever else is known, and as OpenAI's clients read it."""
         title = HTTPStatus(self.status).phrase
         return {
             "type": "about:blank",
@@ -51,12 +53,14 @@ class RefusedError(Exception):
             "status": self.status,
             "detail": self.detail,
             "reason": self.reason,
+            "error": error_object(self.status, self.reason, self.detail),
             **more,
         }
 
     def event(self, **more: Any) -> dict[str, Any]:
         """The same in a stream, after a status of 200."""
-        return {"error": {"message": self.detail, "type": self.reason, "code": self.status, **more}}
+        told = error_object(self.status, self.reason, self.detail)
+        return {"error": {**told, "status": self.status, "reason": self.reason, **more}}
 
 
 def bad_request(detail: str) -> RefusedError:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ckpt_engine.client import manager_stub, open_channel, problem_of
+from ckpt_engine.channel import ManagerStub, open_channel, problem_of
 from ckpt_engine.gateway.fleet import Fleet, State, Told
 from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -91,7 +91,7 @@ async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], Non
 
 async def _one_stream(manager: str, name: str, news: News, changed: Callable[[], None]) -> None:
     async with open_channel(manager) as channel:
-        call: Any = manager_stub(channel).WatchReplicas(manager_pb2.WatchReplicasRequest(watcher=name))
+        call: Any = ManagerStub(channel).WatchReplicas(manager_pb2.WatchReplicasRequest(watcher=name))
         while True:
             message = await asyncio.wait_for(call.read(), SILENT_SECONDS)
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it

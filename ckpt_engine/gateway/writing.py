@@ -55,7 +55,7 @@ class Writer:
     async def refuse(self, refused: RefusedError, **more: Any) -> None:
         """An answer that is none; in a stream that has begun an event that says so, and the end."""
         if self.begun:
-            await self.events([refused.event(reason=refused.reason, **more)], done=True)
+            await self.events([refused.event(**more)], done=True)
         else:
             body, self.headers = await self.dump(refused.problem(**more)), {}
             await self.answer(refused.status, PROBLEM, body, refused.headers)

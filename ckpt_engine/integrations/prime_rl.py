@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from ckpt_engine import CkptEngineError, Deadlines, UpdateReport, update_from_directory
-from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, error_of, open_channel
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import forbidden, invalid, unauthenticated, unavailable
@@ -174,7 +174,7 @@ class Facade:
         settings = self._settings
         async with open_channel(settings.manager) as channel:
             try:
-                status = await manager_stub(channel).GetStatus(
+                status = await ManagerStub(channel).GetStatus(
                     manager_pb2.GetStatusRequest(), timeout=settings.deadlines.status
                 )
             except grpc.RpcError as error:

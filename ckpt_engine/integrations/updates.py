@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.core.problems import error, precondition
+from ckpt_engine.options import PauseMode
 from ckpt_engine.trainer.lineage import fresh_lineage
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -35,7 +36,7 @@ class Updates:
         dtype: str | None = None,
         lineage: str | None = None,
         pool: str = "",
-        pause_mode: str | None = None,
+        pause_mode: PauseMode | None = None,
         min_replicas: int | None = None,
         timeout: float | None = None,
         on_report: Callable[[UpdateReport], None] | None = None,

@@ -5,7 +5,7 @@ gRPC reads a unary call's message before its handler runs, and all of it before 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -17,11 +17,11 @@ from ckpt_engine.manager.errors import refuse
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cannot be subscripted at run time
-    """The door of one service; others (health, reflection) are open to everybody."""
+    """The door of some services; others (health, reflection) are open to everybody."""
 
-    def __init__(self, access: Access, service: str) -> None:
+    def __init__(self, access: Access, services: Iterable[str]) -> None:
         self._access = access
-        self._methods = f"/{service}/"
+        self._methods = tuple(f"/{service}/" for service in services)
 
     async def intercept_service(
         self,

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from ckpt_engine.client import PROBLEM_METADATA_KEY, STATUS_OF_CODE
+from ckpt_engine.channel import PROBLEM_METADATA_KEY, STATUS_OF_CODE
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.manager.blobs import ResourceExhaustedError

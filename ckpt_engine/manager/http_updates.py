@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ckpt_engine.core.problems import internal, invalid
 from ckpt_engine.manager.http_access import CALLER, says_json
 from ckpt_engine.manager.publishers import Publishers, lineage_of
+from ckpt_engine.options import PauseMode, Prefetch, Until, options_message
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2
@@ -27,13 +28,13 @@ class FromDirectory(BaseModel):
     directory: str = Field(description="absolute path on the manager's host, and on those of the replicas")
     lineage: str = ""
     version: int | None = Field(None, ge=0, lt=1 << 63)
-    pause_mode: Literal["keep", "abort", "wait", "in_place"] | None = None
+    pause_mode: PauseMode | None = None
     timeout: float | None = Field(None, gt=0, description="of the whole update, seconds")
     min_replicas: int | None = Field(None, ge=0, lt=1 << 31)
     replicas: list[str] = []
     pool: str = ""
-    prefetch: Literal["auto", "always", "never"] = "auto"
-    until: Literal["installed", "held"] = "installed"
+    prefetch: Prefetch = "auto"
+    until: Until = "installed"
     check_finite: bool = False
     dry_run: bool = Field(False, description="only tell what an update would do")
 
@@ -43,15 +44,19 @@ class FromDirectory(BaseModel):
             directory=self.directory,
             lineage=self.lineage,
             version=self.version,
-            pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if self.pause_mode is None else self.pause_mode.upper(),
-            timeout_seconds=self.timeout or 0.0,
-            min_replicas=self.min_replicas,
-            replicas=self.replicas,
-            prefetch=self.prefetch.upper(),
-            until=self.until.upper(),
-            pool=self.pool,
             check_finite=self.check_finite,
-            dry_run=self.dry_run,
+            options=options_message(
+                {
+                    "pause_mode": self.pause_mode,
+                    "timeout": self.timeout,
+                    "min_replicas": self.min_replicas,
+                    "replicas": self.replicas,
+                    "pool": self.pool,
+                    "prefetch": self.prefetch,
+                    "until": self.until,
+                    "dry_run": self.dry_run,
+                }
+            ),
         )
 
 

@@ -117,9 +117,9 @@ class Publishers:
             self._own.cleanup()
 
     def _seconds(self, request: Request) -> float:
-        if request.timeout_seconds:
-            check_seconds("a timeout", request.timeout_seconds)
-        return request.timeout_seconds or self._deadlines.update
+        if request.options.timeout_seconds:
+            check_seconds("a timeout", request.options.timeout_seconds)
+        return request.options.timeout_seconds or self._deadlines.update
 
     def _publisher(self, lineage: str) -> _Publisher:
         """The process of a lineage, from now on the one that was used last, with one user more."""

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ckpt_engine.addresses import MANAGER, check_free, check_reach, join_address, split_address, with_port
-from ckpt_engine.client import MESSAGE_BYTES
+from ckpt_engine.channel import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, unavailable
@@ -45,14 +45,14 @@ from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.refusals import Refusals
-from ckpt_engine.manager.servicer import ManagerServicer
+from ckpt_engine.manager.servicer import ManagerServicer, add_to
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.publishing.roots import checked_roots
 from ckpt_engine.security.server import ServerSecurity
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.v1 import manager_pb2
 
-SERVICE = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"].full_name
+SERVICES = tuple(service.full_name for service in manager_pb2.DESCRIPTOR.services_by_name.values())
 
 LOOKED_BACK = 20
 """Updates among which the last success is looked for when the manager starts."""
@@ -258,7 +258,7 @@ class ManagerServer:
     async def _start_own(self, servicer: ManagerServicer, address: str) -> None:
         """For processes of its own, which need no proof of who they are: only its user can enter the directory."""
         server = grpc.aio.server(options=_server_options(self.config.deadlines))
-        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        add_to(server, servicer)
         server.add_insecure_port(address)
         await server.start()
         self._undo.push_async_callback(server.stop, 1.0)
@@ -266,14 +266,14 @@ class ManagerServer:
     async def _start_grpc(self, servicers: Sequence[ManagerServicer]) -> str:
         """servicers: all that shall be stopped; the last one is served here."""
         host, _ = split_address(self.config.listen)
-        door = Door(self._access, SERVICE)
+        door = Door(self._access, SERVICES)
         check_free(self.config.listen)
         quiet_loop()
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
-        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicers[-1], server)  # type: ignore[no-untyped-call]
+        add_to(server, servicers[-1])
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
             credentials = self.config.security.credentials()
             if credentials is None:
@@ -283,7 +283,7 @@ class ManagerServer:
         except RuntimeError as error:
             raise unavailable(f"cannot listen on {self.config.listen}: {error}") from error
         await server.start()
-        for name in ("", SERVICE):
+        for name in ("", *SERVICES):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._undo.push_async_callback(self._stop_grpc, server, servicers, healthy)
         return join_address(host, port)

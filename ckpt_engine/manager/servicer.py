@@ -33,7 +33,9 @@ MEMBERS = ("trainer", "holder", "replica")
 log = logging.getLogger("ckpt_engine.manager")
 
 
-class ManagerServicer(manager_pb2_grpc.CheckpointEngineManagerServicer):
+class ManagerServicer(
+    manager_pb2_grpc.CheckpointEngineManagerServicer, manager_pb2_grpc.CheckpointEngineMembersServicer
+):
     """Runs on the manager's event loop; each method is one call of one peer."""
 
     def __init__(
@@ -301,3 +303,9 @@ def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
             log.warning("replica=%r is not %s problem=%r", result.replica, done, result.problem.message)
         else:
             log.info("replica=%r is %s caller=%r", result.replica, done, caller.who)
+
+
+def add_to(server: grpc.aio.Server, servicer: ManagerServicer) -> None:
+    """Has a server answer the calls of both services."""
+    manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    manager_pb2_grpc.add_CheckpointEngineMembersServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from ckpt_engine.client import error_of, manager_stub, open_blocking_channel
+from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError, error, invalid, not_found, precondition
+from ckpt_engine.core.problems import CkptEngineError, error, not_found, precondition
 from ckpt_engine.extras import require
+from ckpt_engine.options import options_message, options_of
 from ckpt_engine.publishing.roots import check_file, inside, resolved
 from ckpt_engine.source.safetensors import read_directory
 from ckpt_engine.v1 import manager_pb2
@@ -67,7 +68,7 @@ class Publisher:
             log.info("asked again for %s, which is served already as version %s", path, self._last[2].identity.version)
             return self._last[2]
         require("trainer", "torch", "numpy", what=f"publishing {path} on the manager's host")
-        self._last = self._last if request.dry_run else None
+        self._last = self._last if request.options.dry_run else None
         try:
             report = self._bring(request, path, files, told)
         except BaseException:
@@ -90,22 +91,15 @@ class Publisher:
 
         trainer = self._trainer
         if trainer is None:
-            trainer = self._trainer = Trainer(self._address, lineage=self._lineage, deadlines=self._deadlines)
+            trainer = self._trainer = Trainer(self._address, 0, 1, self._lineage, deadlines=self._deadlines)
         trainer.publish(path, check_finite=request.check_finite)
         # It opened them by their names once more.
         if resolved(request.directory, self._roots) != path or self._files(path) != files:
             raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
         return trainer.update_weights(
             request.version if request.HasField("version") else None,
-            pause_mode=_word(manager_pb2.PauseMode, request.pause_mode, "pause_mode"),
-            timeout=request.timeout_seconds or None,
-            min_replicas=request.min_replicas if request.HasField("min_replicas") else None,
-            replicas=list(request.replicas),
-            pool=request.pool,
-            prefetch=_word(manager_pb2.Prefetch, request.prefetch, "prefetch") or "auto",
-            until=_word(manager_pb2.Until, request.until, "until") or "installed",
-            dry_run=request.dry_run,
             on_progress=told,
+            **options_of(request.options),
         ).message
 
     def _files(self, path: Path) -> Files:
@@ -138,7 +132,7 @@ class Publisher:
         try:
             with open_blocking_channel(self._address) as channel:
                 request = manager_pb2.GetStatusRequest()
-                status: manager_pb2.GetStatusResponse = manager_stub(channel).GetStatus(
+                status: manager_pb2.GetStatusResponse = ManagerStub(channel).GetStatus(
                     request, timeout=self._deadlines.status
                 )
                 return status
@@ -171,15 +165,5 @@ def _asked(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
     same.CopyFrom(request)
     same.ClearField("directory")
     same.ClearField("version")
+    same.options.CopyFrom(options_message(options_of(request.options)))
     return same.SerializeToString(deterministic=True)
-
-
-def _word(kind: object, number: int, what: str) -> str | None:
-    """A word as `Trainer.update_weights` writes it; None: unset. Raises INVALID_ARGUMENT for a number without a
-    meaning."""
-    if not number:
-        return None
-    try:
-        return str(kind.Name(number)).lower()  # type: ignore[attr-defined]
-    except ValueError as refused:
-        raise invalid(f"{what} {number} means nothing here") from refused

@@ -15,14 +15,14 @@ import grpc
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from ckpt_engine.client import blob_ref, error_of, manager_stub, open_blocking_channel
+from ckpt_engine.channel import ManagerStub, blob_ref, error_of, open_blocking_channel
+from ckpt_engine.core.arguments import checked_version
 from ckpt_engine.core.boxes import whole
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precondition
 from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
-from ckpt_engine.going_back import check_version
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.sources import Sources
@@ -54,11 +54,11 @@ class Reader:
         self, address: str, lineage: str = "", version: int | None = None, *, deadlines: Deadlines | None = None
     ) -> None:
         if version is not None:
-            check_version(version)
+            checked_version(version)
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         request = manager_pb2.LocateVersionRequest(lineage=lineage, version=version)
         with open_blocking_channel(address) as channel:
-            stub = manager_stub(channel)
+            stub = ManagerStub(channel)
             try:
                 found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
                 record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from ckpt_engine.client import problem_of
+from ckpt_engine.channel import problem_of
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.machines.wire import pack, unpack
 from ckpt_engine.shell.outbox import Outbox

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from ckpt_engine.client import error_of, manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, error_of, open_channel
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, not_found
 from ckpt_engine.timeline.predicted import Whereabouts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -26,7 +26,7 @@ async def report_of(
     """
     seconds = LOOK_SECONDS if wait is None else wait
     async with open_channel(manager) as channel:
-        stub = manager_stub(channel)
+        stub = ManagerStub(channel)
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
         except grpc.RpcError as error:

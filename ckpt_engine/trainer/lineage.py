@@ -1,4 +1,4 @@
-"""Which lineage a trainer run has, so that all its ranks name the same one.
+"""Which rank a process is, and which lineage its run has, so that all ranks name the same one.
 
 A lineage is one run: versions rise within it, and a run that starts again or goes back needs a new one. Runs on the
 trainer's calling thread; may talk to the other ranks through torch.distributed, to nobody else.
@@ -9,10 +9,30 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
+from ckpt_engine.core.arguments import whole
 from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import invalid
 
 ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
+
+
+def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str]) -> tuple[int, int]:
+    """The rank and the number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else the only one.
+
+    Raises INVALID_ARGUMENT for one without the other, and for what is no rank.
+    """
+    if rank is None and world_size is None:
+        of, among = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+        launched = all(each.isascii() and each.isdigit() for each in (of, among))
+        rank, world_size = (int(of), int(among)) if launched else (0, 1)
+    if rank is None or world_size is None:
+        raise invalid(f"rank {rank} of world_size {world_size}: give both, or neither under torchrun")
+    if not (whole(rank) and whole(world_size)):
+        raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
+    found, ranks = int(str(rank)), int(str(world_size))
+    if not 0 <= found < ranks:
+        raise invalid(f"rank {found} is not in a world of {ranks}: ranks count from 0", ranks=[max(found, 0)])
+    return found, ranks
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import grpc
 import grpc.aio
 
-from ckpt_engine.client import error_of, get_blob, manager_stub, open_channel, put_blob
+from ckpt_engine.channel import ManagerStub, error_of, get_blob, open_channel, put_blob
 from ckpt_engine.core.problems import CkptEngineError, aborted, precondition
 from ckpt_engine.machines.events import (
     ClosePeer,
@@ -92,7 +92,7 @@ class OfferingSession:
         """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
         self._goodbye_seconds = goodbye_seconds
         self._channel = open_channel(address)
-        self._stub = manager_stub(self._channel)
+        self._stub = ManagerStub(self._channel)
         self._kind = machine.kind
         self._who = who
         self._loop = Loop(who, machine, self._perform, self._run, self._failed)

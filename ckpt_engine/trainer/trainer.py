@@ -17,23 +17,24 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, Unpack
 
 import torch
 
+from ckpt_engine.client import ready_replicas
 from ckpt_engine.connection import checked_address
+from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version, whole
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
 from ckpt_engine.core.names import check_pool, in_pool
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
+from ckpt_engine.options import UpdateOptions, options_message
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
-from ckpt_engine.trainer.arguments import checked_count, checked_flag, checked_names, checked_version, whole
 from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.call import Progress
-from ckpt_engine.trainer.lineage import resolve_lineage
-from ckpt_engine.trainer.request import update_request
+from ckpt_engine.trainer.lineage import resolve_lineage, resolve_rank
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
 
@@ -49,7 +50,8 @@ class Trainer:
     """One trainer rank. Use it as a context manager, or call `close`.
 
     address: the manager, host:port. It need not run yet; a lost one is dialled again by itself.
-    rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process.
+    rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process. None: those of
+        torchrun (RANK, WORLD_SIZE), or the only one. If one process alone publishes for several, it gives 0 and 1.
     lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
         torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
     pool: the replicas that updates, `sleep` and `wake` are for: those that were started with this `--pool`; equal on
@@ -65,8 +67,8 @@ class Trainer:
     def __init__(
         self,
         address: str,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         lineage: str | None = None,
         *,
         pool: str = "",
@@ -74,15 +76,12 @@ class Trainer:
         deadlines: Deadlines | None = None,
     ) -> None:
         check_pool(pool)
-        if not (whole(rank) and whole(world_size)):
-            raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
         if not isinstance(address, str):
             raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as '127.0.0.1:50051'")
         checked_address(address)
         if not (deadlines is None or isinstance(deadlines, Deadlines)):
             raise invalid(f"deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...), not {deadlines!r}")
-        if not 0 <= rank < world_size:
-            raise invalid(f"rank {rank} is not in a world of {world_size}: ranks count from 0", ranks=[max(rank, 0)])
+        rank, world_size = resolve_rank(rank, world_size, os.environ)
         self.address = address
         self.rank = rank
         self.world_size = world_size
@@ -221,15 +220,8 @@ class Trainer:
         self,
         version: int | None = None,
         *,
-        pause_mode: str | None = None,
-        timeout: float | None = None,
-        min_replicas: int | None = None,
-        replicas: Sequence[str] = (),
-        pool: str | None = None,
-        prefetch: str = "auto",
-        until: str = "installed",
-        dry_run: bool = False,
         on_progress: Progress | None = None,
+        **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
 
@@ -237,20 +229,8 @@ class Trainer:
         change while they are copied is refused by name; a change while replicas read leaves these closed.
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
-        pause_mode: "keep" (the engine's default), "abort", "wait" or "in_place", see `request.PAUSE_MODES`.
-        timeout: of the whole update, seconds; none: the manager's default.
-        min_replicas: so many suffice: fewer are refused, and with so many `report.ok` is true. None: whoever can be
-            updated is (at least one), and `report.ok` is true only if all are, also those that are not connected;
-            what an operator holds (`ckpt-engine replica hold`) does not count.
-        replicas: only these; empty: all of the pool that are registered and receive weights.
-        pool: another one than the trainer's, for this update. All ranks give the same.
-        prefetch: "auto", "always" or "never", see `request.PREFETCH`; `report.prefetch` says what was done, and why.
-        until: "installed", or "held": returns when relays hold the version, verified, and the weights may change.
-            Installs go on; `report.held` is true and `report.ok` says nothing. Replicas without such a relay keep what
-            they serve, and count against `min_replicas`. All ranks give the same.
-        dry_run: only prepares and plans: nothing is sealed, paused or written, and no number is used. The report says
-            of each replica over which edges an update would bring it the weights (`outcome` "planned"), or why it
-            would be left out; `report.ok` says whether the update would be. All ranks give the same.
+        options: see `ckpt_engine.UpdateOptions`: pause_mode, timeout, min_replicas, replicas, pool, prefetch, until,
+            dry_run. All ranks give the same.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
@@ -258,23 +238,16 @@ class Trainer:
         (ABORTED, UNAVAILABLE, DEADLINE_EXCEEDED). KeyboardInterrupt cancels the call. The next update repairs
         whatever an unfinished one left.
         """
-        request = update_request(
-            version,
-            self.pool if pool is None else pool,
-            replicas,
-            pause_mode=pause_mode,
-            timeout=timeout,
-            min_replicas=min_replicas,
-            prefetch=prefetch,
-            until=until,
-            dry_run=dry_run,
-        )
+        if version is not None:
+            checked_version(version)
+        wishes = options_message(options, self.pool)
+        request = manager_pb2.UpdateWeightsRequest(version=version, options=wishes)
         request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
         with self._alone("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
-            whole = timeout if timeout is not None else self._deadlines.update
+            whole = wishes.timeout_seconds or self._deadlines.update
             end = time.monotonic() + whole
             limits = self._deadlines
             settle = limits.settle if self.world_size > 1 else 0.0
@@ -292,7 +265,7 @@ class Trainer:
                     self._kept.update(refused.problem.kept)
                     publish()
                 else:
-                    self._publish_kept = self._publish_kept if dry_run else None
+                    self._publish_kept = self._publish_kept if wishes.dry_run else None
                     return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:
@@ -368,12 +341,7 @@ class Trainer:
             status = self._background.status()
         except CkptEngineError as error:
             return [], f": {error.problem.message}"
-        # Agents connect before their engine runs, and name it once it answers.
-        running = [each for each in status.replicas if each.connected and each.HasField("engine")]
-        up = [each for each in running if each.mode != manager_pb2.COLOCATED]
-        others = sorted({in_pool(each.pool) for each in up if each.pool != self.pool})
-        why = f" {in_pool(self.pool)} (there are others {', '.join(others)})" if self.pool or others else ""
-        return [each.name for each in up if each.pool == self.pool], why
+        return ready_replicas(status, self.pool)
 
     def _check_process(self, what: str) -> None:
         if os.getpid() != self._process:

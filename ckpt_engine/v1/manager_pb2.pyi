@@ -782,79 +782,65 @@ class ReplicaOutcome(_message.Message):
     cannot_load: bool
     def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ...) -> None: ...
 
+class UpdateOptions(_message.Message):
+    __slots__ = ("pause_mode", "timeout_seconds", "min_replicas", "replicas", "pool", "prefetch", "until", "dry_run")
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    pause_mode: PauseMode
+    timeout_seconds: float
+    min_replicas: int
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    pool: str
+    prefetch: Prefetch
+    until: Until
+    dry_run: bool
+    def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ...) -> None: ...
+
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "adapts", "dry_run")
+    __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    PREFETCH_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_FIELD_NUMBER: _ClassVar[int]
-    POOL_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTS_FIELD_NUMBER: _ClassVar[int]
-    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
     version: int
-    pause_mode: PauseMode
-    timeout_seconds: float
-    min_replicas: int
-    replicas: _containers.RepeatedScalarFieldContainer[str]
-    prefetch: Prefetch
-    until: Until
-    pool: str
+    options: UpdateOptions
     adapts: bool
-    dry_run: bool
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ..., adapts: bool = ..., dry_run: bool = ...) -> None: ...
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ...) -> None: ...
 
 class UpdateFromDirectoryRequest(_message.Message):
-    __slots__ = ("directory", "lineage", "version", "pause_mode", "timeout_seconds", "min_replicas", "replicas", "prefetch", "until", "pool", "check_finite", "dry_run")
+    __slots__ = ("directory", "lineage", "version", "options", "check_finite")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    PREFETCH_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_FIELD_NUMBER: _ClassVar[int]
-    POOL_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
-    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     directory: str
     lineage: str
     version: int
-    pause_mode: PauseMode
-    timeout_seconds: float
-    min_replicas: int
-    replicas: _containers.RepeatedScalarFieldContainer[str]
-    prefetch: Prefetch
-    until: Until
-    pool: str
+    options: UpdateOptions
     check_finite: bool
-    dry_run: bool
-    def __init__(self, directory: _Optional[str] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., pool: _Optional[str] = ..., check_finite: bool = ..., dry_run: bool = ...) -> None: ...
+    def __init__(self, directory: _Optional[str] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., check_finite: bool = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
-    __slots__ = ("lineage", "version", "pause_mode", "timeout_seconds", "replicas", "pool")
+    __slots__ = ("lineage", "version", "options")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    POOL_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     version: int
-    pause_mode: PauseMode
-    timeout_seconds: float
-    replicas: _containers.RepeatedScalarFieldContainer[str]
-    pool: str
-    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ...) -> None: ...
+    options: UpdateOptions
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ...) -> None: ...
 
 class WaitForUpdateRequest(_message.Message):
     __slots__ = ("lineage", "version", "timeout_seconds")

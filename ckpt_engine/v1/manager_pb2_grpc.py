@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CheckpointEngineManagerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """What anybody may call, whose token has the grant (docs/security.md).
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,21 +35,6 @@ class CheckpointEngineManagerStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.TrainerSession = channel.stream_stream(
-                '/ckpt_engine.v1.CheckpointEngineManager/TrainerSession',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.FromString,
-                _registered_method=True)
-        self.ReplicaSession = channel.stream_stream(
-                '/ckpt_engine.v1.CheckpointEngineManager/ReplicaSession',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
-                _registered_method=True)
-        self.HolderSession = channel.stream_stream(
-                '/ckpt_engine.v1.CheckpointEngineManager/HolderSession',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
-                _registered_method=True)
         self.UpdateWeights = channel.unary_stream(
                 '/ckpt_engine.v1.CheckpointEngineManager/UpdateWeights',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.SerializeToString,
@@ -119,46 +105,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.FromString,
                 _registered_method=True)
-        self.PutBlob = channel.stream_unary(
-                '/ckpt_engine.v1.CheckpointEngineManager/PutBlob',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
-                _registered_method=True)
-        self.GetBlob = channel.unary_stream(
-                '/ckpt_engine.v1.CheckpointEngineManager/GetBlob',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.FromString,
-                _registered_method=True)
-        self.HasBlob = channel.unary_unary(
-                '/ckpt_engine.v1.CheckpointEngineManager/HasBlob',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HasBlobResponse.FromString,
-                _registered_method=True)
 
 
 class CheckpointEngineManagerServicer(object):
-    """Missing associated documentation comment in .proto file."""
-
-    def TrainerSession(self, request_iterator, context):
-        """One trainer rank. The first message is hello.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReplicaSession(self, request_iterator, context):
-        """The agent of one rollout replica. The first message is hello.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def HolderSession(self, request_iterator, context):
-        """Whoever holds versions that were sealed, and is no trainer rank. The first message is hello.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+    """What anybody may call, whose token has the grant (docs/security.md).
+    """
 
     def UpdateWeights(self, request, context):
         """Brings every replica to the caller's weights. Each trainer rank calls it once its weights are ready and
@@ -185,94 +136,82 @@ class CheckpointEngineManagerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitForUpdate(self, request, context):
-        """How the update to a version ended, once it has: for a caller that returned when relays held it. NOT_FOUND: no update
-        to it is known. DEADLINE_EXCEEDED: it goes on.
+        """Tells how the update to a version ended, once it has: for a caller that returned when relays held it. NOT_FOUND: no
+        update to it is known. DEADLINE_EXCEEDED: it goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Has replicas give their memory up. Returns when each has done so, or cannot.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Has replicas take their memory back. Returns when each has done so, or cannot.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Tells all members, what each replica serves and is to serve, and what goes on.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchReplicas(self, request, context):
-        """Who serves what where, for gateways: first all replicas, then what changes. UNAVAILABLE: the watcher did not read,
-        or too many watch; dial again.
+        """Tells which replica serves which version where, for gateways: first all replicas, then what changes. UNAVAILABLE: the
+        watcher did not read, or too many watch; dial again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LocateVersion(self, request, context):
-        """Where a version can be read now, by the rules by which late replicas are brought up. Nothing is reserved: what is
-        read must be compared with the record. NOT_FOUND: nobody holds it; the message says what is held.
+        """Tells where a version can be read now, by the rules by which late replicas are brought up. Nothing is reserved: what
+        is read must be compared with the record. NOT_FOUND: nothing holds it; the message says what is held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetryReplica(self, request, context):
-        """For operators. None changes what a worker holds by itself.
+        """Has a replica brought to what it is to serve now, although attempts have failed. FAILED_PRECONDITION says why that
+        cannot work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HoldReplica(self, request, context):
-        """Once it has returned, the hold is on the disk: it outlives the manager.
+        """Leaves a replica as it is, also in updates. Once it has returned, the hold is on the disk: it outlives the manager.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseReplica(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EvictReplica(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def EvictTrainer(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PutBlob(self, request_iterator, context):
-        """Blobs: manifests, tables, needs, plans. Content-addressed, so a second put of the same bytes is a no-op.
+        """Ends a hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def EvictReplica(self, request, context):
+        """Takes a replica out: its name is free, and its agent does not come back.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HasBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def EvictTrainer(self, request, context):
+        """Forgets the ranks of a lineage, and what the manager keeps for it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -280,21 +219,6 @@ class CheckpointEngineManagerServicer(object):
 
 def add_CheckpointEngineManagerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'TrainerSession': grpc.stream_stream_rpc_method_handler(
-                    servicer.TrainerSession,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.SerializeToString,
-            ),
-            'ReplicaSession': grpc.stream_stream_rpc_method_handler(
-                    servicer.ReplicaSession,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.SerializeToString,
-            ),
-            'HolderSession': grpc.stream_stream_rpc_method_handler(
-                    servicer.HolderSession,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.SerializeToString,
-            ),
             'UpdateWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.UpdateWeights,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateWeightsRequest.FromString,
@@ -365,21 +289,6 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.SerializeToString,
             ),
-            'PutBlob': grpc.stream_unary_rpc_method_handler(
-                    servicer.PutBlob,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
-            ),
-            'GetBlob': grpc.unary_stream_rpc_method_handler(
-                    servicer.GetBlob,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
-            ),
-            'HasBlob': grpc.unary_unary_rpc_method_handler(
-                    servicer.HasBlob,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HasBlobResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ckpt_engine.v1.CheckpointEngineManager', rpc_method_handlers)
@@ -389,88 +298,8 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CheckpointEngineManager(object):
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def TrainerSession(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/ckpt_engine.v1.CheckpointEngineManager/TrainerSession',
-            ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.SerializeToString,
-            ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReplicaSession(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/ckpt_engine.v1.CheckpointEngineManager/ReplicaSession',
-            ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
-            ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def HolderSession(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/ckpt_engine.v1.CheckpointEngineManager/HolderSession',
-            ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
-            ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
+    """What anybody may call, whose token has the grant (docs/security.md).
+    """
 
     @staticmethod
     def UpdateWeights(request,
@@ -850,6 +679,219 @@ class CheckpointEngineManager(object):
             metadata,
             _registered_method=True)
 
+
+class CheckpointEngineMembersStub(object):
+    """What members speak: ranks, holders and agents of one release with their manager.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.TrainerSession = channel.stream_stream(
+                '/ckpt_engine.v1.CheckpointEngineMembers/TrainerSession',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.FromString,
+                _registered_method=True)
+        self.ReplicaSession = channel.stream_stream(
+                '/ckpt_engine.v1.CheckpointEngineMembers/ReplicaSession',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
+                _registered_method=True)
+        self.HolderSession = channel.stream_stream(
+                '/ckpt_engine.v1.CheckpointEngineMembers/HolderSession',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
+                _registered_method=True)
+        self.PutBlob = channel.stream_unary(
+                '/ckpt_engine.v1.CheckpointEngineMembers/PutBlob',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
+                _registered_method=True)
+        self.GetBlob = channel.unary_stream(
+                '/ckpt_engine.v1.CheckpointEngineMembers/GetBlob',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.FromString,
+                _registered_method=True)
+        self.HasBlob = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineMembers/HasBlob',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HasBlobResponse.FromString,
+                _registered_method=True)
+
+
+class CheckpointEngineMembersServicer(object):
+    """What members speak: ranks, holders and agents of one release with their manager.
+    """
+
+    def TrainerSession(self, request_iterator, context):
+        """One trainer rank. The first message is hello.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplicaSession(self, request_iterator, context):
+        """The agent of one rollout replica. The first message is hello.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HolderSession(self, request_iterator, context):
+        """A process that holds versions which were sealed, and is no trainer rank. The first message is hello.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutBlob(self, request_iterator, context):
+        """Stores a blob: a manifest, a table, needs, a plan. Content-addressed, so a second put of the same bytes is a no-op.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HasBlob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CheckpointEngineMembersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'TrainerSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.TrainerSession,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.SerializeToString,
+            ),
+            'ReplicaSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReplicaSession,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.SerializeToString,
+            ),
+            'HolderSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.HolderSession,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.SerializeToString,
+            ),
+            'PutBlob': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutBlob,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
+            ),
+            'GetBlob': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetBlob,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
+            ),
+            'HasBlob': grpc.unary_unary_rpc_method_handler(
+                    servicer.HasBlob,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.HasBlobResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'ckpt_engine.v1.CheckpointEngineMembers', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('ckpt_engine.v1.CheckpointEngineMembers', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CheckpointEngineMembers(object):
+    """What members speak: ranks, holders and agents of one release with their manager.
+    """
+
+    @staticmethod
+    def TrainerSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineMembers/TrainerSession',
+            ckpt__engine_dot_v1_dot_manager__pb2.TrainerMessage.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.TrainerCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplicaSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineMembers/ReplicaSession',
+            ckpt__engine_dot_v1_dot_manager__pb2.ReplicaMessage.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.ReplicaCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HolderSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineMembers/HolderSession',
+            ckpt__engine_dot_v1_dot_manager__pb2.HolderMessage.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.HolderCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
     @staticmethod
     def PutBlob(request_iterator,
             target,
@@ -864,7 +906,7 @@ class CheckpointEngineManager(object):
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/ckpt_engine.v1.CheckpointEngineManager/PutBlob',
+            '/ckpt_engine.v1.CheckpointEngineMembers/PutBlob',
             ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.FromString,
             options,
@@ -891,7 +933,7 @@ class CheckpointEngineManager(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/ckpt_engine.v1.CheckpointEngineManager/GetBlob',
+            '/ckpt_engine.v1.CheckpointEngineMembers/GetBlob',
             ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.BlobChunk.FromString,
             options,
@@ -918,7 +960,7 @@ class CheckpointEngineManager(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckpt_engine.v1.CheckpointEngineManager/HasBlob',
+            '/ckpt_engine.v1.CheckpointEngineMembers/HasBlob',
             ckpt__engine_dot_v1_dot_manager__pb2.BlobRef.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.HasBlobResponse.FromString,
             options,

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from ckpt_engine.core.loopback import is_loopback
+from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.words.counts import GateCounts
 from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.words.holding import Decision, Kind
@@ -240,8 +241,14 @@ async def _refuse(
         code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
         await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
         return
-    title = {403: "Forbidden", 503: "Service Unavailable"}[status]
-    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail, "reason": reason}
+    problem = {
+        "type": "about:blank",
+        "title": {403: "Forbidden", 503: "Service Unavailable"}[status],
+        "status": status,
+        "detail": detail,
+        "reason": reason,
+        "error": error_object(status, reason, detail),
+    }
     body = json.dumps(problem).encode()
     headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
     await _answer(send, status, b"application/problem+json", body, headers)

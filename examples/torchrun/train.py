@@ -41,7 +41,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     # The lineage is torchrun's --rdzv-id; without one the ranks agree on a fresh name.
-    with Trainer(options.manager, rank=dist.get_rank(), world_size=dist.get_world_size()) as trainer:
+    with Trainer(options.manager) as trainer:  # rank and world size are those of torchrun
         trainer.publish(model)
         trainer.wait_for_replicas(options.replicas)
         for step in range(options.steps):

@@ -21,7 +21,7 @@ HELLOS = manager_pb2.ReplicaHello | manager_pb2.HolderHello
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
+class PlainManager(manager_pb2_grpc.CheckpointEngineMembersServicer):
     """Keeps every message of every session in `received`. `welcome`: greet each hello, as managers do."""
 
     def __init__(self, heartbeat: float = 0.2, welcome: bool = True) -> None:
@@ -40,7 +40,7 @@ class PlainManager(manager_pb2_grpc.CheckpointEngineManagerServicer):
     async def start(self) -> PlainManager:
         """Serves, at the port that it had before if it was stopped."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        manager_pb2_grpc.add_CheckpointEngineMembersServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
         return self

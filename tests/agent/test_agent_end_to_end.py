@@ -21,8 +21,9 @@ import pytest
 
 from ckpt_engine import Trainer
 from ckpt_engine.agent.launcher import descendants
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.report import UpdateReport
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_port
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
@@ -128,7 +129,7 @@ class World:
 
     def status(self) -> manager_pb2.ReplicaStatus | None:
         with grpc.insecure_channel(self.manager_address) as channel:
-            stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
+            stub = ManagerStub(channel)  # type: ignore[no-untyped-call]
             try:
                 answer = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
             except grpc.RpcError:

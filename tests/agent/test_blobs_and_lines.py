@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_engine.agent.blobs import BlobCache
 from ckpt_engine.agent.narration import heard, said, seconds
-from ckpt_engine.client import blob_ref
+from ckpt_engine.channel import blob_ref
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -17,8 +17,8 @@ from ckpt_engine.core.prediction import MEMORIES
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.adapter import ADAPTERS
+from ckpt_engine.options import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.planning.places import LINKS
-from ckpt_engine.trainer.request import PAUSE_MODES, PREFETCH, UNTIL
 from ckpt_engine.v1 import manager_pb2
 
 Run = Callable[..., Result]

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from ckpt_engine import Trainer, UpdateReport
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.channel import ManagerStub
+from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Replica
 from tests.conformance.engines import Engine, Span
 from tests.conformance.weights import TOKENS, Models
@@ -75,8 +76,8 @@ class Server:
         return _problem(self._stub.Wake(request, timeout=SLEEP_SECONDS + 10).results)
 
     @property
-    def _stub(self) -> manager_pb2_grpc.CheckpointEngineManagerStub:
-        return manager_pb2_grpc.CheckpointEngineManagerStub(self.cluster.channel)
+    def _stub(self) -> ManagerStub:
+        return ManagerStub(self.cluster.channel)
 
 
 def check_serves(engine: Engine, replica: Replica, models: Models, seed: int, version: int) -> None:

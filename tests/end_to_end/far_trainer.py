@@ -18,15 +18,16 @@ import grpc
 import torch
 
 from ckpt_engine import Trainer
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.v1 import manager_pb2
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3, named_weights
 
 
 def _members(address: str) -> Any:
     with grpc.insecure_channel(address) as channel:
-        stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
+        stub = ManagerStub(channel)
         return stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
 
 

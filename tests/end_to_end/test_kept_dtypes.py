@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine import Trainer, rollback
+from ckpt_engine import Client, Trainer
 from tests.cluster import Cluster, Replica, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
@@ -117,6 +117,6 @@ def test_a_late_replica_that_keeps_more_and_the_way_back(tmp_path: Path, bare_mo
                 assert trainer.update_weights(version=version, prefetch="always").ok
         wide = running.replica("wide", "reference", bare_model, *FLOAT32).registered().serving(2)
         assert_served(models[1], narrow, wide)
-        report = rollback(running.address, 1)
+        report = Client(running.address).rollback(1)
         assert outcomes(report) == {"narrow": "new_serving", "wide": "new_serving"}, report
         assert_served(models[0], narrow, wide)

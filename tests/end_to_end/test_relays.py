@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine import Trainer, UpdateReport, rollback
+from ckpt_engine import Client, Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.planning.asked import Asked, question_of
 from ckpt_engine.planning.update import planned
@@ -262,7 +262,7 @@ def test_what_a_rollback_of_one_replica_does_not_select_is_brought_back_to_what_
             with torch.no_grad():
                 model.lm_head.weight.mul_(1.5)
             assert trainer.update_weights(version=2, prefetch="always").ok
-        assert rollback(cluster.address, 1, "run", replicas=["back"]).ok
+        assert Client(cluster.address).rollback(1, lineage="run", replicas=["back"]).ok
         for replica in replicas.values():
             replica.process.kill()
             replica.process.wait(60)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.channel import ManagerStub
+from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.words.directory import EngineDirectory
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
 from tests.conformance.weights import load
@@ -55,14 +56,14 @@ def replica(cluster: Cluster) -> Replica:
 
 def sleep(cluster: Cluster, level: int) -> str:
     """What is wrong; empty if it sleeps."""
-    stub = manager_pb2_grpc.CheckpointEngineManagerStub(cluster.channel)
+    stub = ManagerStub(cluster.channel)
     request = manager_pb2.SleepRequest(level=level, timeout_seconds=120)
     return _problem(stub.Sleep(request, timeout=130).results)
 
 
 def wake(cluster: Cluster, *tags: str) -> str:
     """What is wrong; empty if they are awake."""
-    stub = manager_pb2_grpc.CheckpointEngineManagerStub(cluster.channel)
+    stub = ManagerStub(cluster.channel)
     request = manager_pb2.WakeRequest(tags=tags, timeout_seconds=120)
     return _problem(stub.Wake(request, timeout=130).results)
 

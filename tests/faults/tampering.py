@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ckpt_engine.client import channel_options
+from ckpt_engine.channel import channel_options
 from ckpt_engine.grpc_loops import quiet_loop
 from tests.faults.proxy import Loop
 

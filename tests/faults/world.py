@@ -19,10 +19,11 @@ import grpc
 import httpx
 import psutil
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.v1 import manager_pb2
 from tests.faults.listener import Listener
 from tests.faults.members import (
     Member,
@@ -107,7 +108,7 @@ class World:
         self._channel = grpc.insecure_channel(
             f"127.0.0.1:{self.manager_port}", options=[("grpc.max_reconnect_backoff_ms", 300)]
         )
-        self._stub = manager_pb2_grpc.CheckpointEngineManagerStub(self._channel)
+        self._stub = ManagerStub(self._channel)
         self.trainer_proxy = self._proxy()
         self.relay_proxy = self._proxy() if relayed else None
         self.relay = self._relay()

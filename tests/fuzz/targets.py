@@ -108,7 +108,13 @@ TARGETS = [
     ),
     Target(
         "rollback calls",
-        [canonical(manager_pb2.RollbackRequest(lineage="run", version=1, timeout_seconds=9.0, replicas=["one"]))],
+        [
+            canonical(
+                manager_pb2.RollbackRequest(
+                    lineage="run", version=1, options=manager_pb2.UpdateOptions(timeout_seconds=9.0, replicas=["one"])
+                )
+            )
+        ],
         lambda: manager(manager_pb2.RollbackRequest),
         manager_pb2.RollbackRequest,
         20,

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.channel import ManagerStub
+from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Replica, eventually, running_cluster
 from tests.gateway.gateways import GatewayProcess, events, running_gateway
 from tests.tiny_model import ROUNDING, make_tiny_qwen3, reference_tokens, regrets
@@ -278,7 +279,7 @@ def test_the_name_of_a_session_may_be_any_json_text(world: World) -> None:
 def asleep(world: World) -> Iterator[None]:
     """No replica serves: their engines sleep, as in hybrid training."""
     with grpc.insecure_channel(world.cluster.address) as channel:
-        stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
+        stub = ManagerStub(channel)
         stub.Sleep(manager_pb2.SleepRequest(level=1, timeout_seconds=120), timeout=150)
         try:
             yield

@@ -294,8 +294,8 @@ async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
         answer = await client.post("/v1/completions", json=body, headers={wish: "4"})
     assert len(engine.asked) == 2
     *events, problem = contents(answer) if answer.status_code == 200 else [answer.json()]
-    problem = problem.get("error", problem)
-    assert problem["reason"] == reason
+    assert problem["error"]["code"] == reason
+    problem = problem["error"] if stream else problem
     seen = [token for event in events for token in event["choices"][0]["token_ids"]]
     (choice,) = problem["choices"]
     assert choice["token_ids"] == WHOLE[:4]

@@ -83,7 +83,7 @@ async def test_a_chat_that_an_update_cuts_off_ends_with_the_reason(form: Callabl
     async with asking(engine) as client:
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     *events, last = events_of(answer)
-    assert (last["error"]["reason"], last["error"]["code"], len(engine.asked)) == ("not_resumable", 502, 1)
+    assert (last["error"]["code"], last["error"]["status"], len(engine.asked)) == ("not_resumable", 502, 1)
     text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
     assert text == "Ishma"
     with pytest.raises(RuntimeError, match="interrupted"):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from ckpt_engine import Trainer, rollback
+from ckpt_engine import Client, Trainer
 from tests.cluster import Cluster, running_cluster
 from tests.gateway.gateways import GatewayProcess, running_gateway
 from tests.gateway.test_gateway import BODIES, running, said_of, tokens_of
@@ -48,7 +48,8 @@ class World:
         self.before, self.version = self.version, report.version
 
     def go_back(self, mode: str) -> None:
-        report = rollback(self.cluster.address, self.before, pause_mode=mode, timeout=120)
+        with Client(self.cluster.address) as client:
+            report = client.rollback(self.before, pause_mode=mode, timeout=120)
         assert report.ok, report
         self.version = self.before
 

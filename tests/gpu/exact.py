@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
+from ckpt_engine.channel import ManagerStub
+from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Replica, Stream, corrupt_after_sealing, outcomes, running_cluster
 from tests.conformance.weights import load
 from tests.engines.serving import TOKENS, Complete, check_closed, label_of, model_of
@@ -262,7 +263,7 @@ def train_step(live: Any, room: int) -> None:
 
 def sleep(cluster: Cluster, level: int, seconds: float = 60.0) -> None:
     """All replicas of the cluster; AssertionError with what a replica says against it."""
-    stub = manager_pb2_grpc.CheckpointEngineManagerStub(cluster.channel)
+    stub = ManagerStub(cluster.channel)
     response = stub.Sleep(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), timeout=seconds + 10)
     assert response.results
     for result in response.results:

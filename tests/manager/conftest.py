@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from scripted_members import stub_at
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.v1 import manager_pb2_grpc
 
 
 @pytest.fixture
@@ -30,6 +30,6 @@ async def manager(config: ManagerConfig) -> AsyncIterator[ManagerServer]:
 
 
 @pytest.fixture
-async def stub(manager: ManagerServer) -> AsyncIterator[manager_pb2_grpc.CheckpointEngineManagerStub]:
+async def stub(manager: ManagerServer) -> AsyncIterator[ManagerStub]:
     async with stub_at(manager.address) as made:
         yield made

@@ -18,9 +18,10 @@ import grpc.aio
 import torch
 from google.protobuf.message import Message
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.digest.boxes import digest_boxes
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WAIT = 60.0
 """Seconds that any expected message may take."""
@@ -29,10 +30,10 @@ HOST = weights_pb2.Host(boot_id="boot", pid_namespace="pid", name="here", networ
 
 
 @contextlib.asynccontextmanager
-async def stub_at(address: str) -> AsyncIterator[manager_pb2_grpc.CheckpointEngineManagerStub]:
+async def stub_at(address: str) -> AsyncIterator[ManagerStub]:
     """The manager's calls over a channel of this test."""
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        yield manager_pb2_grpc.CheckpointEngineManagerStub(channel)  # type: ignore[no-untyped-call]
+        yield ManagerStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def true(condition: Callable[[], bool], what: str) -> None:
@@ -49,7 +50,7 @@ def problem_of(error: grpc.aio.AioRpcError) -> weights_pb2.Problem:
     return weights_pb2.Problem.FromString(data)
 
 
-async def put(stub: manager_pb2_grpc.CheckpointEngineManagerStub, message: Message) -> manager_pb2.BlobRef:
+async def put(stub: ManagerStub, message: Message) -> manager_pb2.BlobRef:
     """Stores a message as a blob, in chunks of half a mebibyte."""
     data = message.SerializeToString(deterministic=True)
     ref = manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
@@ -64,7 +65,7 @@ async def put(stub: manager_pb2_grpc.CheckpointEngineManagerStub, message: Messa
     return ref
 
 
-async def get(stub: manager_pb2_grpc.CheckpointEngineManagerStub, ref: manager_pb2.BlobRef) -> bytes:
+async def get(stub: ManagerStub, ref: manager_pb2.BlobRef) -> bytes:
     """A blob's bytes."""
     return b"".join([chunk.data async for chunk in stub.GetBlob(ref, timeout=WAIT)])
 
@@ -146,7 +147,7 @@ class ScriptedTrainer:
 
     def __init__(
         self,
-        stub: manager_pb2_grpc.CheckpointEngineManagerStub,
+        stub: ManagerStub,
         rank: int = 0,
         world_size: int = 1,
         lineage: str = "run",
@@ -213,8 +214,14 @@ class ScriptedTrainer:
 
     def update(self, **fields: Any) -> asyncio.Task[list[manager_pb2.UpdateEvent]]:
         """Calls UpdateWeights; the task gives all its events."""
+        version, adapts = fields.pop("version", None), fields.pop("adapts", False)
         request = manager_pb2.UpdateWeightsRequest(
-            lineage=self.lineage, rank=self.rank, session_id=self.session_id, **fields
+            lineage=self.lineage,
+            rank=self.rank,
+            session_id=self.session_id,
+            version=version,
+            adapts=adapts,
+            options=manager_pb2.UpdateOptions(**fields),
         )
 
         async def collect() -> list[manager_pb2.UpdateEvent]:
@@ -240,9 +247,7 @@ class ScriptedTrainer:
 class ScriptedReplica:
     """The agent of one replica whose workers each need all of every tensor."""
 
-    def __init__(
-        self, stub: manager_pb2_grpc.CheckpointEngineManagerStub, name: str = "replica", workers: int = 1
-    ) -> None:
+    def __init__(self, stub: ManagerStub, name: str = "replica", workers: int = 1) -> None:
         self.stub = stub
         self.name = name
         self.session_id = str(uuid.uuid4())

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at
 from test_updates import one_update, refused
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def test_an_idle_manager(client: httpx.AsyncClient, manager: ManagerServer
 
 
 async def test_updates_and_replicas_are_shown(
-    client: httpx.AsyncClient, manager: ManagerServer, stub: CheckpointEngineManagerStub
+    client: httpx.AsyncClient, manager: ManagerServer, stub: ManagerStub
 ) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, "rollout-0", workers=2)
     await trainer.join(some_weights())
@@ -85,7 +85,7 @@ async def test_updates_and_replicas_are_shown(
 
 
 async def test_a_refused_update_counts_once_however_many_ranks_called(
-    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub
+    client: httpx.AsyncClient, stub: ManagerStub
 ) -> None:
     trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
     for trainer in trainers:
@@ -104,9 +104,7 @@ async def test_a_refused_update_counts_once_however_many_ranks_called(
     assert (await client.get("/v1/updates", params={"before": 1})).json()["refused"] == []
 
 
-async def test_the_lines_of_a_session_name_its_member(
-    stub: CheckpointEngineManagerStub, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_lines_of_a_session_name_its_member(stub: ManagerStub, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     await ScriptedReplica(stub, "rollout-0").open()
     await ScriptedTrainer(stub, 1, 2).open()

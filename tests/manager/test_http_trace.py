@@ -17,6 +17,7 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stu
 from test_security import Keys, token
 from test_updates import one_update
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.prediction import MEASURED
 from ckpt_engine.core.version import Version
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
@@ -25,7 +26,6 @@ from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
 from ckpt_engine.timeline.predicted import drawn
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 from tests.browsing import chromium, looking, says
 from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
@@ -43,7 +43,7 @@ async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def updated(stub: CheckpointEngineManagerStub, version: int = 0) -> tuple[ScriptedTrainer, ScriptedReplica]:
+async def updated(stub: ManagerStub, version: int = 0) -> tuple[ScriptedTrainer, ScriptedReplica]:
     """Members that have had an update, and stay."""
     trainer, member = ScriptedTrainer(stub), ScriptedReplica(stub, "rollout-0")
     await trainer.join(some_weights())
@@ -53,7 +53,7 @@ async def updated(stub: CheckpointEngineManagerStub, version: int = 0) -> tuple[
 
 
 async def test_it_is_the_file_of_the_command(
-    client: httpx.AsyncClient, manager: ManagerServer, stub: CheckpointEngineManagerStub
+    client: httpx.AsyncClient, manager: ManagerServer, stub: ManagerStub
 ) -> None:
     members = await updated(stub, version=7)
     report, places = await report_of(manager.address, 7)
@@ -126,9 +126,7 @@ async def test_a_manager_without_updates_says_so(client: httpx.AsyncClient) -> N
         assert "is kept" in answer.json()["detail"]
 
 
-async def test_an_update_that_goes_on_has_no_timeline_yet(
-    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub
-) -> None:
+async def test_an_update_that_goes_on_has_no_timeline_yet(client: httpx.AsyncClient, stub: ManagerStub) -> None:
     trainer, member = await updated(stub)
     call = trainer.update()
     await trainer.seal()
@@ -151,7 +149,7 @@ async def save(page: Page, epoch: int) -> str:
 
 @pytest.mark.slow
 async def test_the_page_saves_it_and_says_why_not(
-    client: httpx.AsyncClient, manager: ManagerServer, stub: CheckpointEngineManagerStub
+    client: httpx.AsyncClient, manager: ManagerServer, stub: ManagerStub
 ) -> None:
     members = await updated(stub)
     (line,) = (await client.get("/v1/history")).json()["updates"]

@@ -6,14 +6,14 @@ from typing import Any
 from scripted_members import ScriptedReplica, ScriptedTrainer, get, some_weights
 from test_updates import refused
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.collective_plan import KEY_BYTES, read_collective_plan
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 
 async def publishing(
-    stub: CheckpointEngineManagerStub, ranks: int, weights: dict[str, Any], beside: bool = False
+    stub: ManagerStub, ranks: int, weights: dict[str, Any], beside: bool = False
 ) -> list[ScriptedTrainer]:
     """Ranks that offer their rows for collectives. beside: over shared memory, too."""
     trainers = [ScriptedTrainer(stub, rank, ranks) for rank in range(ranks)]
@@ -32,7 +32,7 @@ async def publishing(
     return trainers
 
 
-async def replica(stub: CheckpointEngineManagerStub, name: str, *transports: str, workers: int = 1) -> ScriptedReplica:
+async def replica(stub: ManagerStub, name: str, *transports: str, workers: int = 1) -> ScriptedReplica:
     made = ScriptedReplica(stub, name, workers)
     made.transports = list(transports or ("shared_memory", "nccl"))
     await made.open()
@@ -59,7 +59,7 @@ async def update(
     return reports[0], list(parts)
 
 
-async def test_all_members_are_told_the_same(manager: ManagerServer, stub: CheckpointEngineManagerStub) -> None:
+async def test_all_members_are_told_the_same(manager: ManagerServer, stub: ManagerStub) -> None:
     weights = some_weights()
     trainers = await publishing(stub, 2, weights)
     replicas = [await replica(stub, "a", workers=2), await replica(stub, "b")]
@@ -99,9 +99,7 @@ async def test_all_members_are_told_the_same(manager: ManagerServer, stub: Check
     assert weights_pb2.CollectiveMeeting.FromString(parts[0].collective.meeting).key != meeting.key
 
 
-async def test_after_one_that_failed_all_make_another_one(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
-) -> None:
+async def test_after_one_that_failed_all_make_another_one(manager: ManagerServer, stub: ManagerStub) -> None:
     (trainer,) = trainers = await publishing(stub, 1, some_weights())
     replicas = [await replica(stub, "a")]
     problem = weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message="a, worker 0 was lost")
@@ -111,9 +109,7 @@ async def test_after_one_that_failed_all_make_another_one(
     assert second.collective.communicator != first.collective.communicator
 
 
-async def test_who_cannot_take_part_is_left_out_with_the_reason(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
-) -> None:
+async def test_who_cannot_take_part_is_left_out_with_the_reason(manager: ManagerServer, stub: ManagerStub) -> None:
     trainers = await publishing(stub, 1, some_weights())
     able, unable = await replica(stub, "a"), await replica(stub, "b", "shared_memory")
     report, _ = await update(trainers, [able], [able, unable])
@@ -125,7 +121,7 @@ async def test_who_cannot_take_part_is_left_out_with_the_reason(
 
 
 async def test_weights_on_a_gpu_are_refused_to_workers_on_cpus_before_anything_is_touched(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
+    manager: ManagerServer, stub: ManagerStub
 ) -> None:
     (trainer,) = await publishing(stub, 1, some_weights())
     locator = weights_pb2.NcclLocator(host="127.0.0.1", port=4000, gpu=bytes(16)).SerializeToString()
@@ -142,7 +138,7 @@ async def test_weights_on_a_gpu_are_refused_to_workers_on_cpus_before_anything_i
 
 
 async def test_nobody_is_in_a_collective_who_reads_the_weights_himself(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
+    manager: ManagerServer, stub: ManagerStub
 ) -> None:
     (trainer,) = await publishing(stub, 1, some_weights(), beside=True)
     only = await replica(stub, "a")

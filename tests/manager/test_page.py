@@ -19,6 +19,7 @@ from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stu
 from test_security import Keys, token
 from test_updates import one_update, refused
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.manager.machine import ManagerMachine
@@ -37,7 +38,6 @@ from ckpt_engine.manager.update_views import Update
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 from tests.cluster import eventually
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -111,7 +111,7 @@ async def test_the_interface_is_grouped_and_described(client: httpx.AsyncClient)
 
 
 async def test_a_strangers_name_that_leads_here_neither_reads_nor_changes(
-    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, manager: ManagerServer
+    client: httpx.AsyncClient, stub: ManagerStub, manager: ManagerServer
 ) -> None:
     """The attack as a browser makes it: to it, it is the page's own server, so the Origin agrees with the Host."""
     replica = ScriptedReplica(stub, "one")  # which is connected as long as there is this object
@@ -189,9 +189,7 @@ async def test_the_page_is_open_and_its_facts_want_a_token(config: ManagerConfig
 # -- what it is told
 
 
-async def test_operators_retry_and_evict(
-    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, manager: ManagerServer
-) -> None:
+async def test_operators_retry_and_evict(client: httpx.AsyncClient, stub: ManagerStub, manager: ManagerServer) -> None:
     for name in ("a/b", EVIL):
         replica = ScriptedReplica(stub, name)
         await replica.open()
@@ -210,7 +208,7 @@ async def test_operators_retry_and_evict(
 
 
 async def test_operators_hold_and_release(
-    client: httpx.AsyncClient, stub: CheckpointEngineManagerStub, config: ManagerConfig, manager: ManagerServer
+    client: httpx.AsyncClient, stub: ManagerStub, config: ManagerConfig, manager: ManagerServer
 ) -> None:
     """What is answered is on the disk, and everything that shows a replica says so."""
     for name in ("a/b", EVIL):
@@ -244,7 +242,7 @@ async def test_operators_hold_and_release(
 
 async def test_an_overview_says_who_lags_and_who_is_waited_for(
     client: httpx.AsyncClient,
-    stub: CheckpointEngineManagerStub,
+    stub: ManagerStub,
     manager: ManagerServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,7 +352,7 @@ async def answered(replica: ScriptedReplica, beat: int) -> None:
 
 
 async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerServer, stub: ManagerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, built = [100.0], []
     look = manager.watched
@@ -394,7 +392,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
 async def test_replicas_are_copied_once_for_all_who_look_while_nothing_changes(
     client: httpx.AsyncClient,
     manager: ManagerServer,
-    stub: CheckpointEngineManagerStub,
+    stub: ManagerStub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied = []
@@ -430,7 +428,7 @@ async def test_replicas_are_copied_once_for_all_who_look_while_nothing_changes(
 
 
 async def test_what_each_replica_says_in_each_update_costs_no_look_at_what_all_need(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerServer, stub: ManagerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
     original = ManagerMachine.blobs_in_use
@@ -451,7 +449,7 @@ async def test_what_each_replica_says_in_each_update_costs_no_look_at_what_all_n
 
 
 async def test_the_times_of_drifts_go_on_while_nothing_changes(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch
+    manager: ManagerServer, stub: ManagerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drift is made up: a real one comes from an update, whose traces are changes."""
     now = [100.0]

@@ -20,11 +20,11 @@ from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, some_weight
 from test_security import Keys, token
 from test_updates import one_update, refused
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 from tests.browsing import chromium, looking, picture, says
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def url_of(manager: ManagerServer, scheme: str = "http") -> str:
 class Members:
     """A trainer and replicas that have had an update."""
 
-    def __init__(self, stub: CheckpointEngineManagerStub, *names: str, lineage: str = "run") -> None:
+    def __init__(self, stub: ManagerStub, *names: str, lineage: str = "run") -> None:
         self.trainer = ScriptedTrainer(stub, lineage=lineage)
         self.replicas = [ScriptedReplica(stub, name) for name in names]
         self.updates = 0
@@ -85,7 +85,7 @@ class Members:
 
 
 async def test_an_empty_manager_says_what_to_do_first_and_lives(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
+    manager: ManagerServer, stub: ManagerStub, browser: Browser
 ) -> None:
     async with looking(browser, url_of(manager)) as page:
         await says(page, "#first", "Nothing has registered yet")
@@ -122,7 +122,7 @@ async def test_an_empty_manager_says_what_to_do_first_and_lives(
 
 
 async def test_names_and_reasons_with_html_are_text(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
+    manager: ManagerServer, stub: ManagerStub, browser: Browser
 ) -> None:
     members = Members(stub, "a", EVIL, lineage=EVIL)
     await members.join()
@@ -182,7 +182,7 @@ async def test_phases_of_an_update_are_shown_without_asking_for_the_history(
 
 
 async def test_a_call_without_an_answer_is_not_said_to_be_undone(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
+    manager: ManagerServer, stub: ManagerStub, browser: Browser
 ) -> None:
     replica = ScriptedReplica(stub, "one")
     await replica.open()
@@ -210,9 +210,7 @@ async def test_a_copied_name_is_one_word_for_a_shell(manager: ManagerServer, bro
             assert done.stdout.decode() == word
 
 
-async def test_an_update_is_opened_into_its_edges(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
-) -> None:
+async def test_an_update_is_opened_into_its_edges(manager: ManagerServer, stub: ManagerStub, browser: Browser) -> None:
     members = Members(stub, "rollout-0", "rollout-1")
     await members.join()
     async with looking(browser, url_of(manager)) as page:
@@ -236,9 +234,7 @@ async def test_an_update_is_opened_into_its_edges(
         await expect(page.locator(".one").first).to_be_hidden()
 
 
-async def test_who_may_retries_and_evicts(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
-) -> None:
+async def test_who_may_retries_and_evicts(manager: ManagerServer, stub: ManagerStub, browser: Browser) -> None:
     members = Members(stub, "a/b", "it's odd")
     await members.join()
     await members.update_but_the_last("the reason")
@@ -278,10 +274,10 @@ async def test_a_token_is_asked_for_and_kept_nowhere(config: ManagerConfig, tmp_
     keys = Keys(tmp_path, trustme.CA())
     asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
     async with ManagerServer(asking) as manager:
-        from ckpt_engine.client import manager_stub, open_channel
+        from ckpt_engine.channel import ManagerStub, open_channel
 
         async with open_channel(manager.address, keys.with_token("replica")) as channel:
-            replica = ScriptedReplica(manager_stub(channel), "one")
+            replica = ScriptedReplica(ManagerStub(channel), "one")
             await replica.open()
             closed = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replica.workers, closed_reason="it is closed")
             await replica.stream.send(heartbeat=closed)
@@ -375,7 +371,7 @@ CONTRAST = """() => {
 @pytest.mark.parametrize("width", [1280, 390, 320])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_it_can_be_read_on_a_phone_and_in_the_dark(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser, width: int, scheme: Any
+    manager: ManagerServer, stub: ManagerStub, browser: Browser, width: int, scheme: Any
 ) -> None:
     long = "a-name-that-goes-on-" * 6
     members = Members(stub, "rollout-0", long, lineage="lineage-" * 12)
@@ -396,7 +392,7 @@ async def test_it_can_be_read_on_a_phone_and_in_the_dark(
 
 
 async def test_every_control_has_a_name_and_is_reached_with_the_keyboard(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
+    manager: ManagerServer, stub: ManagerStub, browser: Browser
 ) -> None:
     members = Members(stub, "rollout-0", "rollout-1")
     await members.join()
@@ -450,7 +446,7 @@ def served(body: str) -> Iterator[int]:
 
 
 async def test_pages_of_strangers_neither_read_nor_change_nor_frame_it(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
+    manager: ManagerServer, stub: ManagerStub
 ) -> None:
     members = Members(stub, "rollout-0")
     await members.join()
@@ -517,7 +513,7 @@ async def test_the_interface_is_drawn_without_a_violation(manager: ManagerServer
 
 
 async def test_relays_are_shown_with_what_they_hold(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
+    manager: ManagerServer, stub: ManagerStub, browser: Browser
 ) -> None:
     session = stub.HolderSession()
     filling = manager_pb2.Filling(memory_bytes=200 * 10**9)
@@ -540,9 +536,7 @@ async def test_relays_are_shown_with_what_they_hold(
         await says(page, ".relays .badge", "away")
 
 
-async def test_a_refusal_is_told_with_its_reason(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, browser: Browser
-) -> None:
+async def test_a_refusal_is_told_with_its_reason(manager: ManagerServer, stub: ManagerStub, browser: Browser) -> None:
     trainers = [ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)]
     trainers[0].hold(some_weights())
     trainers[1].hold(some_weights(sizes=(8, 6)))

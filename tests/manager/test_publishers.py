@@ -10,7 +10,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from ckpt_engine.client import manager_stub
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager import publishers
@@ -57,7 +57,7 @@ async def test_a_manager_that_stops_takes_no_more_updates(
             heard.append(answer.json()["detail"])
         async with grpc.aio.insecure_channel(server.publishers.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await manager_stub(channel).UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run")).read()
+                await ManagerStub(channel).UpdateWeights(manager_pb2.UpdateWeightsRequest(lineage="run")).read()
             heard.append(str(caught.value.details()))
         return True
 

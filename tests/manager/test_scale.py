@@ -10,8 +10,8 @@ import pytest
 import torch
 from scripted_members import ScriptedReplica, ScriptedTrainer, stub_at
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 TENSORS = 50_000
 
@@ -38,7 +38,7 @@ class Answers:
         self.given: dict[str, int] = {}
 
     @contextlib.asynccontextmanager
-    async def counted(self, stub: CheckpointEngineManagerStub, what: str) -> AsyncIterator[None]:
+    async def counted(self, stub: ManagerStub, what: str) -> AsyncIterator[None]:
         """Asks while the body runs."""
         self.given[what] = 0
 

@@ -16,16 +16,15 @@ import pytest
 import trustme
 from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
 
-from ckpt_engine import client
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
+from ckpt_engine.channel import problem_of as client_problem
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer
+from ckpt_engine.manager.service import SERVICES, ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
 from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 GRANTS = {
     "trainer": "trainer/run-*",
@@ -89,9 +88,9 @@ async def asking(config: ManagerConfig, keys: Keys) -> AsyncIterator[ManagerServ
 
 
 @contextlib.asynccontextmanager
-async def calling(server: ManagerServer, security: ClientSecurity) -> AsyncIterator[CheckpointEngineManagerStub]:
+async def calling(server: ManagerServer, security: ClientSecurity) -> AsyncIterator[ManagerStub]:
     async with open_channel(server.address, security) as channel:
-        yield manager_stub(channel)
+        yield ManagerStub(channel)
 
 
 async def refused(call: object) -> weights_pb2.Problem:
@@ -125,7 +124,7 @@ async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_ho
 ) -> None:
     """The table of a relay has what is needed to read it."""
 
-    async def hello(stub: CheckpointEngineManagerStub, called: str) -> None:
+    async def hello(stub: ManagerStub, called: str) -> None:
         session = stub.HolderSession(timeout=60)
         message = manager_pb2.HolderHello(digest_format=DIGEST_FORMAT, kind="relay", name=called, session_id=called)
         await session.write(manager_pb2.HolderMessage(hello=message))
@@ -208,7 +207,7 @@ async def test_both_sides_say_what_is_wrong_with_tls(
         async with calling(server, security) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
-            return client.problem_of(caught.value).message
+            return client_problem(caught.value).message
 
     other = tmp_path / "other"
     other.mkdir()
@@ -256,7 +255,7 @@ async def test_the_message_of_a_caller_without_a_token_is_not_read(asking: Manag
     credentials = keys.as_client({}).credentials()
     assert credentials is not None
     async with grpc.aio.secure_channel(asking.address, credentials) as channel:
-        method = f"/{SERVICE}/UpdateWeights"
+        method = f"/{SERVICES[0]}/UpdateWeights"
         call = channel.stream_stream(method, lambda data: data, lambda data: data)(timeout=60)
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED  # nothing was written
 

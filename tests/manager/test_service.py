@@ -28,15 +28,15 @@ from scripted_members import (
 )
 
 from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager import shell
-from ckpt_engine.manager.service import SERVICE, ManagerConfig, ManagerServer, running_manager
+from ckpt_engine.manager.service import SERVICES, ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 
 async def test_health_answers_and_ends_before_the_server(config: ManagerConfig) -> None:
@@ -44,17 +44,17 @@ async def test_health_answers_and_ends_before_the_server(config: ManagerConfig) 
     await server.start()
     async with grpc.aio.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", SERVICE):
+        for name in ("", *SERVICES):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICES[0]), timeout=60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         stopping = asyncio.ensure_future(server.stop())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await stopping
 
 
-async def test_reflection_describes_the_service(manager: ManagerServer) -> None:
+async def test_reflection_describes_both_services(manager: ManagerServer) -> None:
     async with grpc.aio.insecure_channel(manager.address) as channel:
         reflect = reflection_pb2_grpc.ServerReflectionStub(channel)
 
@@ -67,14 +67,14 @@ async def test_reflection_describes_the_service(manager: ManagerServer) -> None:
             raise AssertionError("no answer")
 
         listed = (await ask(list_services="")).list_services_response.service
-        assert SERVICE in [service.name for service in listed]
-        files = (await ask(file_containing_symbol=SERVICE)).file_descriptor_response.file_descriptor_proto
+        assert {*SERVICES} <= {service.name for service in listed}
+        files = (await ask(file_containing_symbol=SERVICES[0])).file_descriptor_response.file_descriptor_proto
         described = FileDescriptorProto.FromString(files[0])
         assert "UpdateWeights" in [method.name for service in described.service for method in service.method]
 
 
 @pytest.mark.parametrize("kind", ["trainer", "replica"])
-async def test_a_session_begins_with_hello(stub: CheckpointEngineManagerStub, kind: str) -> None:
+async def test_a_session_begins_with_hello(stub: ManagerStub, kind: str) -> None:
     envelope = manager_pb2.TrainerMessage if kind == "trainer" else manager_pb2.ReplicaMessage
     stream = Stream(stub.TrainerSession() if kind == "trainer" else stub.ReplicaSession(), envelope)
     await stream.send(goodbye=manager_pb2.Goodbye(reason="rude"))
@@ -95,7 +95,7 @@ async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
 
 
 async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
-    stub: CheckpointEngineManagerStub, caplog: pytest.LogCaptureFixture
+    stub: ManagerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No status is sent while a message is being written: gRPC takes that for a fault."""
     for number in range(10):
@@ -110,7 +110,7 @@ async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngineManagerStub) -> None:
+async def test_sessions_show_in_the_status_until_they_end(stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     welcome = await trainer.open()
     assert welcome.lease_seconds > welcome.heartbeat_seconds > 0
@@ -129,7 +129,7 @@ async def test_sessions_show_in_the_status_until_they_end(stub: CheckpointEngine
     assert not any(found.connected for found in status.replicas)
 
 
-async def test_another_engine_under_a_connected_name_is_refused(stub: CheckpointEngineManagerStub) -> None:
+async def test_another_engine_under_a_connected_name_is_refused(stub: ManagerStub) -> None:
     """Whatever its agent's epoch is: two servers must not be taken for one."""
     first = ScriptedReplica(stub)
     await first.open()
@@ -148,7 +148,7 @@ async def test_another_engine_under_a_connected_name_is_refused(stub: Checkpoint
 
 @pytest.mark.parametrize("change", ["rank", "lineage", "replica"])
 async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_connected(
-    stub: CheckpointEngineManagerStub, change: str
+    stub: ManagerStub, change: str
 ) -> None:
     """Whatever it says hello as: else the first one would stay connected when the stream has ended."""
     member = ScriptedReplica(stub) if change == "replica" else ScriptedTrainer(stub, 0, 2)
@@ -175,7 +175,7 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
     assert not any(found.connected for found in (*status.trainers, *status.replicas)), status
 
 
-async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:
+async def test_blobs_over_the_wire(stub: ManagerStub) -> None:
     message = weights_pb2.Digests(values=range(400_000))  # 3.2 MB: several chunks
     ref = manager_pb2.BlobRef(digest=hashlib.sha256(message.SerializeToString()).digest(), size=message.ByteSize())
     assert not (await stub.HasBlob(ref, timeout=60)).present
@@ -185,7 +185,7 @@ async def test_blobs_over_the_wire(stub: CheckpointEngineManagerStub) -> None:
     assert await put(stub, message) == ref
 
 
-async def test_a_corrupt_blob_is_refused(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_corrupt_blob_is_refused(stub: ManagerStub) -> None:
     ref = manager_pb2.BlobRef(digest=hashlib.sha256(b"right").digest(), size=5)
 
     async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
@@ -201,7 +201,7 @@ async def test_a_corrupt_blob_is_refused(stub: CheckpointEngineManagerStub) -> N
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_an_oversized_blob_is_refused(stub: CheckpointEngineManagerStub, config: ManagerConfig) -> None:
+async def test_an_oversized_blob_is_refused(stub: ManagerStub, config: ManagerConfig) -> None:
     async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
         yield manager_pb2.BlobChunk(ref=manager_pb2.BlobRef(digest=bytes(32), size=config.max_blob_bytes + 1))
 
@@ -210,7 +210,7 @@ async def test_an_oversized_blob_is_refused(stub: CheckpointEngineManagerStub, c
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_message_over_the_limit_does_not_reach_the_manager(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_message_over_the_limit_does_not_reach_the_manager(stub: ManagerStub) -> None:
     stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
     await stream.send(
         hello=manager_pb2.TrainerHello(digest_format=DIGEST_FORMAT, lineage="x" * (5 << 20), world_size=1)
@@ -255,7 +255,7 @@ async def test_a_restarted_manager_is_the_same_cluster(config: ManagerConfig) ->
 def test_a_manager_on_a_thread_of_its_own(config: ManagerConfig) -> None:
     with running_manager(config) as address:
         with grpc.insecure_channel(address) as channel:
-            status = CheckpointEngineManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
+            status = ManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
         assert status.fence.cluster
         with pytest.raises(CkptEngineError, match="is in use"), running_manager(config):
             raise AssertionError("started")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, Stream, some_weights, stub_at
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
@@ -18,7 +19,6 @@ from ckpt_engine.machines.manager.forgetting import MOST_LOST, ForgetTimer
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import ReplicaId
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 STRANGERS = 10_000
 
@@ -43,7 +43,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 class Strangers:
     """Names that say hello once and go away: replicas without a worker, ranks and holders with nothing."""
 
-    def __init__(self, stub: CheckpointEngineManagerStub) -> None:
+    def __init__(self, stub: ManagerStub) -> None:
         self.stub = stub
         self.came = 0
 

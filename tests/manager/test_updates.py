@@ -9,10 +9,10 @@ import pytest
 import torch
 from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights, true
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 from tests.sealing import root
 
 Code = weights_pb2.Problem.Code
@@ -43,7 +43,7 @@ async def one_update(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_an_update_reaches_every_worker_with_what_was_sealed(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub, ranks: int
+    manager: ManagerServer, stub: ManagerStub, ranks: int
 ) -> None:
     weights = some_weights()
     trainers = [ScriptedTrainer(stub, rank, ranks) for rank in range(ranks)]
@@ -91,7 +91,7 @@ async def publication(trainer: ScriptedTrainer) -> manager_pb2.PublicationAccept
     return accepted
 
 
-async def test_a_missing_rank_is_named_after_the_deadline(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_missing_rank_is_named_after_the_deadline(stub: ManagerStub) -> None:
     first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
     for trainer in (first, second):
         trainer.hold(some_weights())
@@ -105,7 +105,7 @@ async def test_a_missing_rank_is_named_after_the_deadline(stub: CheckpointEngine
     assert replica.installed == []
 
 
-async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: CheckpointEngineManagerStub) -> None:
+async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: ManagerStub) -> None:
     first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
     first.hold(some_weights())
     second.hold(some_weights(sizes=(8, 6)))
@@ -122,7 +122,7 @@ async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: Check
     assert replica.installed == []
 
 
-async def test_a_second_update_is_refused_while_one_runs(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_second_update_is_refused_while_one_runs(stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     await trainer.join(some_weights())
     await replica.open()
@@ -133,9 +133,7 @@ async def test_a_second_update_is_refused_while_one_runs(stub: CheckpointEngineM
     running.cancel()
 
 
-async def test_a_caller_that_goes_away_may_call_again(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
-) -> None:
+async def test_a_caller_that_goes_away_may_call_again(manager: ManagerServer, stub: ManagerStub) -> None:
     trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
     for trainer in trainers:
         trainer.hold(some_weights())
@@ -151,7 +149,7 @@ async def test_a_caller_that_goes_away_may_call_again(
     assert (await one_update(trainers, [replica], prepares=True)).ok
 
 
-async def test_an_update_without_a_replica_is_refused(stub: CheckpointEngineManagerStub) -> None:
+async def test_an_update_without_a_replica_is_refused(stub: ManagerStub) -> None:
     trainer = ScriptedTrainer(stub)
     await trainer.join(some_weights())
     problem = await refused(trainer.update(timeout_seconds=3.0))
@@ -159,7 +157,7 @@ async def test_an_update_without_a_replica_is_refused(stub: CheckpointEngineMana
     assert "replica" in problem.message
 
 
-async def test_going_backwards_is_refused(stub: CheckpointEngineManagerStub) -> None:
+async def test_going_backwards_is_refused(stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     await trainer.join(some_weights())
     await replica.open()
@@ -170,9 +168,7 @@ async def test_going_backwards_is_refused(stub: CheckpointEngineManagerStub) -> 
     assert "5" in problem.message
 
 
-async def test_a_late_replica_is_brought_to_what_stays_sealed(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
-) -> None:
+async def test_a_late_replica_is_brought_to_what_stays_sealed(manager: ManagerServer, stub: ManagerStub) -> None:
     trainer, first, late = ScriptedTrainer(stub), ScriptedReplica(stub, "first"), ScriptedReplica(stub, "late")
     await trainer.join(some_weights(), stays_sealed=True)
     await first.open()
@@ -189,7 +185,7 @@ async def test_a_late_replica_is_brought_to_what_stays_sealed(
 
 
 async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touched(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
+    manager: ManagerServer, stub: ManagerStub
 ) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     await trainer.join(some_weights())
@@ -208,7 +204,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touche
         await asyncio.wait_for(replica.stream.until(manager_pb2.Install), 0.5)
 
 
-async def test_sleep_and_wake_reach_the_replica(stub: CheckpointEngineManagerStub) -> None:
+async def test_sleep_and_wake_reach_the_replica(stub: ManagerStub) -> None:
     replica = ScriptedReplica(stub)
     await replica.open()
     for wake in (False, True):
@@ -227,7 +223,7 @@ async def test_sleep_and_wake_reach_the_replica(stub: CheckpointEngineManagerStu
     assert problem.code == Code.NOT_FOUND
 
 
-async def test_a_long_problem_still_arrives(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_long_problem_still_arrives(stub: ManagerStub) -> None:
     """Trailing metadata is small; a tensor's name is not, if somebody wants."""
     trainer, name = ScriptedTrainer(stub), "x" * 20_000
     trainer.hold({name: torch.zeros(4)})
@@ -243,7 +239,7 @@ async def test_a_long_problem_still_arrives(stub: CheckpointEngineManagerStub) -
     assert list(problem.ranks) == [0]
 
 
-async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     await trainer.join(some_weights())
     await replica.open()
@@ -260,7 +256,7 @@ async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: Checkpoint
     assert replica.installed == []
 
 
-async def test_a_rank_that_cannot_seal_refuses_the_update(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_rank_that_cannot_seal_refuses_the_update(stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     await trainer.join(some_weights())
     await replica.open()
@@ -275,7 +271,7 @@ async def test_a_rank_that_cannot_seal_refuses_the_update(stub: CheckpointEngine
 
 
 async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_updated(
-    stub: CheckpointEngineManagerStub,
+    stub: ManagerStub,
 ) -> None:
     """Its fault says nothing about the weights: one sick engine must not hold up all others."""
     trainer, sick, well = ScriptedTrainer(stub), ScriptedReplica(stub, "sick"), ScriptedReplica(stub, "well")
@@ -298,7 +294,7 @@ async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_up
 
 
 async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for_all(
-    manager: ManagerServer, stub: CheckpointEngineManagerStub
+    manager: ManagerServer, stub: ManagerStub
 ) -> None:
     """Before anything is planned, and naming the replica: no engine is paused in a way that nobody asked for."""
     trainer = ScriptedTrainer(stub)
@@ -324,9 +320,7 @@ async def keep_less(replica: ScriptedReplica, kept: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("adapts", [True, False])
-async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(
-    stub: CheckpointEngineManagerStub, adapts: bool
-) -> None:
+async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(stub: ManagerStub, adapts: bool) -> None:
     """However much that is; later, who keeps less is left out."""
     trainer, fits = ScriptedTrainer(stub), ScriptedReplica(stub, "fits")
     await trainer.join(some_weights())
@@ -335,7 +329,10 @@ async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(
         await replica.open()
     kept = [{f"layers.#.of.replica.{n}.tensor.{'x' * i}": "bfloat16" for i in range(100)} for n in (1, 2)]
     request = manager_pb2.UpdateWeightsRequest(
-        lineage="run", session_id=trainer.session_id, adapts=adapts, timeout_seconds=WAIT
+        lineage="run",
+        session_id=trainer.session_id,
+        adapts=adapts,
+        options=manager_pb2.UpdateOptions(timeout_seconds=WAIT),
     )
     call = stub.UpdateWeights(request, timeout=60)
     events: list[manager_pb2.UpdateEvent] = []

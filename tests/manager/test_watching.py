@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, problem_of, some_weights, stub_at
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.manager import watchers
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.manager_pb2_grpc import CheckpointEngineManagerStub
 
 Told = manager_pb2.WatchReplicasResponse
 
@@ -22,7 +22,7 @@ Told = manager_pb2.WatchReplicasResponse
 class Watch:
     """One stream. seen: each replica as it was told last."""
 
-    def __init__(self, stub: CheckpointEngineManagerStub) -> None:
+    def __init__(self, stub: ManagerStub) -> None:
         self._call: Any = stub.WatchReplicas(manager_pb2.WatchReplicasRequest(watcher="a test"))
         self.seen: dict[str, manager_pb2.WatchedReplica] = {}
         self.sequences: list[int] = []
@@ -47,7 +47,7 @@ class Watch:
         return self.seen[name]
 
 
-async def test_a_watcher_sees_replicas_come_get_a_version_and_go(stub: CheckpointEngineManagerStub) -> None:
+async def test_a_watcher_sees_replicas_come_get_a_version_and_go(stub: ManagerStub) -> None:
     watch = Watch(stub)
     first = await watch.read()
     assert (list(first.replicas), first.settling, bool(first.run)) == ([], False, True)
@@ -76,7 +76,7 @@ async def test_a_watcher_sees_replicas_come_get_a_version_and_go(stub: Checkpoin
     assert watch.sequences == sorted(set(watch.sequences))
 
 
-async def test_sleep_closure_and_goodbye_are_told_with_their_reasons(stub: CheckpointEngineManagerStub) -> None:
+async def test_sleep_closure_and_goodbye_are_told_with_their_reasons(stub: ManagerStub) -> None:
     replica = ScriptedReplica(stub, "one")
     await replica.open()
     watch = Watch(stub)
@@ -126,7 +126,7 @@ async def test_a_manager_that_restarted_says_that_more_may_come(config: ManagerC
     assert [latest.version for latest in after.latest] == [0]
 
 
-async def test_watchers_are_bounded(stub: CheckpointEngineManagerStub, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchers_are_bounded(stub: ManagerStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchers, "WATCHERS", 1)
     one = Watch(stub)
     await one.read()

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from ckpt_engine.client import open_blocking_channel
+from ckpt_engine.channel import open_blocking_channel
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from tests.faults.far_host import NOBODY, FarHost, far_host
 from tests.faults.proxy import Loop, Proxy

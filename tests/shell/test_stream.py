@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.shell import stream as stream_module
 from ckpt_engine.shell.stream import MemberStream
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -26,7 +26,7 @@ class Ears:
 
     def stream(self, channel: grpc.aio.Channel, goodbye_seconds: float = 2.0) -> MemberStream:
         return MemberStream(
-            manager_stub(channel).ReplicaSession,
+            ManagerStub(channel).ReplicaSession,
             manager_pb2.ReplicaMessage,
             self.messages.put_nowait,
             self.lost.put_nowait,

@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.manager.service import ManagerConfig, running_manager
 from ckpt_engine.v1 import manager_pb2
 
@@ -20,7 +20,7 @@ CALLS = 200
 
 async def _ask(address: str) -> int:
     async with open_channel(address) as channel:
-        ask = manager_stub(channel).GetStatus
+        ask = ManagerStub(channel).GetStatus
         for _ in range(CALLS // 10):
             await asyncio.gather(*(ask(manager_pb2.GetStatusRequest(), timeout=60) for _ in range(10)))
     return CALLS

@@ -94,7 +94,7 @@ class Invariants:
                 self._registered[update] = {name for name, each in members if each.receives and each.pool == pool}
         if manager is not None and manager.alive and not manager.stopped:
             for call in manager.calls.values():
-                patience = call.request.timeout_seconds or self.scenario.deadlines.update
+                patience = call.request.options.timeout_seconds or self.scenario.deadlines.update
                 begun = max(call.begun, manager.excused)  # what came while it was stopped counts from its being read
                 if self.world.now > begun + patience * DRIFT + BOUND:
                     raise BrokenPromiseError(f"a call has no end after {patience} s: {call.request}")

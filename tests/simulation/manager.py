@@ -183,7 +183,8 @@ class ManagerShell(Shell):
         """A call of Rollback has arrived."""
         self._names += 1
         call = Call(f"call-{self._names}")
-        request = manager_pb2.RollbackRequest(version=version, lineage=lineage, **wishes)
+        options = manager_pb2.UpdateOptions(**wishes)
+        request = manager_pb2.RollbackRequest(version=version, lineage=lineage, options=options)
         self.calls[call] = OpenCall(Signal(), request, self.world.now)
         over = self.calls[call].over
         self.feed(events.RollbackCall(call, request))

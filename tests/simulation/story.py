@@ -116,7 +116,10 @@ class Story(Scenario):
 
     def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
         """One rank calls; its result is appended to the list when it comes: a report or a problem."""
-        request = manager_pb2.UpdateWeightsRequest(**wishes)
+        version, adapts = wishes.pop("version", None), wishes.pop("adapts", False)
+        request = manager_pb2.UpdateWeightsRequest(
+            version=version, adapts=adapts, options=manager_pb2.UpdateOptions(**wishes)
+        )
         results: list[Any] = []
 
         def steps() -> Steps:

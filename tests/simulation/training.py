@@ -81,18 +81,19 @@ class Training:
         prefetch, until = self._by_relay()
         calls: list[Process] = []
         for trainer in group.trainers:
-            request = manager_pb2.UpdateWeightsRequest(
+            options = manager_pb2.UpdateOptions(
                 timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until, pool=pool
             )
+            request = manager_pb2.UpdateWeightsRequest(options=options)
             if version is not None:
                 request.version = version
             elif self.world.chance(self.scenario.faults.task / 5):
                 request.version = 10_000  # one rank is confused
             if wanted:
-                request.replicas.extend(wanted)
-                request.min_replicas = len(wanted)
+                request.options.replicas.extend(wanted)
+                request.options.min_replicas = len(wanted)
             elif group.number % 4 == 3:
-                request.min_replicas = 1
+                request.options.min_replicas = 1
             calls.append(self.world.spawn(self._call(trainer, request)))
         reports = []
         for call in calls:
@@ -122,7 +123,7 @@ class Training:
     def _call(self, trainer: TrainerShell, request: manager_pb2.UpdateWeightsRequest) -> Steps:
         yield self.world.between(0.0, 0.3)
         yield self.world.first_of(trainer.accepted, 3.0)
-        patience = (request.timeout_seconds or self.scenario.deadlines.update) + 2.0
+        patience = (request.options.timeout_seconds or self.scenario.deadlines.update) + 2.0
         if self.world.chance(self.scenario.faults.loss):
             patience = self.world.between(0.0, 3.0)
         try:

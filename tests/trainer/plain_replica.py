@@ -17,13 +17,14 @@ from typing import Any
 import grpc
 import torch
 
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 BEAT_SECONDS = 0.2
 
@@ -64,7 +65,7 @@ class PlainReplica:
     def _run(self) -> None:
         while not self._ending.is_set():
             with grpc.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-                self._stub: Any = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
+                self._stub: Any = ManagerStub(channel)
                 self._outgoing: queue.SimpleQueue[manager_pb2.ReplicaMessage | None] = queue.SimpleQueue()
                 self._send(hello=self._hello())
                 with contextlib.suppress(grpc.RpcError):

@@ -20,7 +20,7 @@ from plain_replica import PlainReplica
 from safetensors.torch import save_file
 from trainer_world import DEADLINES, manager_config
 
-from ckpt_engine.client import manager_stub, problem_of
+from ckpt_engine.channel import ManagerStub, problem_of
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.publishing.publisher import Publisher, still_served
@@ -77,12 +77,15 @@ def indexed(path: Path) -> Path:
     return path
 
 
+def asked(directory: Path | str, **fields: Any) -> Request:
+    """A request; what is no field of it is one of its options."""
+    own = {name: fields.pop(name) for name in ("version", "lineage", "check_finite") if name in fields}
+    return Request(directory=str(directory), **own, options=manager_pb2.UpdateOptions(**fields))
+
+
 def bring(manager: str, directory: Path | str, **fields: object) -> manager_pb2.UpdateReport:
     with grpc.insecure_channel(manager) as channel:
-        *_, last = manager_stub(channel).UpdateFromDirectory(
-            Request(directory=str(directory), **fields),  # type: ignore[arg-type]
-            timeout=120,
-        )
+        *_, last = ManagerStub(channel).UpdateFromDirectory(asked(directory, **fields), timeout=120)
     assert last.HasField("report")
     return last.report
 
@@ -155,7 +158,7 @@ def test_what_cannot_be_published_is_refused_before_anybody_is_asked(
         assert (Code.Name(problem.code), words in problem.message) == (code, True), problem
     assert "the manager's host" in problem.message
     with grpc.insecure_channel(manager) as channel:
-        assert manager_stub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60).trainers == []
+        assert ManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60).trainers == []
 
 
 def test_a_file_that_is_exchanged_after_it_was_looked_at_is_not_published(
@@ -173,9 +176,9 @@ def test_a_file_that_is_exchanged_after_it_was_looked_at_is_not_published(
     monkeypatch.setattr(Trainer, "publish", exchanged)
     publisher = Publisher(manager, "run", [root], DEADLINES)
     with pytest.raises(CkptEngineError, match="PERMISSION_DENIED"):
-        publisher.update(Request(directory=str(path), min_replicas=0), lambda told: None)
+        publisher.update(asked(path, min_replicas=0), lambda told: None)
     with grpc.insecure_channel(manager) as channel:
-        assert not manager_stub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60).HasField("latest")
+        assert not ManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60).HasField("latest")
 
 
 def test_a_manager_without_roots_publishes_nothing(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from plain_replica import PlainReplica
 from torch import nn
 from typer.testing import CliRunner
 
-from ckpt_engine import CkptEngineError, Trainer, rollback
+from ckpt_engine import CkptEngineError, Client, Trainer
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.cli import app_for
-from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.cluster import eventually
 from tests.ports import free_address
 
@@ -54,13 +55,13 @@ class ManagerProcess:
     def holders(self) -> int:
         """Those that are connected."""
         with grpc.insecure_channel(self.address) as channel:
-            stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
+            stub = ManagerStub(channel)
             status = stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
             return sum(holder.connected for holder in status.holders)
 
     def latest(self) -> list[weights_pb2.Identity]:
         with grpc.insecure_channel(self.address) as channel:
-            stub = manager_pb2_grpc.CheckpointEngineManagerStub(channel)
+            stub = ManagerStub(channel)
             first = next(stub.WatchReplicas(manager_pb2.WatchReplicasRequest(watcher="test"), timeout=60))
             return list(first.latest)
 
@@ -134,7 +135,7 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
         assert same(plain.weights, held[2])
 
         said: list[str] = []
-        back = rollback(address, 1, timeout=60, on_progress=lambda each: said.append(each.message))
+        back = Client(address).rollback(1, timeout=60, on_progress=lambda each: said.append(each.message))
         assert (back.ok, back.verified, back.lineage, back.version) == (True, True, "run", 1)
         assert "recording" in said
         assert same(plain.weights, held[1])
@@ -191,10 +192,11 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
     there = json.loads(run("rollback", "--manager", manager, "--version", "1", "--json").stdout)
     assert (there["ok"], there["bytes"], there["replicas"][0]["outcome"]) == (True, 0, "new_serving")
     assert len(plain.installs) == 1, "it serves that version already"
+    client = Client(manager)
     with pytest.raises(CkptEngineError, match="is not a count of steps"):
-        rollback(manager, -1)
+        client.rollback(-1)
     with pytest.raises(CkptEngineError, match="pause_mode 'stop' is none of"):
-        rollback(manager, 1, pause_mode="stop")
+        client.rollback(1, pause_mode="stop")  # type: ignore[arg-type]
 
 
 def test_an_update_is_waited_for_while_another_thread_is_in_it(manager: str, replica: Start) -> None:

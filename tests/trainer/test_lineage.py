@@ -6,7 +6,7 @@ That ranks of a process group agree is shown in test_trainer_life.py.
 import pytest
 
 from ckpt_engine import CkptEngineError
-from ckpt_engine.trainer.lineage import fresh_lineage, resolve_lineage
+from ckpt_engine.trainer.lineage import fresh_lineage, resolve_lineage, resolve_rank
 
 
 def test_what_is_given_wins_over_the_environment() -> None:
@@ -49,3 +49,35 @@ def test_ranks_that_cannot_agree_are_told_what_to_do() -> None:
 def test_names_have_a_length(name: str) -> None:
     with pytest.raises(CkptEngineError, match="bytes"):
         resolve_lineage(name, 0, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "found"),
+    [
+        ((None, None), {}, (0, 1)),
+        ((None, None), {"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
+        ((0, 1), {"RANK": "2", "WORLD_SIZE": "4"}, (0, 1)),
+        ((1, 2), {}, (1, 2)),
+        ((None, None), {"RANK": "2"}, (0, 1)),
+        ((None, None), {"RANK": "nonsense", "WORLD_SIZE": "nonsense"}, (0, 1)),
+    ],
+)
+def test_a_rank_is_as_given_or_that_of_torchrun(
+    given: tuple[int | None, int | None], environment: dict[str, str], found: tuple[int, int]
+) -> None:
+    assert resolve_rank(*given, environment) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((1, None), "rank 1 of world_size None: give both, or neither under torchrun"),
+        ((None, 2), "rank None of world_size 2: give both"),
+        ((2, 2), "rank 2 is not in a world of 2"),
+        (("0", "1"), "those of a shell are texts"),
+        ((True, 2), "rank True and world_size 2 are whole numbers"),
+    ],
+)
+def test_what_is_no_rank_is_refused(given: tuple[object, object], words: str) -> None:
+    with pytest.raises(CkptEngineError, match=words):
+        resolve_rank(*given, {"RANK": "0", "WORLD_SIZE": "1"})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ckpt_engine
-from ckpt_engine import Reader, Trainer, UpdateReport, pull, rollback, update_from_directory
+from ckpt_engine import AsyncClient, Client, Reader, Trainer, UpdateOptions, UpdateReport, pull
 from ckpt_engine.report import ReplicaReport
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
@@ -34,10 +34,18 @@ def test_every_method_is_there_as_it_is_called(name: str) -> None:
     assert f"`{written(name, getattr(Trainer, name))}`" in PAGE
 
 
-def test_so_are_the_constructor_and_going_back() -> None:
+def test_so_is_every_call_of_a_client() -> None:
+    asked = [name for name in vars(Client) if not name.startswith("_")]
+    assert asked == [name for name in vars(AsyncClient) if not name.startswith("_")]
+    for name in asked:
+        call = f"`{written(name, getattr(Client, name))}`"
+        assert call in PAGE, call
+        assert written(name, getattr(Client, name)) == written(name, getattr(AsyncClient, name))
+    assert f"`{written('Client', Client.__init__)}`" in PAGE
+
+
+def test_so_are_the_constructor_and_pulling() -> None:
     assert f"`{written('Trainer', Trainer.__init__)}`" in PAGE
-    assert f"`{written('rollback', rollback)}`" in PAGE
-    assert f"`{written('update_from_directory', update_from_directory)}`" in PAGE
     assert f"`{written('pull', pull)}`" in PAGE
 
 
@@ -50,7 +58,9 @@ def test_so_is_reading() -> None:
 def test_every_parameter_and_field_is_explained() -> None:
     for call in (Trainer.__init__, Trainer.update_weights, Trainer.publish):
         for name in list(inspect.signature(call).parameters)[1:]:
-            assert re.search(rf"`{name}[`=]", PAGE) or name == "weights", name
+            assert re.search(rf"`{name}[`=]", PAGE) or name in ("weights", "options"), name
+    for name in UpdateOptions.__annotations__:
+        assert re.search(rf"`{name}`", PAGE), name
     for report in (UpdateReport, ReplicaReport):
         fields = [name for name, value in vars(report).items() if isinstance(value, property)]
         assert len(fields) > 10

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from verl.workers.rollout.replica import TokenOutput
 
-from ckpt_engine.client import manager_stub, open_channel
+from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, error, invalid
 from ckpt_engine.integrations.verl.options import Options
@@ -212,7 +212,7 @@ class Asking:
         """What the manager says: the URL if the replica serves, and else why it does not."""
         channel = open_channel(self._options.manager)
         try:
-            stub = manager_stub(channel)
+            stub = ManagerStub(channel)
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
         except Exception as failed:
             return None, f": the manager at {self._options.manager} does not answer: {failed}"

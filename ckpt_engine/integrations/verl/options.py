@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.options import PauseMode
 
 NAME = "ckpt_engine"
 """Of the backend (`rollout.checkpoint_engine.backend`) and of the rollout (`rollout.name`)."""
@@ -32,7 +33,7 @@ class Options:
     pool: str = ""
     lineage: str | None = None
     dtype: str | None = None
-    pause_mode: str | None = None
+    pause_mode: PauseMode | None = None
     min_replicas: int | None = None
     wait: float = 600.0
     timeout: float | None = None

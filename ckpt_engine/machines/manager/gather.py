@@ -16,19 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.selection import (
-    check_wishes,
-    min_replicas_of,
-    prefetch_of,
-    replicas_for,
-    selection_of,
-    until_of,
-)
+from ckpt_engine.machines.manager.selection import complete, difference, min_replicas_of, replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -71,9 +63,9 @@ class Gather:
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
         rank = request.rank
-        if request.timeout_seconds:
-            check_seconds("a timeout", request.timeout_seconds)
-        check_wishes(request)
+        asked = manager_pb2.UpdateWeightsRequest()
+        asked.CopyFrom(request)
+        asked.options.CopyFrom(complete(request.options))
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))
@@ -83,8 +75,8 @@ class Gather:
                 ranks=(rank,),
             )
         self.calls[rank] = call
-        self.requests[rank] = request
-        self.end = min(self.end, now + (request.timeout_seconds or self.state.deadlines.update))
+        self.requests[rank] = asked
+        self.end = min(self.end, now + (asked.options.timeout_seconds or self.state.deadlines.update))
 
     def seconds(self, now: float) -> float:
         """How long it may go on: all calls must be there in time, and then its turn must come in the callers' time."""
@@ -133,23 +125,23 @@ class Gather:
         if publication.problem is not None:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
-        request = self.requests[min(self.requests)]
+        options = self.requests[min(self.requests)].options
         return Goal(
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
-            replicas=replicas_for(self.state, request, now),
+            replicas=replicas_for(self.state, options, now),
             calls=self.calls,
-            pause_mode=request.pause_mode,
-            min_replicas=min_replicas_of(request),
-            selection=selection_of(request),
+            pause_mode=options.pause_mode,
+            min_replicas=min_replicas_of(options),
+            selection=selection_of(options),
             end=self.end,
             before=self.state.versions.highest.get(self.lineage),
-            prefetch=prefetch_of(request),
-            until=until_of(request),
-            pool=request.pool,
+            prefetch=options.prefetch,
+            until=options.until,
+            pool=options.pool,
             called=self.started,
-            dry_run=request.dry_run,
+            dry_run=options.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
         )
 
@@ -207,23 +199,8 @@ class Gather:
                 asking.setdefault(versions[rank], []).append(rank)
             said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
             raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
-        wishes = {
-            rank: (
-                request.pause_mode,
-                min_replicas_of(request),
-                tuple(sorted(request.replicas)),
-                request.pool,
-                prefetch_of(request),
-                until_of(request),
-                request.dry_run,
-            )
-            for rank, request in self.requests.items()
-        }
-        if len(set(wishes.values())) > 1:
-            raise invalid(
-                "the ranks differ in pause mode, pool, replicas, min_replicas, prefetch, until or dry_run",
-                ranks=sorted(wishes),
-            )
+        if names := difference(each.options for each in self.requests.values()):
+            raise invalid(f"the ranks differ in {' and '.join(names)}", ranks=sorted(self.requests))
 
     def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:
         """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
-from ckpt_engine.machines.manager.selection import replicas_for, selection_of
+from ckpt_engine.machines.manager.selection import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -64,10 +63,13 @@ class Rollbacks:
         """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""
         if request.version < 0:
             raise invalid(f"version {request.version} is negative")
-        if request.timeout_seconds:
-            check_seconds("a timeout", request.timeout_seconds)
+        options = complete(request.options)
+        without = manager_pb2.UpdateOptions(prefetch=manager_pb2.AUTO, until=manager_pb2.INSTALLED)
+        unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool"}
+        if unknown:
+            raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
-        end = now + (request.timeout_seconds or self.state.deadlines.update)
+        end = now + (options.timeout_seconds or self.state.deadlines.update)
         self.waiting[self.numbers] = Asked(call, request, end)
         self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
@@ -125,10 +127,7 @@ class Rollbacks:
         for goal in others:
             if not goal.is_attempt and goal.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
-        wishes = manager_pb2.UpdateWeightsRequest(
-            pause_mode=request.pause_mode, replicas=request.replicas, pool=request.pool
-        )
-        replicas = replicas_for(self.state, wishes, now)
+        replicas = replicas_for(self.state, request.options, now)
         if identity.lineage in taken:
             asked.lacks = f"another rollback of lineage {identity.lineage!r}"
             return None
@@ -146,12 +145,12 @@ class Rollbacks:
             published=published,
             replicas=replicas,
             calls={0: asked.call},
-            pause_mode=request.pause_mode,
+            pause_mode=request.options.pause_mode,
             min_replicas=None,
-            selection=selection_of(request),
+            selection=selection_of(request.options),
             end=asked.end,
             held=HeldVersion(identity, record),
-            pool=request.pool,
+            pool=request.options.pool,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:

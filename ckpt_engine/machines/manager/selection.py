@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import check_pool, in_pool
 from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import invalid, precondition
@@ -21,36 +22,45 @@ from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2
 
 
-def min_replicas_of(request: manager_pb2.UpdateWeightsRequest) -> int | None:
-    """How many replicas suffice; None: the caller has not said."""
-    return request.min_replicas if request.HasField("min_replicas") else None
+def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
+    """The same options with what a caller has not said, so that equal wishes are equal messages.
 
-
-def prefetch_of(request: manager_pb2.UpdateWeightsRequest) -> manager_pb2.Prefetch:
-    """Whether relays are filled first; a caller that has not said leaves it to the manager."""
-    return request.prefetch or manager_pb2.AUTO
-
-
-def until_of(request: manager_pb2.UpdateWeightsRequest) -> manager_pb2.Until:
-    """What the call waits for."""
-    return request.until or manager_pb2.INSTALLED
-
-
-def check_wishes(request: manager_pb2.UpdateWeightsRequest) -> None:
-    """Raises INVALID_ARGUMENT for words that this manager does not know, or that contradict each other."""
+    Raises INVALID_ARGUMENT for words that this manager does not know, or that contradict each other, and for times that
+    are none.
+    """
     for what, value, known in (
-        ("prefetch", request.prefetch, manager_pb2.Prefetch.values()),
-        ("until", request.until, manager_pb2.Until.values()),
+        ("prefetch", options.prefetch, manager_pb2.Prefetch.values()),
+        ("until", options.until, manager_pb2.Until.values()),
     ):
         if value not in known:
-            raise invalid(f"this manager does not know {what} {value}; bring manager and trainer to one version")
-    if prefetch_of(request) == manager_pb2.NEVER and until_of(request) == manager_pb2.HELD:
+            raise invalid(f"this manager does not know {what} {value}; bring manager and caller to one version")
+    if options.timeout_seconds:
+        check_seconds("a timeout", options.timeout_seconds)
+    found = manager_pb2.UpdateOptions()
+    found.CopyFrom(options)
+    found.prefetch, found.until = options.prefetch or manager_pb2.AUTO, options.until or manager_pb2.INSTALLED
+    found.replicas[:] = sorted(set(options.replicas))
+    if (found.prefetch, found.until) == (manager_pb2.NEVER, manager_pb2.HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
+    return found
 
 
-def selection_of(request: manager_pb2.UpdateWeightsRequest | manager_pb2.RollbackRequest) -> frozenset[str]:
+def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
+    """The options in which callers differ, who are to wish for the same; the time that each has is its own."""
+    fields = manager_pb2.UpdateOptions.DESCRIPTOR.fields
+    told = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
+    values = {field.name: {each.get(field.name) for each in told} for field in fields}
+    return [name for name, found in values.items() if len(found) > 1 and name != "timeout_seconds"]
+
+
+def min_replicas_of(options: manager_pb2.UpdateOptions) -> int | None:
+    """How many replicas suffice; None: the caller has not said."""
+    return options.min_replicas if options.HasField("min_replicas") else None
+
+
+def selection_of(options: manager_pb2.UpdateOptions) -> frozenset[str]:
     """What a version is for, as `versions` remembers it: the names that were given, or everybody in the pool."""
-    return frozenset(request.replicas) or frozenset((everybody(request.pool),))
+    return frozenset(options.replicas) or frozenset((everybody(options.pool),))
 
 
 def check_named(members: Members, names: Iterable[str], pool: str) -> None:
@@ -66,7 +76,7 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
             )
 
 
-def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
+def replicas_for(state: State, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
     """The names of the replicas, in order.
 
     Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
@@ -74,8 +84,8 @@ def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: f
     that receives no weights, or if too few are connected, or have been so a moment ago.
     """
     members = state.members
-    check_named(members, request.replicas, request.pool)
-    for name in request.replicas:
+    check_named(members, options.replicas, options.pool)
+    for name in options.replicas:
         if (hold := state.holds.get(name)) is not None:
             raise precondition(f"replica {name!r} is {hold.told(name)}, or leave it out of this call", replica=name)
         if not members.replica(name).receives:
@@ -83,18 +93,18 @@ def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: f
                 f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name
             )
     receiving = (
-        name for name, replica in members.replicas.items() if replica.receives and replica.pool == request.pool
+        name for name, replica in members.replicas.items() if replica.receives and replica.pool == options.pool
     )
-    found = [members.replicas[name] for name in sorted(set(request.replicas) or receiving)]
-    least = min_replicas_of(request)
+    found = [members.replicas[name] for name in sorted(set(options.replicas) or receiving)]
+    least = min_replicas_of(options)
     least = 1 if least is None else least
     away = [each for each in found if each.peer is None and now - each.heard >= state.deadlines.lease]
     if len(found) - len(away) < least:
         why = "; ".join(f"{each.name}: {not_there(each, now).problem.message}" for each in away)
-        pools = sorted({replica.pool for replica in members.replicas.values() if replica.receives} | {request.pool})
-        where = f" {in_pool(request.pool)}" if len(pools) > 1 or request.pool else ""
-        others = [in_pool(pool) for pool in pools if pool != request.pool]
-        start = f"start some with `ckpt-engine replica{f' --pool {request.pool}' if request.pool else ''}`"
+        pools = sorted({replica.pool for replica in members.replicas.values() if replica.receives} | {options.pool})
+        where = f" {in_pool(options.pool)}" if len(pools) > 1 or options.pool else ""
+        others = [in_pool(pool) for pool in pools if pool != options.pool]
+        start = f"start some with `ckpt-engine replica{f' --pool {options.pool}' if options.pool else ''}`"
         raise precondition(
             f"{len(found) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
             + (why or start + (f" (there are others {', '.join(others)})" if others else "")),
@@ -102,5 +112,5 @@ def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: f
         )
     for replica in found:
         if replica.peer is not None and replica.engine is not None:
-            check_pause_mode(replica.name, replica.engine, request.pause_mode)
+            check_pause_mode(replica.name, replica.engine, options.pause_mode)
     return tuple(replica.name for replica in found)

@@ -1,4 +1,4 @@
-"""What a caller gave to a Trainer, checked before anything is asked of the manager. Pure.
+"""What a caller gave, checked before anything is asked of the manager. Pure.
 
 Each raises INVALID_ARGUMENT with the value that cannot be, and what can.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt_engine.core.problems import invalid
 
@@ -43,7 +43,7 @@ def checked_names(what: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def choice(what: str, word: str, choices: Mapping[str, Choice]) -> Choice:
+def choice(what: str, word: object, choices: Mapping[Any, Choice]) -> Choice:
     """Looks up what `word` stands for. choices: every word that there is, with its meaning."""
     if not isinstance(word, str) or word not in choices:
         raise invalid(f"{what} {word!r} is none of {', '.join(choices)}")

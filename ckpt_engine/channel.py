@@ -1,0 +1,207 @@
+"""What trainers, agents and commands share as clients of the manager: channel, blobs, problems.
+
+Runs in the member's process, on its asyncio loop. Decides nothing about the protocol: that is the state machines'
+part. Never imported by an engine (it needs grpc).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from types import MappingProxyType
+
+import grpc
+import grpc.aio
+
+from ckpt_engine.connection import checked_address, connection_problem
+from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.grpc_loops import quiet_loop
+from ckpt_engine.security.client import ClientSecurity
+from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
+
+CHUNK_BYTES = 1 << 20
+"""Most bytes of a blob in one message: small enough that heartbeats on the same connection get their turn."""
+
+MESSAGE_BYTES = 64 << 20
+"""Largest message that a client accepts. Only reports of very many replicas and workers come near it."""
+
+PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
+"""Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
+
+STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProxyType(
+    {
+        weights_pb2.Problem.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+        weights_pb2.Problem.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
+        weights_pb2.Problem.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+        weights_pb2.Problem.ABORTED: grpc.StatusCode.ABORTED,
+        weights_pb2.Problem.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+        weights_pb2.Problem.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+        weights_pb2.Problem.INTERNAL: grpc.StatusCode.INTERNAL,
+        weights_pb2.Problem.DATA_LOSS: grpc.StatusCode.DATA_LOSS,
+        weights_pb2.Problem.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+        weights_pb2.Problem.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+"""The gRPC status for each Problem code, both ways. Any other status counts as INTERNAL."""
+
+_CODE_OF_STATUS = {status: code for code, status in STATUS_OF_CODE.items()}
+_CODE_OF_STATUS[grpc.StatusCode.CANCELLED] = weights_pb2.Problem.ABORTED
+
+
+NO_PING_MILLISECONDS = 1_000_000_000
+"""Between two pings of a connection: eleven days."""
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """Options of every channel to the manager.
+
+    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. But a connection on which nothing that
+    was sent is acknowledged for a lease is given up (TCP_USER_TIMEOUT): TCP itself would go on for minutes, longer each
+    time, and the next session would wait on that connection after the network has healed. A lost manager is tried again
+    within two seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long
+    streams. Raises INVALID_ARGUMENT for deadlines in the environment that are none.
+    """
+    try:
+        lease = Deadlines.from_environment(os.environ).lease
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    return [
+        ("grpc.keepalive_time_ms", NO_PING_MILLISECONDS),  # gRPC sets the timeout only where pings may come
+        ("grpc.keepalive_timeout_ms", int(lease * 1000)),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
+    """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
+
+    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be, or
+    the address is none.
+    """
+    checked_address(address)
+    quiet_loop()
+    security = security or ClientSecurity.from_environment(os.environ)
+    credentials = security.credentials()
+    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def open_blocking_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
+    """The same for calls that block, in a process that may have event loops of its own. Raises the same."""
+    checked_address(address)
+    security = security or ClientSecurity.from_environment(os.environ)
+    credentials = security.credentials()
+    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+class ManagerStub(manager_pb2_grpc.CheckpointEngineManagerStub, manager_pb2_grpc.CheckpointEngineMembersStub):
+    """The calls of both of the manager's services over a channel."""
+
+    def __init__(self, channel: grpc.aio.Channel | grpc.Channel) -> None:
+        for service in manager_pb2_grpc.CheckpointEngineManagerStub, manager_pb2_grpc.CheckpointEngineMembersStub:
+            service.__init__(self, channel)
+
+
+def blob_ref(data: bytes) -> manager_pb2.BlobRef:
+    """The reference of a blob with these bytes: SHA-256 and size."""
+    return manager_pb2.BlobRef(digest=hashlib.sha256(data).digest(), size=len(data))
+
+
+async def put_blob(
+    stub: ManagerStub,
+    data: bytes,
+    timeout_seconds: float = 60.0,
+    ask: bool = True,
+) -> manager_pb2.BlobRef:
+    """Stores `data` with the manager, unless it already holds those bytes, and returns the reference. ask: False for
+    bytes that nobody can have stored before.
+
+    Raises CkptEngineError when the manager cannot be reached or refuses the blob.
+    """
+    ref = blob_ref(data)
+    try:
+        if ask and (await stub.HasBlob(ref, timeout=timeout_seconds)).present:
+            return ref
+        stored = await stub.PutBlob(_chunks(ref, data), timeout=timeout_seconds)
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+    if stored != ref:
+        raise CkptEngineError(
+            weights_pb2.Problem(
+                code=weights_pb2.Problem.DATA_LOSS,
+                message=f"the manager stored a blob of {stored.size} bytes as {stored.digest.hex()[:16]}, "
+                f"but {ref.size} bytes with digest {ref.digest.hex()[:16]} were sent",
+            )
+        )
+    return ref
+
+
+async def get_blob(stub: ManagerStub, ref: manager_pb2.BlobRef, timeout_seconds: float = 60.0) -> bytes:
+    """Fetches a blob and checks its size and SHA-256.
+
+    Raises CkptEngineError: NOT_FOUND when the manager does not hold it, DATA_LOSS when other bytes came.
+    """
+    data = bytearray()
+    try:
+        async for chunk in stub.GetBlob(ref, timeout=timeout_seconds):
+            data += chunk.data
+            if len(data) > ref.size:
+                break
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+    content = bytes(data)
+    if blob_ref(content) != ref:
+        raise CkptEngineError(
+            weights_pb2.Problem(
+                code=weights_pb2.Problem.DATA_LOSS,
+                message=f"blob {ref.digest.hex()[:16]} of {ref.size} bytes arrived as {len(content)} other bytes",
+            )
+        )
+    return content
+
+
+def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
+    """The Problem behind a failed call: the manager's own if it sent one, else made from the gRPC status."""
+    code, details = grpc.StatusCode.UNKNOWN, str(error)
+    if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        code, details = error.code(), error.details() or ""
+        pairs: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
+        for key, value in pairs:
+            if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
+                return weights_pb2.Problem.FromString(value)
+    known = connection_problem(code, details)
+    if known is not None:
+        return known
+    return weights_pb2.Problem(
+        code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
+        message=f"the call to the manager failed: {details or code.name}",
+    )
+
+
+def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
+    """The failed call as the error that this library raises. address: of the manager; one that is not reached there is
+    named by it."""
+    problem = problem_of(error)
+    if address and problem.code == weights_pb2.Problem.UNAVAILABLE:
+        problem.message = f"manager {address}: {problem.message}"
+    return CkptEngineError(problem)
+
+
+async def _chunks(ref: manager_pb2.BlobRef, data: bytes) -> AsyncIterator[manager_pb2.BlobChunk]:
+    yield manager_pb2.BlobChunk(ref=ref, data=data[:CHUNK_BYTES])
+    for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+        yield manager_pb2.BlobChunk(data=data[start : start + CHUNK_BYTES])

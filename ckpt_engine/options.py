@@ -1,0 +1,125 @@
+"""How an update or a rollback is to be carried out: the options of every call that asks for one, checked before
+anything is dialled. Decides nothing about how it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
+
+from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, choice
+from ckpt_engine.core.deadlines import check_seconds
+from ckpt_engine.core.names import check_pool
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.v1 import manager_pb2
+
+Word = TypeVar("Word")
+
+PauseMode: TypeAlias = Literal["keep", "abort", "wait", "in_place"]
+"""What becomes of requests that run during an update: they wait and go on with the new weights (caches recomputed),
+end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
+
+Prefetch: TypeAlias = Literal["auto", "always", "never"]
+"""Whether weights go by way of relays, which are filled before anything is paused: where that is better, wherever a
+relay is within reach, or not at all. `report.prefetch` says what was done, and why."""
+
+Until: TypeAlias = Literal["installed", "held"]
+"""What an update waits for: every replica's outcome, or only until relays hold the version, verified, and the weights
+may change. Then installs go on, `report.held` is true and `report.ok` says nothing; replicas without such a relay keep
+what they serve, and count against `min_replicas`."""
+
+PAUSE_MODES: Mapping[PauseMode, manager_pb2.PauseMode] = {
+    "keep": manager_pb2.KEEP,
+    "abort": manager_pb2.ABORT,
+    "wait": manager_pb2.WAIT,
+    "in_place": manager_pb2.IN_PLACE,
+}
+
+PREFETCH: Mapping[Prefetch, manager_pb2.Prefetch] = {
+    "auto": manager_pb2.AUTO,
+    "always": manager_pb2.ALWAYS,
+    "never": manager_pb2.NEVER,
+}
+
+UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
+
+
+class RollbackOptions(TypedDict, total=False):
+    """Options of a rollback, as keyword arguments. What is not given, or None, is the default."""
+
+    pause_mode: PauseMode | None  # default: the engine's own, "keep"
+    timeout: float | None  # of the whole, seconds; default: the manager's
+    replicas: Sequence[str]  # only these; default: all of the pool that are registered and receive weights
+    pool: str | None  # of the replicas; default: the trainer's own, or the pool without a name
+
+
+class UpdateOptions(RollbackOptions, total=False):
+    """Options of an update, as keyword arguments; all ranks of a call give the same. What is not given, or None, is the
+    default."""
+
+    min_replicas: int | None
+    """So many suffice: fewer are refused, and with so many `report.ok` is true. Default: as many as can be updated are
+    (at least one), and `report.ok` is true only if all are, also those that are not connected. What an operator holds
+    (`ckpt-engine replica hold`), and what is known to have another model, does not count."""
+    prefetch: Prefetch  # default: "auto"
+    until: Until  # default: "installed"
+    dry_run: bool
+    """Only prepare and plan: nothing is sealed, paused or written, and no number is used. The report says of each
+    replica over which edges an update would bring it the weights (`outcome` "planned"), or why it would be left out;
+    `report.ok` says whether the update would be. Default: False."""
+
+
+def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") -> manager_pb2.UpdateOptions:
+    """The options as they travel. pool: where none is given. Raises INVALID_ARGUMENT, saying which value cannot be."""
+    known = UpdateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise invalid(f"there is no option {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
+    asked: UpdateOptions = {**options}
+    mode, seconds, least = asked.get("pause_mode"), asked.get("timeout"), asked.get("min_replicas")
+    given = asked.get("pool")
+    chosen = pool if given is None else given
+    check_pool(chosen)
+    if seconds is not None:
+        check_seconds("a timeout", seconds)
+    if least is not None:
+        checked_count("min_replicas", least, "replicas")
+    dry_run = asked.get("dry_run", False)
+    checked_flag("dry_run", dry_run)
+    return manager_pb2.UpdateOptions(
+        pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if mode is None else choice("pause_mode", mode, PAUSE_MODES),
+        timeout_seconds=seconds or 0.0,
+        min_replicas=least,
+        replicas=checked_names("replicas", asked.get("replicas", ())),
+        pool=chosen,
+        prefetch=choice("prefetch", asked.get("prefetch", "auto"), PREFETCH),
+        until=choice("until", asked.get("until", "installed"), UNTIL),
+        dry_run=dry_run,
+    )
+
+
+def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
+    """The options of a message. Raises INVALID_ARGUMENT for a number that stands for no word here."""
+    options: UpdateOptions = {
+        "replicas": list(message.replicas),
+        "pool": message.pool,
+        "timeout": message.timeout_seconds or None,
+        "min_replicas": message.min_replicas if message.HasField("min_replicas") else None,
+        "dry_run": message.dry_run,
+    }
+    if message.pause_mode:
+        mode: PauseMode = _word("pause_mode", message.pause_mode, PAUSE_MODES)
+        options["pause_mode"] = mode
+    if message.prefetch:
+        options["prefetch"] = _word("prefetch", message.prefetch, PREFETCH)
+    if message.until:
+        options["until"] = _word("until", message.until, UNTIL)
+    return options
+
+
+def _word(what: str, number: int, words: Mapping[Word, Any]) -> Word:
+    for word, known in words.items():
+        if known == number:
+            return word
+    raise invalid(f"{what} {number} means nothing here: bring caller and manager to one version")
