@@ -95,11 +95,12 @@ class CopyTable:
         self.bytes = int(self._sizes.sum())
         self._table = torch.from_numpy(lines).to(device)
         self._arrived = self._table
+        self._piece_programs = PIECE_PROGRAMS
         self._first_piece = -1  # of those that are counted
         self.launch(0, 0)
 
     def pieces(self) -> tuple[Addresses, Addresses, Addresses]:
-        """Of each PIECE_PROGRAMS programs, in order: addresses between which they write, and how many they are."""
+        """Of each piece, in order: addresses between which its programs write, and how many they are."""
         lines = self._table.cpu().numpy()
         first, end = lines[:, 0], lines[:, 0] + self._sizes
         if self.rows and len(lines):
@@ -107,7 +108,7 @@ class CopyTable:
             rows = (lines[:, 3] + lines[:, 2] - 1) // lines[:, 4]
             lane = self._destination.itemsize * self._per
             end = first + (rows * lines[:, 5] + lines[:, 4]) * lane
-        starts = np.arange(0, len(lines), PIECE_PROGRAMS)
+        starts = np.arange(0, len(lines), self._piece_programs)
         if not len(starts):
             return starts, starts, starts
         return (
@@ -142,7 +143,7 @@ class CopyTable:
             end,
             self._arrived,
             self._first_piece,
-            COUNTED=0 if self._first_piece < 0 else PIECE_PROGRAMS,
+            COUNTED=0 if self._first_piece < 0 else self._piece_programs,
             SOURCE=_triton_dtype(self._source),
             DESTINATION=_triton_dtype(self._destination),
             SOURCE_BYTES=here,
