@@ -16,7 +16,7 @@ from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest import prepared as prepared_digests
 from ckpt_engine.engine.target import ModuleTarget
-from ckpt_engine.install import ready
+from ckpt_engine.install import plans, ready
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -196,10 +196,18 @@ def test_only_what_is_written_for_the_last_time_may_be_digested_while_it_arrives
     model = TensorParallel()
     checkpoint = Checkpoint(model.checkpoint())
     worker = OneWorker(ModuleTarget(model, post_load=post_load), tmp_path)
-    asked: list[ready.Ready] = []
-    monkeypatch.setattr(ready.Ready, "_follow", asked.append)
+    asked: list[bool] = []
+    followed: list[ready.Ready] = []
+
+    def made(*given: Any, final: bool) -> ready.Ready:
+        asked.append(final)
+        return ready.Ready(*given, final=final)
+
+    monkeypatch.setattr(plans, "Ready", made)
+    monkeypatch.setattr(ready.Ready, "_follow", followed.append)
     assert not worker.update(checkpoint).report.HasField("problem")
-    assert bool(asked) is follows
+    assert asked == [follows]
+    assert not followed, "padding is written after the copy"
     checkpoint.close()
 
 
