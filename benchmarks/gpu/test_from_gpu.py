@@ -6,6 +6,9 @@ resume of that server, one copy at the hardware's rate, and our update. On the s
 follow, for which the trainer is held until that has all of them. Afterwards both servers hold the same weights, and
 their greedy tokens must be equal: vLLM's own loader is the judge of ours.
 
+With CKPT_ENGINE_DIGEST_BEHIND in the environment `same` has a second replica, which digests after its copy: it is
+updated in turns with the first, and `without` says how long that took.
+
     python -m pytest benchmarks/gpu/test_from_gpu.py -k same --benchmark-json=FILE    (same, peer, nccl)
 """
 
@@ -16,6 +19,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, engine_c
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
 from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments
 from ckpt_engine import Trainer
+from ckpt_engine.digest.cuda import BEHIND, programs_behind
 from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.vllm_server import complete, tokens
@@ -45,6 +50,9 @@ NCCL_BAR = 1.4
 """How many times faster than vLLM's `nccl` our collective has to be, pause to resume."""
 
 
+PAUSES = 30
+"""On the same GPU, whose bar is of the median and the worst of so many."""
+
 RELAY_ROUNDS = 6
 RELAY_BYTES = 31 << 30
 
@@ -60,7 +68,7 @@ def by_relay(trainer: Trainer, cluster: Cluster, replica: Replica, model: Tree, 
         renew(model, next(seeds))
         series.add(device_to_host_GB_s=out.once(), host_to_device_GB_s=back.once())
         began = time.perf_counter()
-        held = trainer.update_weights(prefetch="always", until="held", timeout=120)
+        held = trainer.update_weights(prefetch="always", until="held", timeout=120, replicas=[replica.name])
         seconds = time.perf_counter() - began
         assert held.held, f"{held}\n{relay.said[-4000:]}"
         report = trainer.wait(held.version, timeout=120)
@@ -109,16 +117,25 @@ def test_update_from_live_parameters(
         )
         cluster = stack.enter_context(running_cluster(tmp_path / "cluster"))
         replica = start_gpu_vllm(cluster, "vllm", config, "--enforce-eager", visible=visible)
+        other = None
+        if case == "same" and programs_behind():
+            with monkeypatch.context() as patch:
+                patch.setenv(BEHIND, "0")
+                other = start_gpu_vllm(cluster, "without", config, "--enforce-eager", visible=visible)
         model = Tree("cuda:0")
         ceiling = CopyCeiling("cuda:0", f"cuda:{visible}")
         wait_for_plain(rival_server)
         replica.registered(240)
+        if other is not None:
+            other.registered(240)
         trainer = stack.enter_context(Trainer(cluster.address, lineage=f"benchmark-{case}"))
         trainer.publish(model, transport=asked)
         rival = NativeServer(rival_server.url, model)
         send = rival.ipc() if backend == "ipc" else rival.nccl()
         transports: list[str] = []
         pauses: list[float] = []
+        rounds = PAUSES if case == "same" else ROUNDS
+        without = Series()
         seeds = itertools.count(1)
 
         def before() -> None:
@@ -126,14 +143,14 @@ def test_update_from_live_parameters(
             series.add(rival_seconds=rival.update(send), bare_seconds=rival.bare_pause())
             series.add(ceiling_from_idle_GB_s=ceiling.once(), ceiling_GB_s=ceiling.sustained())
 
-        def update() -> None:
-            report = trainer.update_weights(timeout=60)
-            assert report.ok, f"{report}\n{replica.tail()}"
+        def updated(of: Replica, told: Series) -> Any:
+            report = trainer.update_weights(timeout=60, replicas=[of.name])
+            assert report.ok, f"{report}\n{of.tail()}"
             assert report.verified
             assert report.bytes == BYTES
             (outcome,) = report.replicas
             (worker,) = outcome.message.workers
-            series.add(
+            told.add(
                 pause_seconds=outcome.pause_seconds,
                 sync_seconds=outcome.sync_seconds,
                 report_seconds=report.seconds,
@@ -142,11 +159,21 @@ def test_update_from_live_parameters(
                 verify_seconds=worker.verify_seconds,
                 **{f"stage_{name}": seconds for name, seconds in outcome.stages.items()},
             )
+            return outcome
+
+        def update() -> None:
+            if other is not None and len(pauses) % 2:  # each comes first in every second round
+                updated(other, without)
+            outcome = updated(replica, series)
+            if other is not None and not len(pauses) % 2:
+                updated(other, without)
             transports[:] = [f"{use.transport}: {use.reason}" for use in outcome.transports]
             assert asked is None or {use.transport for use in outcome.transports} == {asked}, transports
             pauses.append(outcome.pause_seconds)
 
-        benchmark.pedantic(update, setup=before, rounds=ROUNDS, warmup_rounds=WARMUP)
+        benchmark.pedantic(update, setup=before, rounds=rounds, warmup_rounds=WARMUP)
+        # What follows may fail, and would take the measurements with it.
+        print("\nRESULT so far", case, rounded(series.last(rounds)), rounded(without.last(rounds)), pauses, flush=True)
         relayed = {}
         if case == "same":
             relayed = {"by_relay": by_relay(trainer, cluster, replica, model, seeds)}
@@ -155,8 +182,9 @@ def test_update_from_live_parameters(
         for prompt in PROMPTS:
             ours, theirs = tokens(complete(replica, prompt)), tokens(complete(rival_server, prompt))
             assert ours == theirs, f"{prompt[:4]}: {ours} is not {theirs}"
-    moved = series.median("transfer_seconds") + series.median("install_seconds")
-    ceiling_rate = series.median("ceiling_GB_s")
+    middle = partial(series.median, rounds=rounds)
+    moved = middle("transfer_seconds") + middle("install_seconds")
+    ceiling_rate = middle("ceiling_GB_s")
     benchmark.extra_info.update(
         rounded(
             {
@@ -164,15 +192,17 @@ def test_update_from_live_parameters(
                 "transport": transports,
                 "rival": f"vLLM {backend}",
                 "share_of_copy_ceiling": BYTES / moved / 1e9 / ceiling_rate,
-                "share_of_one_copy_from_idle": BYTES / moved / 1e9 / series.median("ceiling_from_idle_GB_s"),
+                "share_of_one_copy_from_idle": BYTES / moved / 1e9 / middle("ceiling_from_idle_GB_s"),
                 "transfer_and_install_GB_s": BYTES / moved / 1e9,
-                "digest_GB_s": BYTES / series.median("verify_seconds") / 1e9,
-                "pause_over_bare_milliseconds": 1e3 * (series.median("pause_seconds") - series.median("bare_seconds")),
-                "times_faster_than_rival": series.median("rival_seconds") / series.median("pause_seconds"),
-                "first_pause_over_later": series.first()["pause_seconds"] / series.median("pause_seconds"),
+                "digest_GB_s": BYTES / middle("verify_seconds") / 1e9,
+                "pause_over_bare_milliseconds": 1e3 * (middle("pause_seconds") - middle("bare_seconds")),
+                "times_faster_than_rival": middle("rival_seconds") / middle("pause_seconds"),
+                "first_pause_over_later": series.first()["pause_seconds"] / middle("pause_seconds"),
                 "pause_of_each_round": pauses,
                 "first": series.first(),
-                "medians": series.last(ROUNDS),
+                "medians": series.last(rounds),
+                "programs_behind": programs_behind(),
+                **({"without": without.last(rounds)} if other is not None else {}),
                 "engine_check": checked,
                 **relayed,
                 "versions": versions("vllm"),

@@ -54,7 +54,9 @@ class ReadyPlan:
             tensors = dict(target.named_tensors())
             names = [name for name in self.resolved.work if name not in self.staged]
             with span("worker.ready", "layout"):
-                self.resident = Ready(self.opened, bind(self.resolved, names, tensors))
+                # What is written later, or again, is digested after it.
+                final = not (self.staged or self.resolved.handed or target.has_post_load)
+                self.resident = Ready(self.opened, bind(self.resolved, names, tensors), final=final)
             self.standing = Standing(target.root, {name: tensors[name] for name in names})
         return self.resident
 

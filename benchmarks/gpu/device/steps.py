@@ -151,8 +151,8 @@ STEPS = (
     Step(
         "same",
         "vLLM, same GPU: 85 % of the copy ceiling, against ipc; the first pause at most 1.3 of the later ones",
-        bench("test_from_gpu.py", 240, "same"),
-        *(153, 290),
+        bench("test_from_gpu.py", 300, "same"),
+        *(190, 330),
         engine="vllm",
         guessed=False,
     ),
@@ -190,6 +190,13 @@ STEPS = (
         gpus=2,
         guessed=False,
     ),
+    Step(
+        "behind",
+        "copy and digest within one GPU, one after the other and one behind the other, in several sizes",
+        ("-m", "benchmarks.gpu.behind", "-o", "{out}/behind.json"),
+        *(40, 120),
+    ),
+    Step("digest", "digests against the GPU's ceiling, and with a look for NaN", bench("test_digest.py", 120), 60, 150),
     Step("gpu-tests", "tests/gpu that need no engine", tests("", 240, "-m", "not engine"), 150, 330),
     Step(
         "vllm-tests", "vLLM's tests on a GPU", tests("/test_vllm_gpu.py", 240), 156, 330, engine="vllm", guessed=False
