@@ -20,7 +20,7 @@ from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.absences import LEFT_SECONDS
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.members import Replica, Trainer
@@ -161,7 +161,7 @@ class Mechanism:
     ) -> None:
         """A relay is filled by a job that has it, and goes on holding what others may read beside that."""
         (update,) = (each for each in manager.machine._updates.all() if each.course.filling == Fence.of(body.fence))
-        claim = manager.machine._state.admission.granted[update.number]
+        claim = manager.machine._state.claims.granted[update.number]
         keeps = Version.of(body.keep) if body.HasField("keep") else None
         if relay not in claim.fills or keeps not in (None, claim.keeps):  # None: seen when a slot is overwritten
             raise BrokenPromiseError(f"{relay} is told to keep {keeps}, and the claim of {update.number} is {claim}")
@@ -309,14 +309,14 @@ class Mechanism:
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
-        admission, going = machine._state.admission, {update.number for update in machine._updates.going}
+        jobs, going = machine._state.claims, {update.number for update in machine._updates.going}
         asked = {-number for number in machine._turns.rollbacks.waiting}
-        left = (admission.granted.keys() - going) | (admission.waiting.keys() - going - asked)
+        left = (jobs.granted.keys() - going) | (jobs.waiting.keys() - going - asked)
         if left:
             raise BrokenPromiseError(f"{sorted(left)} are over, and have holders or wait for some")
-        for number in admission.waiting:
-            if admission.granted.get(number, Claim()) != Claim():
-                raise BrokenPromiseError(f"{number} waits with {admission.granted[number]} in its hands")
+        for number in jobs.waiting:
+            if jobs.granted.get(number, Claim()) != Claim():
+                raise BrokenPromiseError(f"{number} waits with {jobs.granted[number]} in its hands")
 
     def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
         """What nobody called for gives way to every update that lacks nothing else."""
@@ -325,7 +325,7 @@ class Mechanism:
             for coming in manager.machine._turns.coming():
                 claims = (
                     manager.machine._updates.claim(coming.goal),
-                    manager.machine._state.admission.granted[update.number],
+                    manager.machine._state.claims.granted[update.number],
                 )
                 if coming.goal.meets(update.goal) or claims[0].meets(claims[1]):
                     raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
@@ -460,8 +460,8 @@ def _looked_again(manager: ManagerShell, replica: Replica, content: Content) -> 
 
 
 def _holders_in_use(manager: ManagerShell, replica: Replica, content: Content) -> bool:
-    admission = manager.machine._state.admission
-    return any(claim != Claim() for claim in (*admission.granted.values(), *admission.waiting.values()))
+    jobs = manager.machine._state.claims
+    return any(claim != Claim() for claim in (*jobs.granted.values(), *jobs.waiting.values()))
 
 
 REASONS: dict[str, Judge] = {

@@ -16,7 +16,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import holdings, reconcile
 from ckpt_engine.machines.manager.absences import Ranks
-from ckpt_engine.machines.manager.admission import Admission
+from ckpt_engine.machines.manager.claims import Claims
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
@@ -101,20 +101,20 @@ def replicas_are_counted_before_the_commit(patch: Patch) -> None:
     patch.setattr(Recipients, "too_few", lambda self: None)
 
 
-# ------------------------------------------------------------------------------------------------------------ admission
+# ------------------------------------------------------------------------------------------------------------ claims
 
 
 def what_is_over_lets_go_of_its_holders(patch: Patch) -> None:
     """It has them for ever."""
-    original = Admission.end
+    original = Claims.end
 
-    def end(self: Admission, number: int) -> None:
+    def end(self: Claims, number: int) -> None:
         claim = self.granted.get(number)
         original(self, number)
         if claim is not None:
             self.granted[number] = claim
 
-    patch.setattr(Admission, "end", end)
+    patch.setattr(Claims, "end", end)
 
 
 def what_nobody_called_for_gives_way(patch: Patch) -> None:

@@ -110,7 +110,7 @@ class Place:
         if self._course.phase is Phase.QUEUEING:
             if self._may_do_without:
                 self._without = True
-                self._course.state.admission.withdraw(self._course.number)
+                self._course.state.claims.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase is Phase.FILLING:

@@ -20,7 +20,7 @@ from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.filling import (
     FINAL,

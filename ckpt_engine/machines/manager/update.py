@@ -270,7 +270,7 @@ class Candidate(Job):
             return Over(problem)
         fence = course.state.next_install()
         parts.recipients.decided(fence, identity, parts.collecting.replicas)
-        course.state.admission.only_reads(course.number)
+        course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
         course.run(Entry.INTENT, intent)
