@@ -26,7 +26,7 @@ from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
-from ckpt_engine.machines.manager.collecting import Collecting
+from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
 from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
@@ -93,7 +93,7 @@ class Parts:
     recipients: Recipients
     absences: Absences
     ranks: Ranks
-    collecting: Collecting
+    collective: UpdateCollective
     pipeline: PlanPipeline  # of what replicas read from the sources
     before: Update | None  # whose installs go on; None: there is none, or they have ended
     place: Place | None = None  # None: no relay brings anything, as far as is known
@@ -164,16 +164,16 @@ class Seal(Job):
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
         goal, left = self._parts.goal, self._course.left(now)
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
-        workers, members = self._recipients.workers(), self._parts.collecting.replicas
+        workers, members = self._recipients.workers(), self._parts.collective.replicas
         self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
         """Has the sources digest, unless plans are to be compiled once more first."""
         goal, near = self._parts.goal, set().union(*near_relays(self._course.state, self._recipients).values())
-        if self._parts.collecting.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
+        if self._parts.collective.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
             return self._plan(now)
-        self._recipients.take_unplanned(self._parts.collecting.explained(compiled.unfit), near)
+        self._recipients.take_unplanned(self._parts.collective.explained(compiled.unfit), near)
         if (refused := self._refused(now)) is not None:
             return refused
         if goal.dry_run:
@@ -269,7 +269,7 @@ class Candidate(Job):
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
-        parts.recipients.decided(fence, identity, parts.collecting.replicas)
+        parts.recipients.decided(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
@@ -305,7 +305,7 @@ class Install(Job):
     def __init__(self, parts: Parts, version: SealedVersion, fence: Fence, now: float) -> None:
         self.parts, self.version, self.fence = parts, version, fence
         self.reported: manager_pb2.UpdateReport | None = None
-        self._course, self._recipients, self._collecting = parts.course, parts.recipients, parts.collecting
+        self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
         self._course.awaited[Phase.INSTALLING] = self._named
 
@@ -319,7 +319,7 @@ class Install(Job):
             for name in self._recipients.waiting_for():
                 self._recipients.leave_out(name, Problem(code=Problem.ABORTED, message=course.cut))
         self.parts.absences.begin(self._recipients.waiting_for(), now)
-        self._collecting.begin(self.fence)
+        self._collective.begin(self.fence)
         course.begin(Phase.INSTALLING, course.goal.end - now, now)
         if course.goal.until == manager_pb2.HELD:
             # All that remains reads from relays.
@@ -335,9 +335,9 @@ class Install(Job):
         ways = {} if place is None else place.ways
         changing = self._changing()
         self._recipients.install(
-            self.version.identity, ways, self.version.direct, seconds, self._collecting.install, changing
+            self.version.identity, ways, self.version.direct, seconds, self._collective.install, changing
         )
-        self._collecting.send(self.fence, seconds)
+        self._collective.send(self.fence, seconds)
         if changing:
             ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
             why = f"rank {ranks} left its call, so its weights may change: they are read no more"
@@ -354,7 +354,7 @@ class Install(Job):
                 if self._course.phase is Phase.INSTALLING:
                     self._recipients.take_outcome(body, member.name)
             case manager_pb2.TookPart() if isinstance(member, Trainer) and Fence.of(body.fence) == self.fence:
-                self._collecting.answered(member, body)
+                self._collective.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 self._course.progress(member.name, body)
                 if self._course.cut:
@@ -367,7 +367,7 @@ class Install(Job):
         self._course.phase = Phase.REPORTING
         self._course.note(Phase.REPORTING, now)
         self._recipients.look(self.version.identity)
-        self._collecting.over()
+        self._collective.over()
         self.reported = self._report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
         self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._course.state.deadlines.report))
@@ -383,7 +383,7 @@ class Install(Job):
         """Waits no more, `seconds` after the update began."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        self._collecting.out_of_time()
+        self._collective.out_of_time()
         for name in self._recipients.waiting_for():
             message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
@@ -395,12 +395,12 @@ class Install(Job):
         sealed = goal.held is not None or all(source.stays_sealed for source in goal.published.sources)
         if sealed or not self.parts.ranks.left:
             return set()
-        others = self._collecting.replicas | (set() if place is None else place.ways.keys())
+        others = self._collective.replicas | (set() if place is None else place.ways.keys())
         return set(self._recipients.waiting_for()) - others
 
     def _waiting_for(self) -> list[str] | list[int]:
         """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
-        return self._recipients.waiting_for() or self._collecting.waiting_for()
+        return self._recipients.waiting_for() or self._collective.waiting_for()
 
     def _named(self) -> list[str]:
         return [f"{'rank' if isinstance(each, int) else 'replica'} {each}" for each in self._waiting_for()]
@@ -419,7 +419,7 @@ class Install(Job):
         if self.parts.place is not None:
             self.parts.place.add_to(report)
         tell_not_finite(report, self._course.not_finite)
-        report.collective = self._collecting.said()
+        report.collective = self._collective.said()
         report.timeline.CopyFrom(self._course.timeline)
         return report
 
@@ -438,7 +438,7 @@ class Update:
             recipients,
             Absences(state, goal, recipients, course.timer, course.cancel),
             Ranks(course, self._refuse),
-            Collecting(course, recipients),
+            UpdateCollective(course, recipients),
             PlanPipeline(state),
             before,
         )
@@ -485,7 +485,7 @@ class Update:
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
         parts, held = self._parts, self.goal.held
-        refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collecting.blobs()]
+        refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collective.blobs()]
         refs += [] if parts.place is None else parts.place.blobs()
         return refs + ([] if held is None or held.record is None else [held.record])
 
@@ -561,7 +561,7 @@ class Update:
         else:
             self._parts.ranks.gone(member)
             if isinstance(member, Trainer):
-                self._parts.collecting.gone(member)
+                self._parts.collective.gone(member)
                 self._go_on(now)
 
     # -- messages, results and timers

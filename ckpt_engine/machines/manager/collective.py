@@ -30,7 +30,7 @@ def name_of(member: str | WorkerKey) -> str:
     return member if isinstance(member, str) else f"{member[0]}, worker {member[1]}"
 
 
-class Collecting:
+class UpdateCollective:
     """The collective of one update. replicas: those that take part; none: there is no collective. why: a sentence for
     people."""
 
