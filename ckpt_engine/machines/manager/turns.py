@@ -18,12 +18,12 @@ from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Phase, UpdateTask, UpdateTimer
-from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.rank_calls import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
 from ckpt_engine.machines.manager.state import State
