@@ -183,10 +183,10 @@ class Mechanism:
         before = self._attempts.get((manager.generation, name))
         if before is not None and before.epoch != epoch and (manager.generation, before.epoch) not in self._ended:
             raise BrokenPromiseError(f"{name} is told to do {epoch} while {before.epoch} goes on")
-        sleepers = manager.machine._sleepers
-        if sleepers is None or sleepers.over or sleepers.fence.epoch in (0, epoch):
+        sleep_wake = manager.machine._sleep_wake
+        if sleep_wake is None or sleep_wake.over or sleep_wake.fence.epoch in (0, epoch):
             return
-        if name in sleepers._names and name not in sleepers._results:
+        if name in sleep_wake._names and name not in sleep_wake._results:
             raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
 
     def check_no_attempt_toward_an_older_commit(
@@ -482,7 +482,7 @@ REASONS: dict[str, Judge] = {
         goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)
     ),
     "running: a call to sleep or wake": lambda manager, replica, content: (
-        manager.machine._sleepers is not None and not manager.machine._sleepers.over
+        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.over
     ),
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,

@@ -20,7 +20,7 @@ from ckpt_engine.machines.manager.claims import Claims
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
-from ckpt_engine.machines.manager.sleepers import Sleepers
+from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Install
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
@@ -124,7 +124,7 @@ def what_nobody_called_for_gives_way(patch: Patch) -> None:
 
 def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:
     """It is told to a replica into which an update installs."""
-    patch.setattr(Sleepers, "meets", lambda self, goal: False)
+    patch.setattr(SleepWakeCall, "meets", lambda self, goal: False)
 
 
 # -------------------------------------------------------------------------------------------------------------- backoff
