@@ -23,9 +23,9 @@ from ckpt_engine.machines.manager.absences import LEFT_SECONDS
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
+from ckpt_engine.machines.manager.ledger_recovery import CommitsRead
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUpRetry, _given_up
-from ckpt_engine.machines.manager.recovery import CommitsRead
 from ckpt_engine.machines.manager.update import Entry, Update
 from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2

@@ -20,7 +20,7 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.sleep import SleepingOrWaking
 from ckpt_engine.machines.agent.state import Replica as AgentReplica
 from ckpt_engine.machines.events import PeerLost, StampEngine
-from ckpt_engine.machines.manager import members, recipients, recovery, update
+from ckpt_engine.machines.manager import ledger_recovery, members, recipients, update
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -264,7 +264,7 @@ def what_replicas_hold_comes_from_workers_only(patch: Patch) -> None:
 
 def a_rolled_back_ledger_goes_on_above_its_members(patch: Patch) -> None:
     """Epochs begin again where the copy of the ledger ended."""
-    patch.setattr(recovery.Recovery, "learn", lambda self, hello: False)
+    patch.setattr(ledger_recovery.LedgerRecovery, "learn", lambda self, hello: False)
 
 
 def one_manager_writes_a_ledger(patch: Patch) -> None:

@@ -46,12 +46,12 @@ from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
+from ckpt_engine.machines.manager.ledger_recovery import CommitsRead, CommitsRetry, LedgerRecovery
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer, take_beat, tells_nothing
 from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
 from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, GivingWay
-from ckpt_engine.machines.manager.recovery import CommitsRead, CommitsRetry, Recovery
 from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
@@ -102,7 +102,7 @@ class ManagerMachine:
         self._holdings = Holdings(self._state, self._publications)
         self._catch_up = CatchUp(self._state, self._holdings)
         self._drifts = Drifts(self._state, self._catch_up)
-        self._recovery = Recovery(self._state)
+        self._recovery = LedgerRecovery(self._state)
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
