@@ -18,8 +18,8 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
-from ckpt_engine.machines.manager.selection import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_options import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

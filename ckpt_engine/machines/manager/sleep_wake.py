@@ -14,8 +14,8 @@ from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.selection import check_named
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_options import check_named
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
