@@ -22,7 +22,16 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.filling import (
+from ckpt_engine.machines.manager.members import Holder, Holding
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.relay_facts import (
+    KnownNeeds,
+    connected_relays,
+    origins_of,
+    readers_of,
+    station_of,
+)
+from ckpt_engine.machines.manager.relay_filling import (
     FINAL,
     Filling,
     Together,
@@ -32,15 +41,6 @@ from ckpt_engine.machines.manager.filling import (
     lacking,
     reports,
     shortfalls,
-)
-from ckpt_engine.machines.manager.members import Holder, Holding
-from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.relay_facts import (
-    KnownNeeds,
-    connected_relays,
-    origins_of,
-    readers_of,
-    station_of,
 )
 from ckpt_engine.machines.manager.way_rules import by_way_of, in_between, prefetch_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2

@@ -1,7 +1,7 @@
 """One update that runs, told from its call to its report, as a row of jobs of which one goes on at a time:
 
 - `Seal` prepares replicas, has plans made and sources digest: then the version's root is known.
-- `Place` (`place.py`) has relays bring it, if that helps.
+- `Place` (`update_relays.py`) has relays bring it, if that helps.
 - `Candidate` is sealed and waits until it may be committed.
 - `Commit` writes durably which replicas are to serve it.
 - `Install` tells each replica, and ends when each has an outcome.
@@ -31,13 +31,13 @@ from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, Phas
 from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
-from ckpt_engine.machines.manager.place import Place
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -96,7 +96,7 @@ class Parts:
     collective: UpdateCollective
     pipeline: PlanPipeline  # of what replicas read from the sources
     before: Update | None  # whose installs go on; None: there is none, or they have ended
-    place: Place | None = None  # None: no relay brings anything, as far as is known
+    relays: UpdateRelays | None = None  # None: no relay brings anything, as far as is known
 
     @property
     def goal(self) -> Goal:
@@ -194,12 +194,12 @@ class Seal(Job):
         record = way.combined.record or (None if goal.held is None else goal.held.record)
         version = SealedVersion(identity, way, way.combined.record)
         if record is not None and (goal.held is None or self._recipients.cut_off):
-            place = Place(self._course, self._recipients, identity, record)
-            parts.place = parts.ranks.place = place
-            before = None if parts.before is None else parts.before.place
-            if place.start(way.compiled, before, now):
-                place.send(now)
-                return Placing(parts, version, place)
+            relays = UpdateRelays(self._course, self._recipients, identity, record)
+            parts.relays = parts.ranks.relays = relays
+            before = None if parts.before is None else parts.before.relays
+            if relays.start(way.compiled, before, now):
+                relays.send(now)
+                return Place(parts, version, relays)
         return Candidate(parts, version)
 
     def _refused(self, now: float) -> Over | None:
@@ -216,34 +216,34 @@ class Seal(Job):
 
 
 @dataclass(frozen=True)
-class Placing(Job):
+class Place(Job):
     """Relays are brought a version."""
 
     parts: Parts
     version: SealedVersion
-    place: Place
+    relays: UpdateRelays
 
     def send(self, now: float) -> None:
         """Tells, again, relays that have not answered."""
-        self.place.send(now)
+        self.relays.send(now)
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer of a relay."""
         match body:
             case manager_pb2.Sealed():
                 if Fence.of(body.fence) in (self.parts.course.fence, self.parts.course.filling):
-                    self.place.sealed(body, now)
+                    self.relays.sealed(body, now)
             case manager_pb2.RelayFilled() | manager_pb2.RelayProgress():
-                self.place.answered(member, body)
+                self.relays.answered(member, body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
         """A relay was silent too long, until `seconds` after the update began: it goes on without it."""
-        self.place.overdue(seconds, now)
+        self.relays.overdue(seconds, now)
         return None
 
     def advance(self, now: float) -> Job | None:
         """Goes on; the next job, if nothing is waited for."""
-        return Candidate(self.parts, self.version) if self.place.over(now) else None
+        return Candidate(self.parts, self.version) if self.relays.advance(now) else None
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,10 @@ class Candidate(Job):
             if course.phase is not waits:
                 course.begin(waits, course.goal.end - now, now)
             return None
-        if parts.place is not None:
-            parts.place.conclude()
+        if parts.relays is not None:
+            parts.relays.conclude()
             if (problem := parts.recipients.refusal()) is not None:
-                return Over(parts.place.left or parts.place.late or problem)
+                return Over(parts.relays.trainer_gone or parts.relays.late or problem)
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
@@ -331,8 +331,8 @@ class Install(Job):
         """Tells, again, all that have no outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        place, seconds = self.parts.place, self._course.left(now)
-        ways = {} if place is None else place.ways
+        relays, seconds = self.parts.relays, self._course.left(now)
+        ways = {} if relays is None else relays.ways
         changing = self._changing()
         self._recipients.install(
             self.version.identity, ways, self.version.direct, seconds, self._collective.install, changing
@@ -391,11 +391,11 @@ class Install(Job):
     def _changing(self) -> set[str]:
         """The replicas without an outcome that read memory which may change from now on. (Those of a collective end it
         by their own vote.)"""
-        goal, place = self._course.goal, self.parts.place
+        goal, relays = self._course.goal, self.parts.relays
         sealed = goal.held is not None or all(source.stays_sealed for source in goal.published.sources)
         if sealed or not self.parts.ranks.left:
             return set()
-        others = self._collective.replicas | (set() if place is None else place.ways.keys())
+        others = self._collective.replicas | (set() if relays is None else relays.ways.keys())
         return set(self._recipients.waiting_for()) - others
 
     def _waiting_for(self) -> list[str] | list[int]:
@@ -416,8 +416,8 @@ class Install(Job):
             planning=self._started - self._course.started,
             held=held,
         )
-        if self.parts.place is not None:
-            self.parts.place.add_to(report)
+        if self.parts.relays is not None:
+            self.parts.relays.add_to(report)
         tell_not_finite(report, self._course.not_finite)
         report.collective = self._collective.said()
         report.timeline.CopyFrom(self._course.timeline)
@@ -469,9 +469,9 @@ class Update:
         return self._parts.recipients.guessed
 
     @property
-    def place(self) -> Place | None:
+    def relays(self) -> UpdateRelays | None:
         """Its relays; None: no relay brings anything."""
-        return self._parts.place
+        return self._parts.relays
 
     @property
     def installs(self) -> Fence | None:
@@ -486,7 +486,7 @@ class Update:
         """Blobs that members may fetch for it, or that it still needs."""
         parts, held = self._parts, self.goal.held
         refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collective.blobs()]
-        refs += [] if parts.place is None else parts.place.blobs()
+        refs += [] if parts.relays is None else parts.relays.blobs()
         return refs + ([] if held is None or held.record is None else [held.record])
 
     def under_way(self) -> tuple[list[str], Version | None]:
@@ -530,14 +530,14 @@ class Update:
 
     def member_lost(self, member: Member, now: float) -> None:
         """Gives a lost member some time to come back."""
-        if isinstance(member, Holder) and self.place is not None:
-            self.place.lost(member)
+        if isinstance(member, Holder) and self.relays is not None:
+            self.relays.lost(member)
         if self._parts.absences.concern(member):
             self._parts.absences.lost(member, now)
 
     def member_back(self, member: Member, now: float) -> None:
         """Tells a member that said hello again, or published, what it may have missed."""
-        relay = isinstance(member, Holder) and self.place is not None and self.place.back(member)
+        relay = isinstance(member, Holder) and self.relays is not None and self.relays.back(member)
         if not relay and not self._parts.absences.concern(member):
             return
         self._parts.absences.back(member)
@@ -549,8 +549,8 @@ class Update:
 
     def member_gone(self, member: Member, now: float) -> None:
         """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time."""
-        if isinstance(member, Holder) and self.place is not None:
-            self.place.gone(member.source, "it left while it was being filled", now)
+        if isinstance(member, Holder) and self.relays is not None:
+            self.relays.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)
         if not self._parts.absences.concern(member):
             return
@@ -573,8 +573,8 @@ class Update:
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
         """A task of a pipeline ended, which may be of this update."""
-        if not self._parts.pipeline.done(task, done) and self.place is not None:
-            self.place.planned(task, done, now)
+        if not self._parts.pipeline.done(task, done) and self.relays is not None:
+            self.relays.planned(task, done, now)
         self._go_on(now)
 
     def done(self, step: Key, done: Done, now: float) -> None:
@@ -603,8 +603,8 @@ class Update:
                 self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
                 self.member_gone(member, now)
-            case RelayAbsent() | RelayRetry() if self.place is not None:
-                self.place.timer(step, now)
+            case RelayAbsent() | RelayRetry() if self.relays is not None:
+                self.relays.timer(step, now)
                 self._go_on(now)
 
     # -- from job to job
