@@ -42,7 +42,7 @@ from ckpt_engine.machines.manager.relay_filling import (
     reports,
     shortfalls,
 )
-from ckpt_engine.machines.manager.way_rules import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
