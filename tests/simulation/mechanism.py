@@ -160,7 +160,7 @@ class Mechanism:
         self, manager: ManagerShell, relay: str, body: manager_pb2.FillRelay
     ) -> None:
         """A relay is filled by a job that has it, and goes on holding what others may read beside that."""
-        (update,) = (each for each in manager.machine._updates.all() if each.course.filling == Fence.of(body.fence))
+        (update,) = (each for each in manager.machine._updates.all() if each.course.relay_fence == Fence.of(body.fence))
         claim = manager.machine._state.claims.granted[update.number]
         keeps = Version.of(body.keep) if body.HasField("keep") else None
         if relay not in claim.fills or keeps not in (None, claim.keeps):  # None: seen when a slot is overwritten

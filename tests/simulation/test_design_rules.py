@@ -237,15 +237,15 @@ def what_is_served_hashes_to_what_was_sealed(patch: Patch) -> Machines:
 
 def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     """Whatever its sources have sealed by now is installed under the name of the latest version."""
-    original = update.Seal._sealed
+    original = update.Seal._next_job
 
-    def sealed(self: update.Seal, way: Way, now: float) -> update.Job:
+    def next_job(self: update.Seal, way: Way, now: float) -> update.Job:
         goal = self._parts.goal
         if goal.is_attempt and goal.sealed is not None:
             way = replace(way, combined=replace(way.combined, root=goal.sealed.root))
         return original(self, way, now)
 
-    patch.setattr(update.Seal, "_sealed", sealed)
+    patch.setattr(update.Seal, "_next_job", next_job)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ledger

@@ -19,7 +19,7 @@ from ckpt_engine.machines.manager.absences import Ranks
 from ckpt_engine.machines.manager.claims import Claims
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
+from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, LateReplicas
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Install
@@ -119,7 +119,7 @@ def what_is_over_lets_go_of_its_holders(patch: Patch) -> None:
 
 def what_nobody_called_for_gives_way(patch: Patch) -> None:
     """An update waits until a late replica is brought up."""
-    patch.setattr(GivingWay, "give_way", lambda self, now: None)
+    patch.setattr(LateReplicas, "give_way", lambda self, now: None)
 
 
 def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""The manager's machine: its members, and one thing at a time for all of them.
+"""The manager's machine: it hands each event to the parts that it concerns, and then begins what can begin.
 
 Decides which members may join, which call begins an update, and what waits for what:
 - In each pool one update runs at a time, perhaps beside the installs of the one before it; those of different pools run
@@ -51,7 +51,7 @@ from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica,
 from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
-from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, GivingWay
+from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, LateReplicas
 from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
@@ -106,7 +106,7 @@ class ManagerMachine:
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
-        self._late = GivingWay(self._state, self._catch_up, self._turns)
+        self._late = LateReplicas(self._state, self._catch_up, self._turns)
         self._state.holds |= holds or {}
         self._holds = OperatorHolds(self._state, self._catch_up, self._late)
         self._sleep_wake: SleepWakeCall | None = None
@@ -365,7 +365,8 @@ class ManagerMachine:
             self._settled = True
 
     def _next(self, now: float) -> None:
-        """Begins what can begin. Called after every event."""
+        """Goes on with what waited, and begins what can begin. Called after every event that may have changed
+        something."""
         if self._sleep_wake is not None and self._sleep_wake.over:
             self._sleep_wake = None
         if self._sleep_wake is not None:
@@ -377,7 +378,7 @@ class ManagerMachine:
         while self._state.epoch_ready():
             if self._turns.begin(self._may_begin, now):
                 continue
-            goal = self._late.begin(self._may_begin, now) if self._settled else None
+            goal = self._late.next_goal(self._may_begin, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)

@@ -347,7 +347,7 @@ class Prefetch:
         def command(each: Filling) -> manager_pb2.FillRelay:
             return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
 
-        return filled_together(due, self._state.members.holders, command, self._course.filling)
+        return filled_together(due, self._state.members.holders, command, self._course.relay_fence)
 
     def _is_ready(self, name: str, route: Route) -> bool:
         """Whether a relay of a route's upstream can be read."""

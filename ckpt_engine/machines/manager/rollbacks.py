@@ -4,6 +4,7 @@ A rollback is an update that reads a version which holders still hold. Decides
 - which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
 - whether what holders hold under it is believed: only with the root that the ledger or a worker's words know it by;
 - when it begins: after what runs, as updates do, and before updates that are gathered.
+Once it has begun it is an `Update` like others (`turns.py` starts it), which has no ranks to seal anything.
 Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
 """
 
@@ -48,9 +49,10 @@ class RollbackEnd:
 
 @dataclass
 class Rollbacks:
-    """Rollbacks that wait, and those that run.
+    """Rollbacks that wait.
 
-    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over.
+    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over, so that
+    `holdings` keeps what was joined for them.
     """
 
     state: State
@@ -94,13 +96,13 @@ class Rollbacks:
     def coming(self) -> list[Coming]:
         """The rollbacks that lack nothing."""
         return [
-            Coming(_describe(asked), asked.goal, partial(self._begin, number), -number)
+            Coming(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
             for number, asked in self.waiting.items()
             if asked.goal is not None
         ]
 
-    def _begin(self, number: int) -> None:
-        """Begins a rollback whose turn has come."""
+    def _dequeue(self, number: int) -> None:
+        """Takes a rollback whose turn has come out of those that wait: it runs from now on."""
         goal = self.waiting[number].goal
         assert goal is not None
         self._end(number)

@@ -231,7 +231,7 @@ class Turns:
         """Begins the next one; whether one could. may: whether one may, for all that this does not know of."""
         for coming in self._next(may):
             if self.updates.lets(coming.goal, coming.call):
-                coming.begin()
+                coming.dequeue()
                 self.updates.start(coming.goal, now, coming.call)
                 return True
         return False
@@ -280,10 +280,10 @@ class Turns:
     def _over(self, update: Update) -> None:
         """It has ended."""
         self.waits.over(update)
-        if update.report is not None and update.goal.is_attempt and not update.guessed:
+        if update.report is not None and update.goal.is_attempt and not update.unresolved:
             for outcome in update.report.replicas:
                 self.corrections.brought(outcome)
         elif update.report is not None:
-            self.corrections.over(update.report, update.goal.min_replicas, update.guessed)
-            for name in update.guessed:
+            self.corrections.over(update.report, update.goal.min_replicas, update.unresolved)
+            for name in update.unresolved:
                 self.heard(name)

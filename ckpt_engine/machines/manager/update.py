@@ -56,7 +56,7 @@ class Job:
     """One stretch of an update's way. What a kind of job does not define does nothing."""
 
     def send(self, now: float) -> None:
-        """Tells, again, what has not answered."""
+        """Tells what has not answered: the first time when the job begins, then every `resend` and when one is back."""
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer, of which the fence may be another's."""
@@ -114,7 +114,7 @@ class Seal(Job):
         self._course.awaited[Phase.SEALING] = lambda: [source.source for source in self._pipeline.missing()]
 
     def send(self, now: float) -> None:
-        """Tells, again, what has not answered."""
+        """Tells replicas that are not prepared, then sources that have not digested."""
         if self._course.phase is Phase.PREPARING:
             self._recipients.prepare(self._course.left(now))
         elif self._course.phase is Phase.SEALING:
@@ -127,7 +127,7 @@ class Seal(Job):
                 if Fence.of(body.fence) == self._course.fence:
                     self._recipients.take_prepared(member, body)
             case manager_pb2.Sealed() if self._course.phase is Phase.SEALING:
-                if Fence.of(body.fence) in (self._course.fence, self._course.filling):
+                if Fence.of(body.fence) in (self._course.fence, self._course.relay_fence):
                     self._pipeline.take(body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
@@ -155,7 +155,7 @@ class Seal(Job):
                 self._course.begin(Phase.COMBINING, self._course.state.deadlines.plan, now)
                 self._pipeline.combine(self._course.left(now))
             case Way() as way:
-                return self._sealed(way, now)
+                return self._next_job(way, now)
         return None
 
     def _plan(self, now: float) -> Over | None:
@@ -185,7 +185,7 @@ class Seal(Job):
         self._pipeline.seal(sealing, self._course.left(now))
         return self.advance(now)
 
-    def _sealed(self, way: Way, now: float) -> Job:
+    def _next_job(self, way: Way, now: float) -> Job:
         """The root is known: is this the version that it says it is? Then relays may bring it."""
         parts, goal = self._parts, self._parts.goal
         identity = Version(goal.lineage, goal.version, way.combined.root)
@@ -224,14 +224,14 @@ class Place(Job):
     relays: UpdateRelays
 
     def send(self, now: float) -> None:
-        """Tells, again, relays that have not answered."""
+        """Tells relays that have not answered."""
         self.relays.send(now)
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer of a relay."""
         match body:
             case manager_pb2.Sealed():
-                if Fence.of(body.fence) in (self.parts.course.fence, self.parts.course.filling):
+                if Fence.of(body.fence) in (self.parts.course.fence, self.parts.course.relay_fence):
                     self.relays.sealed(body, now)
             case manager_pb2.RelayFilled() | manager_pb2.RelayProgress():
                 self.relays.answered(member, body)
@@ -328,7 +328,7 @@ class Install(Job):
         self.send(now)
 
     def send(self, now: float) -> None:
-        """Tells, again, all that have no outcome."""
+        """Tells all that have no outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
         relays, seconds = self.parts.relays, self._course.left(now)
@@ -366,7 +366,7 @@ class Install(Job):
             return None
         self._course.phase = Phase.REPORTING
         self._course.note(Phase.REPORTING, now)
-        self._recipients.look(self.version.identity)
+        self._recipients.resolve(self.version.identity)
         self._collective.over()
         self.reported = self._report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
@@ -464,9 +464,9 @@ class Update:
         return self.course.released
 
     @property
-    def guessed(self) -> dict[str, str]:
-        """See Recipients."""
-        return self._parts.recipients.guessed
+    def unresolved(self) -> dict[str, str]:
+        """The replicas that were told to install, with an outcome unknown: by name the session that was told."""
+        return self._parts.recipients.unresolved
 
     @property
     def relays(self) -> UpdateRelays | None:
@@ -536,7 +536,8 @@ class Update:
             self._parts.absences.lost(member, now)
 
     def member_back(self, member: Member, now: float) -> None:
-        """Tells a member that said hello again, or published, what it may have missed."""
+        """Tells a member that said hello again, or published, what it may have missed, and takes in what it said: a
+        relay counts as filled once its hello names the version."""
         relay = isinstance(member, Holder) and self.relays is not None and self.relays.back(member)
         if not relay and not self._parts.absences.concern(member):
             return
@@ -610,7 +611,7 @@ class Update:
     # -- from job to job
 
     def _send_missing(self, now: float) -> None:
-        """Sends again what has not been answered."""
+        """Sends what has not been answered, the first time and again; then goes on."""
         self._job.send(now)
         self._go_on(now)
 

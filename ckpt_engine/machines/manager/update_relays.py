@@ -192,7 +192,7 @@ class UpdateRelays:
         if (
             self._course.phase is not Phase.FILLING
             or not isinstance(member, Holder)
-            or Fence.of(body.fence) != self._course.filling
+            or Fence.of(body.fence) != self._course.relay_fence
         ):
             return
         if isinstance(body, manager_pb2.RelayFilled):
@@ -381,7 +381,7 @@ class RelayGroups:
             unfit = next(iter(compiled.unfit.values()), None)
             group.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
             return
-        sealing = Sealing(self._course, published, compiled, self._course.filling, keep=True)
+        sealing = Sealing(self._course, published, compiled, self._course.relay_fence, keep=True)
         group.pipeline.seal(sealing, self._course.left(now))
         self._go_on(group, now)
 
