@@ -29,15 +29,15 @@ MOST_NAMED = 8
 
 
 @dataclass
-class Asked:
-    """One call. end: by when the rollback must have reported. goal: once nothing is missing. lacks: what is."""
+class PendingRollback:
+    """One call that has not begun."""
 
     call: Call
     request: manager_pb2.RollbackRequest
-    end: float
-    goal: Goal | None = None
-    identity: Version | None = None
-    lacks: str = "members dial in again, since the manager was restarted"
+    end: float  # monotonic seconds by which it must have reported
+    goal: Goal | None = None  # None: it lacks something
+    identity: Version | None = None  # the version that it means, once that is known
+    lacks: str = "members dial in again, since the manager was restarted"  # what it waits for, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Rollbacks:
 
     state: State
     holdings: Holdings
-    waiting: dict[int, Asked] = field(default_factory=dict)
+    waiting: dict[int, PendingRollback] = field(default_factory=dict)
     running: list[Goal] = field(default_factory=list)
     numbers: int = 0
 
@@ -72,7 +72,7 @@ class Rollbacks:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
         end = now + (options.timeout_seconds or self.state.deadlines.update)
-        self.waiting[self.numbers] = Asked(call, request, end)
+        self.waiting[self.numbers] = PendingRollback(call, request, end)
         self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
@@ -121,7 +121,7 @@ class Rollbacks:
             f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
         )
 
-    def _goal(self, asked: Asked, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
+    def _goal(self, asked: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
         """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
         must be refused."""
         request = asked.request
@@ -200,7 +200,7 @@ class Rollbacks:
         self.state.cancel_timer(RollbackEnd(number))
 
 
-def _describe(asked: Asked) -> str:
+def _describe(asked: PendingRollback) -> str:
     lineage = asked.goal.lineage if asked.goal is not None else asked.request.lineage
     return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 

@@ -2,7 +2,7 @@
 
 - `Seal` prepares replicas, has plans made and sources digest: then the version's root is known.
 - `Place` (`update_relays.py`) has relays bring it, if that helps.
-- `Candidate` is sealed and waits until it may be committed.
+- `Candidate` is sealed and waits for the update before it, or until it is known whether a caller that left lives.
 - `Commit` writes durably which replicas are to serve it.
 - `Install` tells each replica, and ends when each has an outcome.
 
