@@ -46,10 +46,8 @@ def must_be_noticed(mistake: Mistake, patch: Patch, slant: Slant | None = None) 
             if not isinstance(error.__cause__, BrokenPromiseError):
                 raise  # a mistake in the mistake
             if seed != known:
-                warnings.warn(
-                    f"noticed.json says {known} of {name}, seed {seed} noticed: run python -m tests.simulation.mistakes",
-                    stacklevel=2,
-                )
+                said = f"noticed.json says {known} of {name}, seed {seed} noticed: run python -m tests.simulation.mistakes"
+                warnings.warn(said, stacklevel=2)
             _noticing[name] = seed
             return
     pytest.fail(f"{SEEDS} seeds did not notice: {mistake.__doc__}")
