@@ -46,7 +46,7 @@ def must_be_noticed(mistake: Mistake, patch: Patch, slant: Slant | None = None) 
             if not isinstance(error.__cause__, BrokenPromiseError):
                 raise  # a mistake in the mistake
             if seed != known:
-                said = f"noticed.json says {known} of {name}, seed {seed} noticed: run python -m tests.simulation.mistakes"
+                said = f"noticed.json has {known} for {name}, {seed} noticed: run python -m tests.simulation.mistakes"
                 warnings.warn(said, stacklevel=2)
             _noticing[name] = seed
             return
