@@ -20,17 +20,16 @@ demo: $(INSTALLED)
 grpo: $(INSTALLED)
 	examples/grpo/run $(ARGS)
 
-# More files at a time than processors, since most tests wait for processes that they have started, those of the slow
-# part above all: with four at a time two processors had nothing to do for a fifth of `make test` and a third of the slow
-# part, and one more costs six seconds of imports. Those that take longest first (tests/conftest.py). The linters run
-# among them.
+# More files at a time than processors, since most tests wait for processes that they have started: with four or five at a
+# time two processors had nothing to do for a fifth of `make test`, and one more costs six seconds of imports. Those that
+# take longest first (tests/conftest.py). The linters run among them.
 FILES_AT_A_TIME = --numprocesses $(1) --dist loadfile --no-loadscope-reorder
 
 # Folders of which every test is left out: each process would import them for nothing.
 HERE_ONLY = --ignore=tests/gpu --ignore=tests/frameworks
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(HERE_ONLY) $(call FILES_AT_A_TIME,5) $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(HERE_ONLY) $(call FILES_AT_A_TIME,6) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 # Two files at a time: the start of a server is half a minute of imports, one after another.
