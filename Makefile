@@ -20,15 +20,16 @@ demo: $(INSTALLED)
 grpo: $(INSTALLED)
 	examples/grpo/run $(ARGS)
 
-# Several files at a time, since most tests wait for processes that they have started; those that take longest first
-# (tests/conftest.py). The linters run among them.
+# More files at a time than processors, since most tests wait for processes that they have started: with four or five at a
+# time two processors had nothing to do for a fifth of `make test`, and one more costs six seconds of imports. Those that
+# take longest first (tests/conftest.py). The linters run among them.
 FILES_AT_A_TIME = --numprocesses $(1) --dist loadfile --no-loadscope-reorder
 
 # Folders of which every test is left out: each process would import them for nothing.
 HERE_ONLY = --ignore=tests/gpu --ignore=tests/frameworks
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(HERE_ONLY) $(call FILES_AT_A_TIME,4) $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not framework and not gpu and not slow" $(HERE_ONLY) $(call FILES_AT_A_TIME,6) $(ARGS)
 
 # Real inference engines on the CPU, and real routers, in environments of their own that are cached outside the checkout.
 # Two files at a time: the start of a server is half a minute of imports, one after another.
@@ -48,7 +49,7 @@ SLOW = slow and not engine and not framework and not gpu$(if $(PART), and not ho
 
 test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
-	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(HERE_ONLY) $(call FILES_AT_A_TIME,4) $(ARGS)
+	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(HERE_ONLY) $(call FILES_AT_A_TIME,6) $(ARGS)
 	$(if $(PART),,$(MAKE) test-engines PART=slow ENGINES="$(filter-out routers,$(ENGINES))")
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).

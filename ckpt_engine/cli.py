@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ckpt_engine.commands.loading import begin_loading
 from ckpt_engine.manager.about import software_version
 
 COMMANDS = {
@@ -92,6 +93,7 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Runs the process's command line."""
+    begin_loading()
     arguments = sys.argv[1:]
     if _COMPLETE in os.environ:
         arguments = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]

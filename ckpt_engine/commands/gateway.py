@@ -14,6 +14,7 @@ import typer
 
 from ckpt_engine.addresses import join_address, listening, split_address
 from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key
 from ckpt_engine.core.problems import CkptEngineError
@@ -101,6 +102,7 @@ def gateway(
         raise typer.Exit(1) from error
     at = join_address(split_address(listen)[0], bound.getsockname()[1])
     log.info("gateway listens on %s for %s workers=%d", at, manager or ", ".join(settings.replicas), workers)
+    end_loading()
     if workers > 1:
         raise typer.Exit(run_workers(settings, bound, workers))
     asyncio.run(serve(settings, bound))
@@ -112,6 +114,7 @@ def work() -> None:
     settings = Settings.from_json(os.environ[SETTINGS])
     bound = socket.socket(fileno=int(os.environ[SOCKET]))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_loading()
     asyncio.run(serve(settings, bound))
 
 

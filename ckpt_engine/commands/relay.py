@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
@@ -159,6 +160,7 @@ async def _run(settings: RelaySettings, until_stdin_ends: bool) -> None:
         asyncio.get_running_loop().add_reader(0, _read, stop)
     from ckpt_engine.relay.process import run_relay
 
+    end_loading()
     await run_relay(settings, stop)
 
 

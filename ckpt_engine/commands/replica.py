@@ -17,6 +17,7 @@ import typer
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
 from ckpt_engine.commands.choices import Engine, Form, Level, Mode
+from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
@@ -254,6 +255,7 @@ def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | Non
     from ckpt_engine.agent.engine import EngineFailedError
     from ckpt_engine.agent.session import EvictedError
 
+    end_loading()
     try:
         asyncio.run(_run(agent, beside))
     except (EngineFailedError, CkptEngineError, ValueError) as error:

@@ -12,6 +12,7 @@ import typer
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
@@ -98,6 +99,7 @@ def serve(
 async def _serve(config: ManagerConfig) -> None:
     from ckpt_engine.manager.service import ManagerServer
 
+    end_loading()
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,35 +7,29 @@ one ends that. An application of one event loop; `ckpt-engine prime-rl` serves i
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import re
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import grpc
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from ckpt_engine import CkptEngineError, Deadlines, UpdateReport, update_from_directory
-from ckpt_engine.channel import ManagerStub, error_of, open_channel
+from ckpt_engine import AsyncClient, CkptEngineError, Deadlines
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import forbidden, invalid, unauthenticated, unavailable
 from ckpt_engine.manager.browsers import host_of
 from ckpt_engine.manager.errors import http_status
 from ckpt_engine.manager.http_access import BODY_BYTES, says_json
+from ckpt_engine.options import PauseMode
 from ckpt_engine.security.grants import EVERYBODY, Caller, Tokens
-from ckpt_engine.v1 import manager_pb2
 
-MODES: Mapping[tuple[str, bool], str] = {
+MODES: Mapping[tuple[str, bool], PauseMode] = {
     ("keep", False): "in_place",
     ("keep", True): "keep",
     ("abort", False): "abort",
@@ -115,7 +109,7 @@ class Facade:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._steps = Steps(settings.lineage or f"prime-rl-{secrets.token_hex(4)}")
-        self._pause_mode: str | None = None
+        self._pause_mode: PauseMode | None = None
 
     def application(self) -> Starlette:
         """The application, for any ASGI server."""
@@ -172,14 +166,11 @@ class Facade:
 
     async def _health(self, request: Request) -> JSONResponse:
         settings = self._settings
-        async with open_channel(settings.manager) as channel:
+        async with AsyncClient(settings.manager, deadlines=settings.deadlines) as client:
             try:
-                status = await ManagerStub(channel).GetStatus(
-                    manager_pb2.GetStatusRequest(), timeout=settings.deadlines.status
-                )
-            except grpc.RpcError as error:
-                found = error_of(error).problem.message
-                raise unavailable(f"the manager at {settings.manager}: {found}") from error
+                status = await client.status()
+            except CkptEngineError as error:
+                raise unavailable(f"the manager at {settings.manager}: {error.problem.message}") from error
         up = [each for each in status.replicas if each.pool == settings.pool and each.connected and each.engine.url]
         if len(up) < settings.replicas:
             raise unavailable(f"{len(up)} of {settings.replicas} replicas are connected")
@@ -204,20 +195,16 @@ class Facade:
         directory = await _weight_dir(request)
         settings = self._settings
         lineage, version = self._steps.of(directory)
-        report: UpdateReport = await _left_at_exit(
-            partial(
-                update_from_directory,
-                settings.manager,
+        async with AsyncClient(settings.manager, deadlines=settings.deadlines) as client:
+            report = await client.update_from_directory(
                 directory,
                 version,
-                lineage,
+                lineage=lineage,
                 pause_mode=self._pause_mode,
                 timeout=settings.timeout,
                 min_replicas=settings.min_replicas,
                 pool=settings.pool,
-                deadlines=settings.deadlines,
             )
-        )
         if not report.ok:
             raise unavailable(f"not all replicas that must serve {directory} do:\n{report}")
         log.info("%s is served as version %d of lineage %s", directory, report.version, report.lineage)
@@ -228,33 +215,6 @@ class Facade:
 
     async def _no_other_way(self, request: Request) -> JSONResponse:
         raise invalid('weights come by way of a directory here: set [weight_broadcast] type = "filesystem"')
-
-
-async def _left_at_exit(call: Callable[[], UpdateReport]) -> UpdateReport:
-    """Runs as `asyncio.to_thread` does, on a thread for which this process does not wait when it ends: the update goes
-    on."""
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[UpdateReport] = loop.create_future()
-
-    def answer(report: UpdateReport | None, error: BaseException | None) -> None:
-        if over.cancelled():
-            return
-        if report is not None:
-            over.set_result(report)
-        elif error is not None:
-            over.set_exception(error)
-
-    def run() -> None:
-        report, error = None, None
-        try:
-            report = call()
-        except Exception as failed:
-            error = failed
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(answer, report, error)
-
-    threading.Thread(target=run, name="update", daemon=True).start()
-    return await over
 
 
 async def _weight_dir(request: Request) -> str:

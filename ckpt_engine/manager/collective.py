@@ -13,8 +13,8 @@ from ckpt_engine.core.offers import by_transport, label, ranks_of
 from ckpt_engine.core.plan import PlanRequest, Plans
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.machines.events import CollectivePlan, WorkerKey
-from ckpt_engine.machines.manager.collecting import name_of
-from ckpt_engine.machines.manager.way_rules import COLLECTIVE
+from ckpt_engine.machines.manager.collective import name_of
+from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
 

@@ -13,7 +13,7 @@ from ckpt_engine.core.prediction import Rates
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.sizes import bytes_of, rate_of
 from ckpt_engine.engine.adapter import load_adapter
-from ckpt_engine.machines.manager.way_rules import COLLECTIVE
+from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
 from ckpt_engine.planning import foresight
 from ckpt_engine.planning.model import Model, read_model
 from ckpt_engine.planning.places import Cluster, place

@@ -1,7 +1,7 @@
 """What relays would do in an update: the manager's own rules, asked about relays that are not there. Pure.
 
-Whether a relay is filled (machines/manager/way_rules.py), from whom (core/relay_routes.py), and who passes on to
-whom (machines/manager/filling.py) is decided there. Here the bytes of that are counted.
+Whether a relay is filled (machines/manager/relay_or_collective.py), from what (core/relay_routes.py), and which relay
+passes on to which (machines/manager/relay_filling.py) is decided there. Here the bytes of that are counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import reading_kinds
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.filling import OVER, Filling, Together, filled_together
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.relay_facts import TRANSPORT
-from ckpt_engine.machines.manager.way_rules import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.relay_filling import OVER, Filling, Together, filled_together
+from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.planning.offered import Offered
 from ckpt_engine.planning.places import Cluster
 from ckpt_engine.planning.slots import Slot, brought, slot_of

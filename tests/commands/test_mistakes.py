@@ -71,7 +71,9 @@ def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str)
 
 
 def test_arguments_of_a_trainer_that_cannot_be() -> None:
-    assert "those of a shell are texts" in said(lambda: Trainer("127.0.0.1:1", rank="0", lineage="run"))  # type: ignore[arg-type]
+    text = said(lambda: Trainer("127.0.0.1:1", rank="0", world_size="1", lineage="run"))  # type: ignore[arg-type]
+    assert "those of a shell are texts" in text
+    assert "give both, or neither under torchrun" in said(lambda: Trainer("127.0.0.1:1", rank=0, lineage="run"))
     assert "ranks count from 0" in said(lambda: Trainer("127.0.0.1:1", rank=2, world_size=2, lineage="run"))
 
 

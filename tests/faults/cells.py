@@ -146,8 +146,8 @@ class Cell:
     def _of_bystander(self) -> Iterator[str]:
         yield NEW
         if self.victim == RELAY:
-            if self.stage == "quiesce":
-                yield OLD
+            if self.stage in ("quiesce", "transfer", "install", "verify", "commit", "resume"):
+                yield OLD  # the other one is there, and this one may not have come so far
             return
         if self.stage in BEFORE or self.stage == "quiesce" or self.victim in ("trainer", "manager"):
             yield OLD  # never reached by its install, or the update was refused

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines.events import Message, Peer
+from ckpt_engine.machines.manager.ledger_recovery import MOST_SKIPPED
 from ckpt_engine.machines.manager.machine import ManagerMachine
-from ckpt_engine.machines.manager.recovery import MOST_SKIPPED
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 PEER = Peer("replica")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.machines.manager.way_rules import Candidate, collective_decision
+from ckpt_engine.machines.manager.relay_or_collective import CollectiveCandidate, collective_decision
 
-READS, BY_RELAY, CUT_OFF = Candidate(True, False), Candidate(False, True), Candidate(False, False)
-CANNOT = Candidate(False, False, "cannot use nccl")
+READS, BY_RELAY, CUT_OFF = (
+    CollectiveCandidate(True, False),
+    CollectiveCandidate(False, True),
+    CollectiveCandidate(False, False),
+)
+CANNOT = CollectiveCandidate(False, False, "cannot use nccl")
 
 
 def test_a_replica_that_has_no_other_way_is_updated_by_one() -> None:
@@ -35,5 +39,5 @@ def test_all_that_can_take_part_if_it_is_asked_for() -> None:
         (True, False, False, {}, "no replica lacks the version"),
     ],
 )
-def test_nobody(asked: bool, held: bool, late: bool, candidates: dict[str, Candidate], why: str) -> None:
+def test_nobody(asked: bool, held: bool, late: bool, candidates: dict[str, CollectiveCandidate], why: str) -> None:
     assert collective_decision(asked, held, late, candidates) == ((), f"no collective: {why}")

@@ -8,8 +8,8 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.filling import Filling, Together, filled_together
 from ckpt_engine.machines.manager.members import Holder, Members
+from ckpt_engine.machines.manager.relay_filling import Filling, Together, filled_together
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 FENCE = Fence("cluster", 7)

@@ -9,10 +9,10 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.prefetch import Prefetch
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
+from ckpt_engine.machines.manager.relay_filling import Filling
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.reach import Distance
-from ckpt_engine.machines.manager.way_rules import prefetch_decision
+from ckpt_engine.machines.manager.relay_or_collective import prefetch_decision
 from ckpt_engine.v1 import manager_pb2
 
 AUTO, ALWAYS, NEVER = manager_pb2.AUTO, manager_pb2.ALWAYS, manager_pb2.NEVER

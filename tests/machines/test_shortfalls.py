@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckpt_engine.core.relay_routes import Route
-from ckpt_engine.machines.manager.filling import Filling, shortfalls
 from ckpt_engine.machines.manager.members import Holder
+from ckpt_engine.machines.manager.relay_filling import Filling, shortfalls
 from ckpt_engine.v1.manager_pb2 import RelayFilled
 from ckpt_engine.v1.weights_pb2 import Host, Problem
 

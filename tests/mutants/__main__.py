@@ -84,7 +84,7 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/gateway/", (_gateway("stitching", "json_numbers", "fleet", "journeys", "gateway"), "tests/gateway")),
     *(
         (f"ckpt_engine/machines/manager/{name}.py", (_about_relays_in_updates(), _about_machines(), STORIES))
-        for name in ("prefetch", "place", "filling", "plan_pipeline", "admission")
+        for name in ("prefetch", "update_relays", "relay_filling", "plan_pipeline", "claims")
     ),
     ("ckpt_engine/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
 )

@@ -98,6 +98,7 @@ class Engine:
         self.in_order = world.chance(0.5)
         self._shut: dict[tuple[bytes, bytes], bool] = {}
         self._judged: tuple[object, events.Words] | None = None
+        self._decided: tuple[object, Decision] | None = None
         self._last = Signal()
         self._last.set()
         self._processes: list[Process] = []
@@ -123,7 +124,7 @@ class Engine:
         if not self.alive:
             return events.Words((), False, "the engine is dead", None)
         own = self.mark.own_weights
-        key = [own, *self.page_key()]
+        key = (own, self.page_key())
         if self._judged is None or self._judged[0] != key:
             words = self.page()
             judged = state.verdict(words, own)
@@ -152,14 +153,18 @@ class Engine:
         return self.agent
 
     def gate(self) -> Decision:
-        """What the gate does with a request now; the rule is that of words/holding.py."""
-        mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
-        return decide(self.page(), mark, self.hold, self.world.now)
+        """What the gate does with a request now; the rule is that of words/holding.py, which looks at no other time."""
+        now = self.world.now
+        key = (self.mark, self.hold, now < self.hold.until, self.page_key())
+        if self._decided is None or self._decided[0] != key:
+            mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
+            self._decided = key, decide(self.page(), mark, self.hold, now)
+        return self._decided[1]
 
     @property
     def computing(self) -> weights_pb2.Identity | None:
         """The version that its tokens are of, if it may be making any and they are of a version."""
-        may = (self.gate_open or self.inside) and self.alive and not self.paused and not self.asleep
+        may = self.alive and not self.paused and not self.asleep and (self.inside or self.gate_open)
         return self.words().identity if may else None
 
     @property

@@ -335,10 +335,10 @@ class Invariants:
         if manager is None or not manager.alive or manager.stopped or self.scenario.ledgers_replaced:
             return
         for update in manager.machine._updates.all():
-            if update.phase != "installing" or update.goal.is_attempt or update.place is None:
+            if update.phase != "installing" or update.goal.is_attempt or update.relays is None:
                 continue
             for name in update._parts.recipients.waiting_for():
-                way = update.place.ways.get(name)
+                way = update.relays.ways.get(name)
                 if way is None or slot.filled is None or Version.of(slot.filled) != update.under_way()[1]:
                     continue
                 for plan in way.compiled.plans.values():

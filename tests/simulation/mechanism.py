@@ -20,12 +20,12 @@ from ckpt_engine.core.sleeping import AWAKE, WEIGHTS
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.absences import LEFT_SECONDS
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
+from ckpt_engine.machines.manager.ledger_recovery import CommitsRead
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUpRetry, _given_up
-from ckpt_engine.machines.manager.recovery import CommitsRead
 from ckpt_engine.machines.manager.update import Entry, Update
 from ckpt_engine.machines.manager.versions import Content, everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -160,8 +160,8 @@ class Mechanism:
         self, manager: ManagerShell, relay: str, body: manager_pb2.FillRelay
     ) -> None:
         """A relay is filled by a job that has it, and goes on holding what others may read beside that."""
-        (update,) = (each for each in manager.machine._updates.all() if each.course.filling == Fence.of(body.fence))
-        claim = manager.machine._state.admission.granted[update.number]
+        (update,) = (each for each in manager.machine._updates.all() if each.course.relay_fence == Fence.of(body.fence))
+        claim = manager.machine._state.claims.granted[update.number]
         keeps = Version.of(body.keep) if body.HasField("keep") else None
         if relay not in claim.fills or keeps not in (None, claim.keeps):  # None: seen when a slot is overwritten
             raise BrokenPromiseError(f"{relay} is told to keep {keeps}, and the claim of {update.number} is {claim}")
@@ -183,10 +183,10 @@ class Mechanism:
         before = self._attempts.get((manager.generation, name))
         if before is not None and before.epoch != epoch and (manager.generation, before.epoch) not in self._ended:
             raise BrokenPromiseError(f"{name} is told to do {epoch} while {before.epoch} goes on")
-        sleepers = manager.machine._sleepers
-        if sleepers is None or sleepers.over or sleepers.fence.epoch in (0, epoch):
+        sleep_wake = manager.machine._sleep_wake
+        if sleep_wake is None or sleep_wake.over or sleep_wake.fence.epoch in (0, epoch):
             return
-        if name in sleepers._names and name not in sleepers._results:
+        if name in sleep_wake._names and name not in sleep_wake._results:
             raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
 
     def check_no_attempt_toward_an_older_commit(
@@ -309,14 +309,14 @@ class Mechanism:
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
-        admission, going = machine._state.admission, {update.number for update in machine._updates.going}
+        jobs, going = machine._state.claims, {update.number for update in machine._updates.going}
         asked = {-number for number in machine._turns.rollbacks.waiting}
-        left = (admission.granted.keys() - going) | (admission.waiting.keys() - going - asked)
+        left = (jobs.granted.keys() - going) | (jobs.waiting.keys() - going - asked)
         if left:
             raise BrokenPromiseError(f"{sorted(left)} are over, and have holders or wait for some")
-        for number in admission.waiting:
-            if admission.granted.get(number, Claim()) != Claim():
-                raise BrokenPromiseError(f"{number} waits with {admission.granted[number]} in its hands")
+        for number in jobs.waiting:
+            if jobs.granted.get(number, Claim()) != Claim():
+                raise BrokenPromiseError(f"{number} waits with {jobs.granted[number]} in its hands")
 
     def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
         """What nobody called for gives way to every update that lacks nothing else."""
@@ -325,7 +325,7 @@ class Mechanism:
             for coming in manager.machine._turns.coming():
                 claims = (
                     manager.machine._updates.claim(coming.goal),
-                    manager.machine._state.admission.granted[update.number],
+                    manager.machine._state.claims.granted[update.number],
                 )
                 if coming.goal.meets(update.goal) or claims[0].meets(claims[1]):
                     raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
@@ -460,8 +460,8 @@ def _looked_again(manager: ManagerShell, replica: Replica, content: Content) -> 
 
 
 def _holders_in_use(manager: ManagerShell, replica: Replica, content: Content) -> bool:
-    admission = manager.machine._state.admission
-    return any(claim != Claim() for claim in (*admission.granted.values(), *admission.waiting.values()))
+    jobs = manager.machine._state.claims
+    return any(claim != Claim() for claim in (*jobs.granted.values(), *jobs.waiting.values()))
 
 
 REASONS: dict[str, Judge] = {
@@ -482,7 +482,7 @@ REASONS: dict[str, Judge] = {
         goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)
     ),
     "running: a call to sleep or wake": lambda manager, replica, content: (
-        manager.machine._sleepers is not None and not manager.machine._sleepers.over
+        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.over
     ),
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,

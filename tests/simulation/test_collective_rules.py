@@ -13,7 +13,7 @@ import pytest
 from ckpt_engine.core.arming import Answer, Ballot, Ballots, Participant, Step, Word
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.ready import Readying
-from ckpt_engine.machines.manager import collecting, way_rules
+from ckpt_engine.machines.manager import collective, relay_or_collective
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation import parts
 from tests.simulation.collective import Part
@@ -151,11 +151,11 @@ def a_part_has_an_end(patch: Patch) -> None:
 def a_communicator_is_made_anew_when_anybody_comes_or_goes(patch: Patch) -> None:
     """It is named by its members, whatever processes these are."""
 
-    def named(self: collecting.Collecting, fence: Any, plan: events.CollectivePlan) -> bytes:
+    def named(self: collective.UpdateCollective, fence: Any, plan: events.CollectivePlan) -> bytes:
         self._made = "", None, b""
         return "/".join(map(str, plan.members)).encode()
 
-    patch.setattr(collecting.Collecting, "_communicator", named)
+    patch.setattr(collective.UpdateCollective, "_communicator", named)
 
 
 def workers_are_asked_for_the_communicator(patch: Patch) -> None:
@@ -171,12 +171,12 @@ def workers_are_asked_for_the_communicator(patch: Patch) -> None:
 
 def late_replicas_never_use_one(patch: Patch) -> None:
     """They are brought up by a collective, too."""
-    original = way_rules.collective_decision
+    original = relay_or_collective.collective_decision
 
-    def decision(asked: bool, held: bool, late: bool, candidates: Any) -> way_rules.Decision:
+    def decision(asked: bool, held: bool, late: bool, candidates: Any) -> relay_or_collective.Decision:
         return original(asked, held, False, candidates)
 
-    patch.setattr(collecting, "collective_decision", decision)
+    patch.setattr(collective, "collective_decision", decision)
 
 
 RULES: dict[Mistake, Slant] = {

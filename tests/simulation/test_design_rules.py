@@ -20,7 +20,7 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.sleep import SleepingOrWaking
 from ckpt_engine.machines.agent.state import Replica as AgentReplica
 from ckpt_engine.machines.events import PeerLost, StampEngine
-from ckpt_engine.machines.manager import members, recipients, recovery, update
+from ckpt_engine.machines.manager import ledger_recovery, members, recipients, update
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -237,15 +237,15 @@ def what_is_served_hashes_to_what_was_sealed(patch: Patch) -> Machines:
 
 def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     """Whatever its sources have sealed by now is installed under the name of the latest version."""
-    original = update.Seal._sealed
+    original = update.Seal._next_job
 
-    def sealed(self: update.Seal, way: Way, now: float) -> update.Job:
+    def next_job(self: update.Seal, way: Way, now: float) -> update.Job:
         goal = self._parts.goal
         if goal.is_attempt and goal.sealed is not None:
             way = replace(way, combined=replace(way.combined, root=goal.sealed.root))
         return original(self, way, now)
 
-    patch.setattr(update.Seal, "_sealed", sealed)
+    patch.setattr(update.Seal, "_next_job", next_job)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ledger
@@ -264,7 +264,7 @@ def what_replicas_hold_comes_from_workers_only(patch: Patch) -> None:
 
 def a_rolled_back_ledger_goes_on_above_its_members(patch: Patch) -> None:
     """Epochs begin again where the copy of the ledger ended."""
-    patch.setattr(recovery.Recovery, "learn", lambda self, hello: False)
+    patch.setattr(ledger_recovery.LedgerRecovery, "learn", lambda self, hello: False)
 
 
 def one_manager_writes_a_ledger(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from ckpt_engine.core.fan_out_orders import fan_out_orders
-from ckpt_engine.machines.manager import filling
+from ckpt_engine.machines.manager import relay_filling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import host_of
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -175,7 +175,7 @@ def whom_a_relay_asks_comes_before_it_in_a_tree(patch: Patch) -> None:
                 tree.ask[:] = range(len(one.peers))
         return found
 
-    patch.setattr(filling, "fan_out_orders", orders)
+    patch.setattr(relay_filling, "fan_out_orders", orders)
 
 
 RULES: list[Mistake] = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.machines.manager.gather import ranks_named
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.machines.manager.rank_calls import ranks_named
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused

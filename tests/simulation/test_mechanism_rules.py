@@ -16,11 +16,11 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager import holdings, reconcile
 from ckpt_engine.machines.manager.absences import Ranks
-from ckpt_engine.machines.manager.admission import Admission
+from ckpt_engine.machines.manager.claims import Claims
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, GivingWay
-from ckpt_engine.machines.manager.sleepers import Sleepers
+from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, LateReplicas
+from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update import Install
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
@@ -101,30 +101,30 @@ def replicas_are_counted_before_the_commit(patch: Patch) -> None:
     patch.setattr(Recipients, "too_few", lambda self: None)
 
 
-# ------------------------------------------------------------------------------------------------------------ admission
+# ------------------------------------------------------------------------------------------------------------ claims
 
 
 def what_is_over_lets_go_of_its_holders(patch: Patch) -> None:
     """It has them for ever."""
-    original = Admission.end
+    original = Claims.end
 
-    def end(self: Admission, number: int) -> None:
+    def end(self: Claims, number: int) -> None:
         claim = self.granted.get(number)
         original(self, number)
         if claim is not None:
             self.granted[number] = claim
 
-    patch.setattr(Admission, "end", end)
+    patch.setattr(Claims, "end", end)
 
 
 def what_nobody_called_for_gives_way(patch: Patch) -> None:
     """An update waits until a late replica is brought up."""
-    patch.setattr(GivingWay, "give_way", lambda self, now: None)
+    patch.setattr(LateReplicas, "give_way", lambda self, now: None)
 
 
 def a_call_to_sleep_waits_for_installs(patch: Patch) -> None:
     """It is told to a replica into which an update installs."""
-    patch.setattr(Sleepers, "meets", lambda self, goal: False)
+    patch.setattr(SleepWakeCall, "meets", lambda self, goal: False)
 
 
 # -------------------------------------------------------------------------------------------------------------- backoff

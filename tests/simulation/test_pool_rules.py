@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.machines.manager.admission import Admission, Claim
+from ckpt_engine.machines.manager.claims import Claim, Claims
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.turns import Updates
@@ -21,7 +21,7 @@ def a_relay_serves_one_update_at_a_time(patch: Patch) -> None:
 
 def a_relay_is_told_a_fence_above_all_that_it_obeys(patch: Patch) -> None:
     """An update that waited for it goes on under the fence that it began with."""
-    patch.setattr(Admission, "obeyed", lambda self, names: 0)
+    patch.setattr(Claims, "obeyed", lambda self, names: 0)
 
 
 def a_welcome_does_not_outrun_what_is_on_its_way(patch: Patch) -> None:

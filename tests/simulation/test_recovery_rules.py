@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_engine.core.problems import not_found
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.recovery import MOST_SKIPPED, Recovery
+from ckpt_engine.machines.manager.ledger_recovery import MOST_SKIPPED, LedgerRecovery
 from tests.simulation.manager import Ledger, ManagerShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
@@ -233,7 +233,7 @@ def test_the_word_of_an_engine_that_comes_later_is_bounded_too(story: Story, mon
     assert f"{agent.name!r}: not believed" in warnings(story)
     assert agent.ended is None
     assert manager_of(story).machine.status().fence.epoch < 10
-    monkeypatch.setattr(Recovery, "_believed", lambda self, epoch, name: True)
+    monkeypatch.setattr(LedgerRecovery, "_believed", lambda self, epoch, name: True)
     story.wait(3.0)
     assert manager_of(story).machine.status().fence.epoch >= 1 << 62
 

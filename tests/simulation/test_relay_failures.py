@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_engine.core.problems import data_loss
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.place import Place
+from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
@@ -241,8 +241,10 @@ def test_replicas_that_were_to_read_a_trainer_that_has_left_keep_what_they_serve
 ) -> None:
     """Its session is lost too, so for all that is known it has died; in fact it trains on."""
     if not kept:
-        conclude = Place.conclude
-        monkeypatch.setattr(Place, "conclude", lambda self: (setattr(self, "left", None), conclude(self))[1])
+        conclude = UpdateRelays.conclude
+        monkeypatch.setattr(
+            UpdateRelays, "conclude", lambda self: (setattr(self, "trainer_gone", None), conclude(self))[1]
+        )
     story.relay()
     far, near, group = story.replica(), story.replica(), story.ranks()
     (trainer,) = group.trainers

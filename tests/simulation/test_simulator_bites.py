@@ -10,7 +10,7 @@ from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.state import Replica
 from ckpt_engine.machines.events import HoldRequests, Key, TimerFired
-from ckpt_engine.machines.manager import gather, recipients, update
+from ckpt_engine.machines.manager import rank_calls, recipients, update
 from ckpt_engine.machines.manager.course import CourseTimer
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.versions import Versions
@@ -125,12 +125,12 @@ def outcomes_are_invented(patch: Patch) -> None:
 
 def reports_leave_out_who_is_away(patch: Patch) -> None:
     """An update is for those that are connected, and a report for nobody else."""
-    original = gather.replicas_for
+    original = rank_calls.replicas_for
 
     def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
         return tuple(name for name in original(state, request, now) if state.members.replicas[name].peer is not None)
 
-    patch.setattr(gather, "replicas_for", replicas_for)
+    patch.setattr(rank_calls, "replicas_for", replicas_for)
 
 
 def one_is_always_enough(patch: Patch) -> None:

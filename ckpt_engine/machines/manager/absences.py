@@ -20,9 +20,9 @@ from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id, speaker
-from ckpt_engine.machines.manager.place import Place
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import weights_pb2
 
 LEFT_SECONDS = 0.5
@@ -150,7 +150,7 @@ class Ranks:
         self._course = course
         self._goal = course.goal
         self._refuse = refuse
-        self.place: Place | None = None
+        self.relays: UpdateRelays | None = None
         self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
         # no intent is recorded meanwhile
         self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
@@ -193,7 +193,7 @@ class Ranks:
         """Whether the update goes on, without the trainer."""
         if not self._course.refusable:
             return False
-        alone = self.place is not None and self.place.alone(problem)
+        alone = self.relays is not None and self.relays.alone(problem)
         if not alone:
             self._refuse(problem)
         return alone

@@ -10,7 +10,7 @@ from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Key, ManagerTask
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -24,8 +24,8 @@ class Phase(StrEnum):
     SEALING = auto()
     COMBINING = auto()
     QUEUEING = auto()  # for relays
-    FILLING = auto()
-    JOINING = auto()
+    FILLING = auto()  # of relays
+    JOINING = auto()  # of what relays hold, until there are plans that read from them
     WAITING = auto()  # for the update before it
     LEAVING = auto()  # of a caller: does it live?
     RECORDING = auto()  # the intent
@@ -88,7 +88,7 @@ class Course:
         self.goal = goal
         self.fence = state.next_fill()  # for preparing and sealing
         self.number = self.fence.epoch
-        self.filling = self.fence  # that relays are told; another one if they obey a higher one since this began
+        self.relay_fence = self.fence  # for filling relays; a later one if they were told a higher one meanwhile
         self.phase = Phase.PREPARING
         self.started = 0.0  # monotonic seconds
         self.cut = ""  # why it was cut short, for people; empty: it was not
@@ -154,31 +154,31 @@ class Course:
         self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
 
     def claim(self, claim: Claim) -> bool:
-        """Whether it has this of holders from now on, to tell them so under `filling`; else it asks again later."""
-        admission = self.state.admission
-        if not admission.ask(self.number, claim):
+        """Whether it has this of holders from now on, to tell them so under `relay_fence`; else it asks again later."""
+        claims = self.state.claims
+        if not claims.ask(self.number, claim):
             return False
-        if admission.obeyed(claim.orders) > self.filling.epoch:
+        if claims.obeyed(claim.orders) > self.relay_fence.epoch:
             if not self.state.epoch_ready():
                 return False
-            self.filling = self.state.next_fill()
-        admission.fences |= dict.fromkeys(claim.orders, self.filling.epoch)
+            self.relay_fence = self.state.next_fill()
+        claims.fences |= dict.fromkeys(claim.orders, self.relay_fence.epoch)
         return True
 
     @property
     def waits(self) -> bool:
         """Whether others have what it has claimed."""
-        return bool(self.state.admission.in_the_way(self.number))
+        return bool(self.state.claims.in_the_way(self.number))
 
     def extend_claim(self, relays: frozenset[str]) -> None:
         """Fills and reads these relays, too: none of them is `blocked`."""
-        self.state.admission.extend(self.number, relays, self.filling.epoch)
+        self.state.claims.extend(self.number, relays, self.relay_fence.epoch)
 
     def blocked(self, keeps: Version | None) -> set[str]:
         """Relays that it cannot fill besides: another job has them, or they obey a higher fence by now."""
-        admission = self.state.admission
-        higher = {name for name, fence in admission.fences.items() if fence > self.filling.epoch}
-        return admission.blocked(self.number, keeps) | higher
+        claims = self.state.claims
+        higher = {name for name, fence in claims.fences.items() if fence > self.relay_fence.epoch}
+        return claims.blocked(self.number, keeps) | higher
 
     def note(self, phase: str, now: float) -> None:
         """Notes a phase for the timeline: it began then, and what went on before has ended."""

@@ -92,5 +92,5 @@ class Coming(NamedTuple):
 
     said: str  # what it is, for people
     goal: Goal
-    begin: Callable[[], None]  # to be called when its turn has come
+    dequeue: Callable[[], None]  # takes it out of the calls that wait; to be called before its update is started
     call: int | None = None  # its number among those that wait for holders, below 0; None: it needs none to begin

@@ -1,4 +1,4 @@
-"""The manager's machine: its members, and one thing at a time for all of them.
+"""The manager's machine: it hands each event to the parts that it concerns, and then begins what can begin.
 
 Decides which members may join, which call begins an update, and what waits for what:
 - In each pool one update runs at a time, perhaps beside the installs of the one before it; those of different pools run
@@ -46,14 +46,14 @@ from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
+from ckpt_engine.machines.manager.ledger_recovery import CommitsRead, CommitsRetry, LedgerRecovery
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer, take_beat, tells_nothing
 from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
-from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, GivingWay
-from ckpt_engine.machines.manager.recovery import CommitsRead, CommitsRetry, Recovery
+from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, LateReplicas
 from ckpt_engine.machines.manager.report import Correction
-from ckpt_engine.machines.manager.sleepers import Sleepers, SleepersEnd, SleepersResend
+from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
@@ -102,14 +102,14 @@ class ManagerMachine:
         self._holdings = Holdings(self._state, self._publications)
         self._catch_up = CatchUp(self._state, self._holdings)
         self._drifts = Drifts(self._state, self._catch_up)
-        self._recovery = Recovery(self._state)
+        self._recovery = LedgerRecovery(self._state)
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
-        self._late = GivingWay(self._state, self._catch_up, self._turns)
+        self._late = LateReplicas(self._state, self._catch_up, self._turns)
         self._state.holds |= holds or {}
         self._holds = OperatorHolds(self._state, self._catch_up, self._late)
-        self._sleepers: Sleepers | None = None
+        self._sleep_wake: SleepWakeCall | None = None
         self._restarted = epoch > 0
         self._settled = False
         self._begun = False
@@ -182,8 +182,8 @@ class ManagerMachine:
         return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
 
     def _phase(self) -> str:
-        sleepers = [] if self._sleepers is None else [self._sleepers.describe()]
-        running = "; ".join([*(update.describe() for update in self._updates.all()), *sleepers])
+        sleep_wake = [] if self._sleep_wake is None else [self._sleep_wake.describe()]
+        running = "; ".join([*(update.describe() for update in self._updates.all()), *sleep_wake])
         return running or self._turns.describe() or "idle"
 
     # -- members
@@ -214,8 +214,8 @@ class ManagerMachine:
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica):
                 self._outcome(member, body, now)
             case manager_pb2.SleepWakeDone() if isinstance(member, Replica):
-                if self._sleepers is not None:
-                    self._sleepers.answer(member, body)
+                if self._sleep_wake is not None:
+                    self._sleep_wake.answer(member, body)
             case _:
                 if isinstance(member, Holder):
                     member.words.note(body)
@@ -264,14 +264,14 @@ class ManagerMachine:
         elif isinstance(member, Holder):
             self._holdings.told(member)
         self._updates.back(member, now)
-        if self._sleepers is not None:
-            self._sleepers.send_missing(now)
+        if self._sleep_wake is not None:
+            self._sleep_wake.send_missing(now)
 
     def _installs(self, member: Member) -> int:
         """The install fence that it is welcomed with: what is on its way to it is not below that."""
         if not isinstance(member, Replica):
             return self._state.installs
-        asleep = self._state.installs if self._sleepers is None else self._sleepers.installs(member.name)
+        asleep = self._state.installs if self._sleep_wake is None else self._sleep_wake.installs(member.name)
         return min(self._updates.installs(member.name), asleep)
 
     def _session_of(self, member: Member | None) -> str:
@@ -306,8 +306,8 @@ class ManagerMachine:
             self._goodbye(forgotten, None, now)
 
     def _gone(self, member: Member, now: float) -> None:
-        if self._sleepers is not None and isinstance(member, Replica):
-            self._sleepers.lost(member.name)
+        if self._sleep_wake is not None and isinstance(member, Replica):
+            self._sleep_wake.lost(member.name)
 
     def _lease(self, peer: Peer, now: float) -> None:
         member = self._members.by_peer.get(peer)
@@ -325,14 +325,14 @@ class ManagerMachine:
 
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
-            sleepers = Sleepers(self._state, event, now)
-            self._late.cut_short(sleepers.meets, "a call to sleep or wake came", now)
+            sleep_wake = SleepWakeCall(self._state, event, now)
+            self._late.cut_short(sleep_wake.meets, "a call to sleep or wake came", now)
             orders = [update.goal for update in self._updates.all()]
             orders += [coming.goal for coming in self._turns.coming()]
-            if self._sleepers or any(map(sleepers.meets, orders)):
+            if self._sleep_wake or any(map(sleep_wake.meets, orders)):
                 raise aborted(f"replicas are in use: {self._phase()}")
             self._state.check_ledger()
-            self._sleepers = sleepers
+            self._sleep_wake = sleep_wake
         except CkptEngineError as error:
             self._state.finish(event.call, error.problem)
 
@@ -349,8 +349,8 @@ class ManagerMachine:
             self._goodbye(member, problem, now)
 
     def _cancelled(self, call: Call, now: float) -> None:
-        if self._sleepers is not None and self._sleepers.call == call:
-            self._sleepers.call = None
+        if self._sleep_wake is not None and self._sleep_wake.call == call:
+            self._sleep_wake.call = None
         self._turns.cancelled(call)
         self._updates.cancelled(call)
 
@@ -365,11 +365,12 @@ class ManagerMachine:
             self._settled = True
 
     def _next(self, now: float) -> None:
-        """Begins what can begin. Called after every event."""
-        if self._sleepers is not None and self._sleepers.over:
-            self._sleepers = None
-        if self._sleepers is not None:
-            self._sleepers.start(now)
+        """Goes on with what waited, and begins what can begin. Called after every event that may have changed
+        something."""
+        if self._sleep_wake is not None and self._sleep_wake.over:
+            self._sleep_wake = None
+        if self._sleep_wake is not None:
+            self._sleep_wake.start(now)
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
@@ -377,14 +378,14 @@ class ManagerMachine:
         while self._state.epoch_ready():
             if self._turns.begin(self._may_begin, now):
                 continue
-            goal = self._late.begin(self._may_begin, now) if self._settled else None
+            goal = self._late.next_goal(self._may_begin, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)
 
     def _may_begin(self, goal: Goal) -> bool:
         """Whether no call to sleep or wake is in its way, and it is known what its replicas are to serve."""
-        awake = self._sleepers is None or not self._sleepers.meets(goal)
+        awake = self._sleep_wake is None or not self._sleep_wake.meets(goal)
         return awake and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
 
     # -- timers and tasks
@@ -395,9 +396,9 @@ class ManagerMachine:
                 self._lease(peer, now)
             case UpdateTimer():
                 self._updates.timer(key, now)
-            case SleepersEnd() | SleepersResend():
-                if self._sleepers is not None:
-                    self._sleepers.timer(key, now)
+            case SleepWakeEnd() | SleepWakeResend():
+                if self._sleep_wake is not None:
+                    self._sleep_wake.timer(key, now)
             case ForgetTimer():
                 if (member := self._forgetting.due(key)) is not None:
                     self._goodbye(member, None, now)

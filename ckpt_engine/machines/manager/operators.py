@@ -23,7 +23,7 @@ from ckpt_engine.machines.events import (
     RecordRelease,
 )
 from ckpt_engine.machines.manager.members import Replica, Trainer
-from ckpt_engine.machines.manager.reconcile import CatchUp, GivingWay
+from ckpt_engine.machines.manager.reconcile import CatchUp, LateReplicas
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -96,7 +96,7 @@ class OperatorHolds:
 
     state: State
     catch_up: CatchUp
-    late: GivingWay
+    late: LateReplicas
     writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: none does
 
     def join(self, call: Call, request: HoldRequest) -> None:

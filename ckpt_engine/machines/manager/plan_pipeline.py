@@ -2,7 +2,7 @@
 
 Decides what each stage hands on to the next, and which answers and results still count. Does not decide for which
 workers and from which sources plans are made, how long a stage may take, or what a failure means: its owner does (an
-update, a route, holdings), which begins each stage and looks at `stage` after each event.
+update, a group of its relays, holdings), which begins each stage and looks at `stage` after each event.
 
 When sources of one publication digest their atoms, they seal: what they offer stays as it is from then on. Of what is
 sealed already (`keep`) only digests are asked for: of ranks that keep a version, and of holders.

@@ -20,9 +20,18 @@ from ckpt_engine.core.problems import precondition, unavailable
 from ckpt_engine.core.relay_routes import Route, relay_routes
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Compiled
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.filling import (
+from ckpt_engine.machines.manager.members import Holder, Holding
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.relay_facts import (
+    KnownNeeds,
+    connected_relays,
+    origins_of,
+    readers_of,
+    station_of,
+)
+from ckpt_engine.machines.manager.relay_filling import (
     FINAL,
     Filling,
     Together,
@@ -33,16 +42,7 @@ from ckpt_engine.machines.manager.filling import (
     reports,
     shortfalls,
 )
-from ckpt_engine.machines.manager.members import Holder, Holding
-from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.relay_facts import (
-    KnownNeeds,
-    connected_relays,
-    origins_of,
-    readers_of,
-    station_of,
-)
-from ckpt_engine.machines.manager.way_rules import by_way_of, in_between, prefetch_decision
+from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -347,7 +347,7 @@ class Prefetch:
         def command(each: Filling) -> manager_pb2.FillRelay:
             return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
 
-        return filled_together(due, self._state.members.holders, command, self._course.filling)
+        return filled_together(due, self._state.members.holders, command, self._course.relay_fence)
 
     def _is_ready(self, name: str, route: Route) -> bool:
         """Whether a relay of a route's upstream can be read."""

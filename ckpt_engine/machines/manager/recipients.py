@@ -25,13 +25,8 @@ is published. If no replica can, it is what is published that is wrong, and the 
 class Recipients:
     """The replicas that an update is for, and what becomes of each.
 
-    outcomes: by name; grows until every replica has one. awaited: those that are to come back before they are asked
-    for anything. told: those that were told to install. guessed: those of them of which it is unknown what became, with
-    the session that was told. cut_off: those that cannot read the sources, and may be
-    installed from relays; with the reason.
-
     They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
-    carry in the end.
+    carry in the end. The dictionaries are by replica.
     """
 
     def __init__(self, state: State, goal: Goal, fill: Fence) -> None:
@@ -42,11 +37,11 @@ class Recipients:
         self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
         self._again = False
         self._unfit: dict[str, Unfit] = {}
-        self.cut_off: dict[str, Problem] = {}
-        self.told: set[str] = set()
-        self.guessed: dict[str, str] = {}
-        self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}
-        self.awaited: set[str] = set()
+        self.cut_off: dict[str, Problem] = {}  # that cannot read the sources, and may be installed from relays; why
+        self.told: set[str] = set()  # to install
+        self.unresolved: dict[str, str] = {}  # of `told`, with an outcome unknown: the session that was told
+        self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}  # grows until every replica has one
+        self.awaited: set[str] = set()  # that are to come back before they are asked for anything
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """The blobs of their workers' needs."""
@@ -68,8 +63,8 @@ class Recipients:
         return len(self._prepared) >= max(1, self._goal.least)
 
     def prepare(self, seconds: float) -> None:
-        """Asks, again, every connected replica whose workers have not answered about this manifest before; leaves out
-        those that an operator holds."""
+        """Asks every connected replica whose workers have not answered about this manifest before, the first time and
+        again; leaves out those that an operator holds."""
         manifest = self._goal.published.manifest
         for name in self.unprepared():
             if (hold := self._state.holds.get(name)) is not None and not self._goal.is_attempt:
@@ -252,8 +247,8 @@ class Recipients:
         add: Callable[[str, manager_pb2.Install], None],
         without: Collection[str] = (),
     ) -> None:
-        """Tells, again, all that have no outcome. ways: by replica; direct: of all others. add: what else a replica
-        is to know. without: replicas that are not told."""
+        """Tells all that have no outcome, the first time and again. ways: by replica; direct: of all others. add: what
+        else a replica is to know. without: replicas that are not told."""
         for name in self.waiting_for():
             if name in self.awaited or name in without:
                 continue
@@ -279,12 +274,12 @@ class Recipients:
 
     def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
         """A replica says what became of it."""
-        if name in self.waiting_for() or self.guessed.pop(name, None) is not None:
+        if name in self.waiting_for() or self.unresolved.pop(name, None) is not None:
             self.outcomes[name] = outcome
 
-    def look(self, identity: Version) -> None:
-        """Tells of those of which nothing was known what is known by now."""
-        for name, session in list(self.guessed.items()):
+    def resolve(self, identity: Version) -> None:
+        """Gives those that are unresolved the outcome that is known by now."""
+        for name, session in list(self.unresolved.items()):
             outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
             if outcome is not None:
                 self.take_outcome(outcome, name)
@@ -294,7 +289,7 @@ class Recipients:
         replica = self._state.members.replicas.get(name)
         self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self.told)
         if name in self.told:
-            self.guessed[name] = "" if replica is None else replica.session_id
+            self.unresolved[name] = "" if replica is None else replica.session_id
         self._prepared.pop(name, None)
         for call in self._goal.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")

@@ -249,15 +249,16 @@ def _given_up(replica: Replica, attempts: Attempts) -> bool:
 
 
 @dataclass
-class GivingWay:
-    """When late replicas are brought up, and how they give way. A few of each pool are brought up at a time."""
+class LateReplicas:
+    """When late replicas are brought up, and what that gives way to. A few of each pool are brought up at a time."""
 
     state: State
     catch_up: CatchUp
     turns: Turns
 
-    def begin(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
-        """The next one whose turn has come. may: whether one may begin, for all that this does not know of."""
+    def next_goal(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
+        """The goal of the next one whose turn has come, to be begun at once; None: there is none. may: whether one may
+        begin, for all that this does not know of."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
         late = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
         attempts = Counter(late.values())
@@ -275,7 +276,7 @@ class GivingWay:
         return self.catch_up.goal(busy, free, now)
 
     def give_way(self, now: float) -> None:
-        """Gives way to updates whose turn has come, and to those that wait for holders which it has."""
+        """Cuts attempts short for updates whose turn has come, and for those that wait for holders which these have."""
         if not self.turns.updates.attempts():
             return
         for coming in self.turns.coming():
@@ -286,7 +287,7 @@ class GivingWay:
                 self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
 
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
-        """Ends those that this meets."""
+        """Ends the attempts that meet something more important."""
         for update in self.turns.updates.attempts():
             if meets(update.goal) and not update.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])

@@ -231,16 +231,16 @@ class Corrections:
     state: State
     open: dict[str, _Open] = field(default_factory=dict)  # by replica; the last update that reached it, or was for it
 
-    def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, guessed: dict[str, str]) -> None:
-        """An update has ended. guessed: its replicas of which nothing is known, with the session that was told to
+    def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]) -> None:
+        """An update has ended. unresolved: its replicas of which nothing is known, with the session that was told to
         install. What an update before it left open of those that it reached stays as it was told."""
         for outcome in report.replicas:
-            name, guess = outcome.replica, guessed.get(outcome.replica)
+            name, session = outcome.replica, unresolved.get(outcome.replica)
             known = self.open.get(name)
             if outcome.outcome == manager_pb2.NEW_SERVING:
                 self.open.pop(name, None)
-            elif guess is not None or known is None or known.session is None or _reached(outcome):
-                self.open[name] = _Open(report, min_replicas, guess)
+            elif session is not None or known is None or known.session is None or _reached(outcome):
+                self.open[name] = _Open(report, min_replicas, session)
 
     def brought(self, outcome: manager_pb2.ReplicaOutcome) -> None:
         """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not

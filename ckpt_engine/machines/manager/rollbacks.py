@@ -4,6 +4,7 @@ A rollback is an update that reads a version which holders still hold. Decides
 - which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
 - whether what holders hold under it is believed: only with the root that the ledger or a worker's words know it by;
 - when it begins: after what runs, as updates do, and before updates that are gathered.
+Once it has begun it is an `Update` like others (`turns.py` starts it), which has no ranks to seal anything.
 Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
 """
 
@@ -18,8 +19,8 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
-from ckpt_engine.machines.manager.selection import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_options import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -28,15 +29,15 @@ MOST_NAMED = 8
 
 
 @dataclass
-class Asked:
-    """One call. end: by when the rollback must have reported. goal: once nothing is missing. lacks: what is."""
+class PendingRollback:
+    """One call that has not begun."""
 
     call: Call
     request: manager_pb2.RollbackRequest
-    end: float
-    goal: Goal | None = None
-    identity: Version | None = None
-    lacks: str = "members dial in again, since the manager was restarted"
+    end: float  # monotonic seconds by which it must have reported
+    goal: Goal | None = None  # None: it lacks something
+    identity: Version | None = None  # the version that it means, once that is known
+    lacks: str = "members dial in again, since the manager was restarted"  # what it waits for, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,15 @@ class RollbackEnd:
 
 @dataclass
 class Rollbacks:
-    """Rollbacks that wait, and those that run.
+    """Rollbacks that wait.
 
-    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over.
+    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over, so that
+    `holdings` keeps what was joined for them.
     """
 
     state: State
     holdings: Holdings
-    waiting: dict[int, Asked] = field(default_factory=dict)
+    waiting: dict[int, PendingRollback] = field(default_factory=dict)
     running: list[Goal] = field(default_factory=list)
     numbers: int = 0
 
@@ -70,7 +72,7 @@ class Rollbacks:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
         end = now + (options.timeout_seconds or self.state.deadlines.update)
-        self.waiting[self.numbers] = Asked(call, request, end)
+        self.waiting[self.numbers] = PendingRollback(call, request, end)
         self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
@@ -94,13 +96,13 @@ class Rollbacks:
     def coming(self) -> list[Coming]:
         """The rollbacks that lack nothing."""
         return [
-            Coming(_describe(asked), asked.goal, partial(self._begin, number), -number)
+            Coming(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
             for number, asked in self.waiting.items()
             if asked.goal is not None
         ]
 
-    def _begin(self, number: int) -> None:
-        """Begins a rollback whose turn has come."""
+    def _dequeue(self, number: int) -> None:
+        """Takes a rollback whose turn has come out of those that wait: it runs from now on."""
         goal = self.waiting[number].goal
         assert goal is not None
         self._end(number)
@@ -119,7 +121,7 @@ class Rollbacks:
             f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
         )
 
-    def _goal(self, asked: Asked, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
+    def _goal(self, asked: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
         """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
         must be refused."""
         request = asked.request
@@ -198,7 +200,7 @@ class Rollbacks:
         self.state.cancel_timer(RollbackEnd(number))
 
 
-def _describe(asked: Asked) -> str:
+def _describe(asked: PendingRollback) -> str:
     lineage = asked.goal.lineage if asked.goal is not None else asked.request.lineage
     return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 

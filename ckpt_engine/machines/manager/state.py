@@ -30,7 +30,7 @@ from ckpt_engine.machines.events import (
     SetTimer,
     SpendEpoch,
 )
-from ckpt_engine.machines.manager.admission import Admission
+from ckpt_engine.machines.manager.claims import Claims
 from ckpt_engine.machines.manager.members import Member, Members
 from ckpt_engine.machines.manager.versions import Commits, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -59,7 +59,7 @@ class State:
     for the disk. spending: up to which they are being spent, 0 if they are not. versions: what each is to hold.
     ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
     lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica. admission: which job has which holders. pipelines: how many
+    collectives in a row ended badly because of a replica. claims: which job has which holders. pipelines: how many
     there were.
     """
 
@@ -73,7 +73,7 @@ class State:
     spending: int = 0
     ledger_problem: weights_pb2.Problem | None = None
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
-    admission: Admission = field(default_factory=Admission)
+    claims: Claims = field(default_factory=Claims)
     blames: dict[str, int] = field(default_factory=dict)
     pipelines: int = 0
     holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operators` changes them

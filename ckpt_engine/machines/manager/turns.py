@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
-from ckpt_engine.machines.manager.admission import Claim
+from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Phase, UpdateTask, UpdateTimer
-from ckpt_engine.machines.manager.gather import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.rank_calls import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
 from ckpt_engine.machines.manager.state import State
@@ -50,7 +50,7 @@ class Updates:
     def lets(self, goal: Goal, call: int | None = None) -> bool:
         """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
         meet, and needs holders from its beginning. call: its number while it waits for them, if it does."""
-        return self.passes(goal) and self.state.admission.lets(self.claim(goal), call)
+        return self.passes(goal) and self.state.claims.lets(self.claim(goal), call)
 
     def claim(self, goal: Goal) -> Claim:
         """What an update needs of holders from its beginning: those of a version that was sealed before."""
@@ -72,7 +72,7 @@ class Updates:
         before = next(iter(self._near(goal)), None)
         update = Update(self.state, goal, self._over, before)
         self.going.append(update)
-        self.state.admission.begin(update.number, self.claim(goal), call)
+        self.state.claims.begin(update.number, self.claim(goal), call)
         update.start(now)
 
     def next(self, now: float) -> None:
@@ -86,8 +86,8 @@ class Updates:
 
     def in_the_way(self) -> set[int]:
         """The numbers of those that have holders which updates wait for; attempts wait for one another."""
-        admission, attempts = self.state.admission, {update.number for update in self.attempts()}
-        return {number for waiting in admission.waiting.keys() - attempts for number in admission.in_the_way(waiting)}
+        claims, attempts = self.state.claims, {update.number for update in self.attempts()}
+        return {number for waiting in claims.waiting.keys() - attempts for number in claims.in_the_way(waiting)}
 
     def installs(self, name: str) -> int:
         """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
@@ -153,7 +153,7 @@ class Updates:
 
     def _over(self, update: Update) -> None:
         self.going.remove(update)
-        self.state.admission.end(update.number)
+        self.state.claims.end(update.number)
         refusal = update.refusal
         if update.goal.is_attempt and not update.cut:
             self._note_failure(update)
@@ -221,7 +221,7 @@ class Turns:
         self.gathers.look(settled, now)
         self.rollbacks.look(settled, [update.goal for update in self.updates.all()], now)
         claims = {each.call: self.updates.claim(each.goal) for each in self._next(may) if each.call is not None}
-        self.state.admission.reserve(claims)
+        self.state.claims.reserve(claims)
 
     def coming(self) -> list[Coming]:
         """What lacks nothing and has not begun, in the order of its turns."""
@@ -231,7 +231,7 @@ class Turns:
         """Begins the next one; whether one could. may: whether one may, for all that this does not know of."""
         for coming in self._next(may):
             if self.updates.lets(coming.goal, coming.call):
-                coming.begin()
+                coming.dequeue()
                 self.updates.start(coming.goal, now, coming.call)
                 return True
         return False
@@ -280,10 +280,10 @@ class Turns:
     def _over(self, update: Update) -> None:
         """It has ended."""
         self.waits.over(update)
-        if update.report is not None and update.goal.is_attempt and not update.guessed:
+        if update.report is not None and update.goal.is_attempt and not update.unresolved:
             for outcome in update.report.replicas:
                 self.corrections.brought(outcome)
         elif update.report is not None:
-            self.corrections.over(update.report, update.goal.min_replicas, update.guessed)
-            for name in update.guessed:
+            self.corrections.over(update.report, update.goal.min_replicas, update.unresolved)
+            for name in update.unresolved:
                 self.heard(name)

@@ -1,8 +1,8 @@
 """One update that runs, told from its call to its report, as a row of jobs of which one goes on at a time:
 
 - `Seal` prepares replicas, has plans made and sources digest: then the version's root is known.
-- `Place` (`place.py`) has relays bring it, if that helps.
-- `Candidate` is sealed and waits until it may be committed.
+- `Place` (`update_relays.py`) has relays bring it, if that helps.
+- `Candidate` is sealed and waits for the update before it, or until it is known whether a caller that left lives.
 - `Commit` writes durably which replicas are to serve it.
 - `Install` tells each replica, and ends when each has an outcome.
 
@@ -26,18 +26,18 @@ from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
-from ckpt_engine.machines.manager.collecting import Collecting
+from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
 from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
-from ckpt_engine.machines.manager.place import Place
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -56,7 +56,7 @@ class Job:
     """One stretch of an update's way. What a kind of job does not define does nothing."""
 
     def send(self, now: float) -> None:
-        """Tells, again, what has not answered."""
+        """Tells what has not answered: the first time when the job begins, then every `resend` and when one is back."""
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer, of which the fence may be another's."""
@@ -93,10 +93,10 @@ class Parts:
     recipients: Recipients
     absences: Absences
     ranks: Ranks
-    collecting: Collecting
+    collective: UpdateCollective
     pipeline: PlanPipeline  # of what replicas read from the sources
     before: Update | None  # whose installs go on; None: there is none, or they have ended
-    place: Place | None = None  # None: no relay brings anything, as far as is known
+    relays: UpdateRelays | None = None  # None: no relay brings anything, as far as is known
 
     @property
     def goal(self) -> Goal:
@@ -114,7 +114,7 @@ class Seal(Job):
         self._course.awaited[Phase.SEALING] = lambda: [source.source for source in self._pipeline.missing()]
 
     def send(self, now: float) -> None:
-        """Tells, again, what has not answered."""
+        """Tells replicas that are not prepared, then sources that have not digested."""
         if self._course.phase is Phase.PREPARING:
             self._recipients.prepare(self._course.left(now))
         elif self._course.phase is Phase.SEALING:
@@ -127,7 +127,7 @@ class Seal(Job):
                 if Fence.of(body.fence) == self._course.fence:
                     self._recipients.take_prepared(member, body)
             case manager_pb2.Sealed() if self._course.phase is Phase.SEALING:
-                if Fence.of(body.fence) in (self._course.fence, self._course.filling):
+                if Fence.of(body.fence) in (self._course.fence, self._course.relay_fence):
                     self._pipeline.take(body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
@@ -155,7 +155,7 @@ class Seal(Job):
                 self._course.begin(Phase.COMBINING, self._course.state.deadlines.plan, now)
                 self._pipeline.combine(self._course.left(now))
             case Way() as way:
-                return self._sealed(way, now)
+                return self._next_job(way, now)
         return None
 
     def _plan(self, now: float) -> Over | None:
@@ -164,16 +164,16 @@ class Seal(Job):
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
         goal, left = self._parts.goal, self._course.left(now)
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
-        workers, members = self._recipients.workers(), self._parts.collecting.replicas
+        workers, members = self._recipients.workers(), self._parts.collective.replicas
         self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
         """Has the sources digest, unless plans are to be compiled once more first."""
         goal, near = self._parts.goal, set().union(*near_relays(self._course.state, self._recipients).values())
-        if self._parts.collecting.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
+        if self._parts.collective.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
             return self._plan(now)
-        self._recipients.take_unplanned(self._parts.collecting.explained(compiled.unfit), near)
+        self._recipients.take_unplanned(self._parts.collective.explained(compiled.unfit), near)
         if (refused := self._refused(now)) is not None:
             return refused
         if goal.dry_run:
@@ -185,7 +185,7 @@ class Seal(Job):
         self._pipeline.seal(sealing, self._course.left(now))
         return self.advance(now)
 
-    def _sealed(self, way: Way, now: float) -> Job:
+    def _next_job(self, way: Way, now: float) -> Job:
         """The root is known: is this the version that it says it is? Then relays may bring it."""
         parts, goal = self._parts, self._parts.goal
         identity = Version(goal.lineage, goal.version, way.combined.root)
@@ -194,12 +194,12 @@ class Seal(Job):
         record = way.combined.record or (None if goal.held is None else goal.held.record)
         version = SealedVersion(identity, way, way.combined.record)
         if record is not None and (goal.held is None or self._recipients.cut_off):
-            place = Place(self._course, self._recipients, identity, record)
-            parts.place = parts.ranks.place = place
-            before = None if parts.before is None else parts.before.place
-            if place.start(way.compiled, before, now):
-                place.send(now)
-                return Placing(parts, version, place)
+            relays = UpdateRelays(self._course, self._recipients, identity, record)
+            parts.relays = parts.ranks.relays = relays
+            before = None if parts.before is None else parts.before.relays
+            if relays.start(way.compiled, before, now):
+                relays.send(now)
+                return Place(parts, version, relays)
         return Candidate(parts, version)
 
     def _refused(self, now: float) -> Over | None:
@@ -216,34 +216,34 @@ class Seal(Job):
 
 
 @dataclass(frozen=True)
-class Placing(Job):
+class Place(Job):
     """Relays are brought a version."""
 
     parts: Parts
     version: SealedVersion
-    place: Place
+    relays: UpdateRelays
 
     def send(self, now: float) -> None:
-        """Tells, again, relays that have not answered."""
-        self.place.send(now)
+        """Tells relays that have not answered."""
+        self.relays.send(now)
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer of a relay."""
         match body:
             case manager_pb2.Sealed():
-                if Fence.of(body.fence) in (self.parts.course.fence, self.parts.course.filling):
-                    self.place.sealed(body, now)
+                if Fence.of(body.fence) in (self.parts.course.fence, self.parts.course.relay_fence):
+                    self.relays.sealed(body, now)
             case manager_pb2.RelayFilled() | manager_pb2.RelayProgress():
-                self.place.answered(member, body)
+                self.relays.answered(member, body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
         """A relay was silent too long, until `seconds` after the update began: it goes on without it."""
-        self.place.overdue(seconds, now)
+        self.relays.overdue(seconds, now)
         return None
 
     def advance(self, now: float) -> Job | None:
         """Goes on; the next job, if nothing is waited for."""
-        return Candidate(self.parts, self.version) if self.place.over(now) else None
+        return Candidate(self.parts, self.version) if self.relays.advance(now) else None
 
 
 @dataclass(frozen=True)
@@ -262,15 +262,15 @@ class Candidate(Job):
             if course.phase is not waits:
                 course.begin(waits, course.goal.end - now, now)
             return None
-        if parts.place is not None:
-            parts.place.conclude()
+        if parts.relays is not None:
+            parts.relays.conclude()
             if (problem := parts.recipients.refusal()) is not None:
-                return Over(parts.place.left or parts.place.late or problem)
+                return Over(parts.relays.trainer_gone or parts.relays.late or problem)
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
-        parts.recipients.decided(fence, identity, parts.collecting.replicas)
-        course.state.admission.only_reads(course.number)
+        parts.recipients.decided(fence, identity, parts.collective.replicas)
+        course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
         course.run(Entry.INTENT, intent)
@@ -305,7 +305,7 @@ class Install(Job):
     def __init__(self, parts: Parts, version: SealedVersion, fence: Fence, now: float) -> None:
         self.parts, self.version, self.fence = parts, version, fence
         self.reported: manager_pb2.UpdateReport | None = None
-        self._course, self._recipients, self._collecting = parts.course, parts.recipients, parts.collecting
+        self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
         self._course.awaited[Phase.INSTALLING] = self._named
 
@@ -319,7 +319,7 @@ class Install(Job):
             for name in self._recipients.waiting_for():
                 self._recipients.leave_out(name, Problem(code=Problem.ABORTED, message=course.cut))
         self.parts.absences.begin(self._recipients.waiting_for(), now)
-        self._collecting.begin(self.fence)
+        self._collective.begin(self.fence)
         course.begin(Phase.INSTALLING, course.goal.end - now, now)
         if course.goal.until == manager_pb2.HELD:
             # All that remains reads from relays.
@@ -328,16 +328,16 @@ class Install(Job):
         self.send(now)
 
     def send(self, now: float) -> None:
-        """Tells, again, all that have no outcome."""
+        """Tells all that have no outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        place, seconds = self.parts.place, self._course.left(now)
-        ways = {} if place is None else place.ways
+        relays, seconds = self.parts.relays, self._course.left(now)
+        ways = {} if relays is None else relays.ways
         changing = self._changing()
         self._recipients.install(
-            self.version.identity, ways, self.version.direct, seconds, self._collecting.install, changing
+            self.version.identity, ways, self.version.direct, seconds, self._collective.install, changing
         )
-        self._collecting.send(self.fence, seconds)
+        self._collective.send(self.fence, seconds)
         if changing:
             ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
             why = f"rank {ranks} left its call, so its weights may change: they are read no more"
@@ -354,7 +354,7 @@ class Install(Job):
                 if self._course.phase is Phase.INSTALLING:
                     self._recipients.take_outcome(body, member.name)
             case manager_pb2.TookPart() if isinstance(member, Trainer) and Fence.of(body.fence) == self.fence:
-                self._collecting.answered(member, body)
+                self._collective.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 self._course.progress(member.name, body)
                 if self._course.cut:
@@ -366,8 +366,8 @@ class Install(Job):
             return None
         self._course.phase = Phase.REPORTING
         self._course.note(Phase.REPORTING, now)
-        self._recipients.look(self.version.identity)
-        self._collecting.over()
+        self._recipients.resolve(self.version.identity)
+        self._collective.over()
         self.reported = self._report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
         self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._course.state.deadlines.report))
@@ -383,7 +383,7 @@ class Install(Job):
         """Waits no more, `seconds` after the update began."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        self._collecting.out_of_time()
+        self._collective.out_of_time()
         for name in self._recipients.waiting_for():
             message = f"no outcome within {seconds:.1f} s; its agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
@@ -391,16 +391,16 @@ class Install(Job):
     def _changing(self) -> set[str]:
         """The replicas without an outcome that read memory which may change from now on. (Those of a collective end it
         by their own vote.)"""
-        goal, place = self._course.goal, self.parts.place
+        goal, relays = self._course.goal, self.parts.relays
         sealed = goal.held is not None or all(source.stays_sealed for source in goal.published.sources)
         if sealed or not self.parts.ranks.left:
             return set()
-        others = self._collecting.replicas | (set() if place is None else place.ways.keys())
+        others = self._collective.replicas | (set() if relays is None else relays.ways.keys())
         return set(self._recipients.waiting_for()) - others
 
     def _waiting_for(self) -> list[str] | list[int]:
         """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
-        return self._recipients.waiting_for() or self._collecting.waiting_for()
+        return self._recipients.waiting_for() or self._collective.waiting_for()
 
     def _named(self) -> list[str]:
         return [f"{'rank' if isinstance(each, int) else 'replica'} {each}" for each in self._waiting_for()]
@@ -416,10 +416,10 @@ class Install(Job):
             planning=self._started - self._course.started,
             held=held,
         )
-        if self.parts.place is not None:
-            self.parts.place.add_to(report)
+        if self.parts.relays is not None:
+            self.parts.relays.add_to(report)
         tell_not_finite(report, self._course.not_finite)
-        report.collective = self._collecting.said()
+        report.collective = self._collective.said()
         report.timeline.CopyFrom(self._course.timeline)
         return report
 
@@ -438,7 +438,7 @@ class Update:
             recipients,
             Absences(state, goal, recipients, course.timer, course.cancel),
             Ranks(course, self._refuse),
-            Collecting(course, recipients),
+            UpdateCollective(course, recipients),
             PlanPipeline(state),
             before,
         )
@@ -464,14 +464,14 @@ class Update:
         return self.course.released
 
     @property
-    def guessed(self) -> dict[str, str]:
-        """See Recipients."""
-        return self._parts.recipients.guessed
+    def unresolved(self) -> dict[str, str]:
+        """The replicas that were told to install, with an outcome unknown: by name the session that was told."""
+        return self._parts.recipients.unresolved
 
     @property
-    def place(self) -> Place | None:
+    def relays(self) -> UpdateRelays | None:
         """Its relays; None: no relay brings anything."""
-        return self._parts.place
+        return self._parts.relays
 
     @property
     def installs(self) -> Fence | None:
@@ -485,8 +485,8 @@ class Update:
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch for it, or that it still needs."""
         parts, held = self._parts, self.goal.held
-        refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collecting.blobs()]
-        refs += [] if parts.place is None else parts.place.blobs()
+        refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collective.blobs()]
+        refs += [] if parts.relays is None else parts.relays.blobs()
         return refs + ([] if held is None or held.record is None else [held.record])
 
     def under_way(self) -> tuple[list[str], Version | None]:
@@ -530,14 +530,15 @@ class Update:
 
     def member_lost(self, member: Member, now: float) -> None:
         """Gives a lost member some time to come back."""
-        if isinstance(member, Holder) and self.place is not None:
-            self.place.lost(member)
+        if isinstance(member, Holder) and self.relays is not None:
+            self.relays.lost(member)
         if self._parts.absences.concern(member):
             self._parts.absences.lost(member, now)
 
     def member_back(self, member: Member, now: float) -> None:
-        """Tells a member that said hello again, or published, what it may have missed."""
-        relay = isinstance(member, Holder) and self.place is not None and self.place.back(member)
+        """Tells a member that said hello again, or published, what it may have missed, and takes in what it said: a
+        relay counts as filled once its hello names the version."""
+        relay = isinstance(member, Holder) and self.relays is not None and self.relays.back(member)
         if not relay and not self._parts.absences.concern(member):
             return
         self._parts.absences.back(member)
@@ -549,8 +550,8 @@ class Update:
 
     def member_gone(self, member: Member, now: float) -> None:
         """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time."""
-        if isinstance(member, Holder) and self.place is not None:
-            self.place.gone(member.source, "it left while it was being filled", now)
+        if isinstance(member, Holder) and self.relays is not None:
+            self.relays.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)
         if not self._parts.absences.concern(member):
             return
@@ -561,7 +562,7 @@ class Update:
         else:
             self._parts.ranks.gone(member)
             if isinstance(member, Trainer):
-                self._parts.collecting.gone(member)
+                self._parts.collective.gone(member)
                 self._go_on(now)
 
     # -- messages, results and timers
@@ -573,8 +574,8 @@ class Update:
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
         """A task of a pipeline ended, which may be of this update."""
-        if not self._parts.pipeline.done(task, done) and self.place is not None:
-            self.place.planned(task, done, now)
+        if not self._parts.pipeline.done(task, done) and self.relays is not None:
+            self.relays.planned(task, done, now)
         self._go_on(now)
 
     def done(self, step: Key, done: Done, now: float) -> None:
@@ -603,14 +604,14 @@ class Update:
                 self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
                 self.member_gone(member, now)
-            case RelayAbsent() | RelayRetry() if self.place is not None:
-                self.place.timer(step, now)
+            case RelayAbsent() | RelayRetry() if self.relays is not None:
+                self.relays.timer(step, now)
                 self._go_on(now)
 
     # -- from job to job
 
     def _send_missing(self, now: float) -> None:
-        """Sends again what has not been answered."""
+        """Sends what has not been answered, the first time and again; then goes on."""
         self._job.send(now)
         self._go_on(now)
 

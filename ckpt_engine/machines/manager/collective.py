@@ -15,7 +15,7 @@ from ckpt_engine.machines.events import CollectivePlan, Compiled, WorkerKey
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Trainer
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.way_rules import COLLECTIVE, Candidate, collective_decision
+from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE, CollectiveCandidate, collective_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NEW = manager_pb2.NEW_SERVING
@@ -30,7 +30,7 @@ def name_of(member: str | WorkerKey) -> str:
     return member if isinstance(member, str) else f"{member[0]}, worker {member[1]}"
 
 
-class Collecting:
+class UpdateCollective:
     """The collective of one update. replicas: those that take part; none: there is no collective. why: a sentence for
     people."""
 
@@ -45,7 +45,7 @@ class Collecting:
         self._took: dict[int, manager_pb2.TookPart] = {}
         self._gone: set[int] = set()
         self._sessions: dict[int, str] = {}
-        self._candidates: dict[str, Candidate] = {}
+        self._candidates: dict[str, CollectiveCandidate] = {}
         self._asked = self._published = False
         self.replicas: frozenset[str] = frozenset()
         self.why = ""
@@ -70,7 +70,7 @@ class Collecting:
                 unable = f"cannot take part in one: the trainer does not publish for {COLLECTIVE}"
             elif COLLECTIVE not in worker.transports:
                 unable = f"cannot use {COLLECTIVE}"
-            candidates[name] = Candidate(name not in compiled.unfit, name in near_relays, unable)
+            candidates[name] = CollectiveCandidate(name not in compiled.unfit, name in near_relays, unable)
         self._published = any(COLLECTIVE in way for way in ways)
         self._asked = offered and all(way == {COLLECTIVE} for way in ways)
         if goal.sealed is None:
@@ -105,7 +105,7 @@ class Collecting:
         said = f"{name} {own}" if own else ("" if self.replicas else self.why)
         return "" if problem.message in said else said
 
-    def _leave_out(self, candidates: dict[str, Candidate]) -> None:
+    def _leave_out(self, candidates: dict[str, CollectiveCandidate]) -> None:
         """Leaves out those because of which several in a row ended badly, unless nobody else is left; they are tried
         again in the next one."""
         blames = self._state.blames

@@ -78,7 +78,7 @@ def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
 
-class Candidate(NamedTuple):
+class CollectiveCandidate(NamedTuple):
     """A replica that lacks the version. direct: it reads all that it needs itself. relay: one is within its reach.
     unable: why it cannot take part in a collective, as the end of a sentence; empty: it can."""
 
@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
     unable: str = ""
 
 
-def collective_decision(asked: bool, held: bool, late: bool, candidates: Mapping[str, Candidate]) -> Decision:
+def collective_decision(asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]) -> Decision:
     """Which replicas take part. asked: all that is published is offered over nccl alone. held: callers return when
     relays hold the version. late: a late replica is brought to a version that replicas have already."""
     if late:

@@ -105,7 +105,7 @@ def fill_command(
     # What is not brought to it would take memory for nothing. It may lie with sources that it does not read itself.
     within = [tables[source] for source in route.within if source in tables]
     return manager_pb2.FillRelay(
-        fence=course.filling.message(),
+        fence=course.relay_fence.message(),
         identity=identity.message(),
         tables=[*(tables[source] for source in route.sources), *upstream, *others],
         needs=known.near(relays),

@@ -14,26 +14,26 @@ from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.selection import check_named
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_options import check_named
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class SleepersEnd:
+class SleepWakeEnd:
     """Key of the timer that ends one call."""
 
     epoch: int  # of its fence; 0: it waits for one
 
 
 @dataclass(frozen=True, slots=True)
-class SleepersResend:
+class SleepWakeResend:
     """Key of the timer after which replicas that have not answered are told again."""
 
     epoch: int  # of its fence
 
 
-class Sleepers:
+class SleepWakeCall:
     """Runs one call. Raises at construction: NOT_FOUND for an unknown replica, INVALID_ARGUMENT for one of
     another pool or for an impossible timeout, FAILED_PRECONDITION for a pool without replicas."""
 
@@ -82,10 +82,10 @@ class Sleepers:
             return
         if self.state.epoch_ready():
             self.fence = self.state.next_sleep()
-        self.state.set_timer(SleepersEnd(self.fence.epoch), self._end - now)
+        self.state.set_timer(SleepWakeEnd(self.fence.epoch), self._end - now)
         if not self.fence.epoch:
             return
-        self.state.set_timer(SleepersResend(self.fence.epoch), self.state.deadlines.resend)
+        self.state.set_timer(SleepWakeResend(self.fence.epoch), self.state.deadlines.resend)
         for name in self._names:
             replica = self.state.members.replicas.get(name)
             if replica is None or replica.peer is None:
@@ -121,11 +121,11 @@ class Sleepers:
             self._result(name, unavailable("its agent was lost", replica=name).problem)
             self._when_done()
 
-    def timer(self, key: SleepersEnd | SleepersResend, now: float) -> None:
+    def timer(self, key: SleepWakeEnd | SleepWakeResend, now: float) -> None:
         """Time to tell again, or to end; nothing if the timer is of another call."""
         if key.epoch != self.fence.epoch:
             return
-        if isinstance(key, SleepersResend):
+        if isinstance(key, SleepWakeResend):
             self.state.set_timer(key, self.state.deadlines.resend)
             self.send_missing(now)
             return
@@ -141,8 +141,8 @@ class Sleepers:
         if self.over or len(self._results) < len(self._names):
             return
         self.over = True
-        self.state.cancel_timer(SleepersEnd(self.fence.epoch))
-        self.state.cancel_timer(SleepersResend(self.fence.epoch))
+        self.state.cancel_timer(SleepWakeEnd(self.fence.epoch))
+        self.state.cancel_timer(SleepWakeResend(self.fence.epoch))
         if self.call is not None:
             results = [self._results[name] for name in self._names]
             response = (

@@ -1,10 +1,10 @@
-"""Which replicas an update is for: those that its caller names, or all of its pool that receive weights.
+"""What the options of a call ask for, first of all for which replicas: those that it names, or all of its pool.
 
 A pool is a name that replicas are started with; those without one are a pool, too. An update is for one pool, so runs
 that share a manager do not meet: replicas of another pool are not touched, and naming one is refused.
 
-Also those whose agents are not connected: their engines may serve an older version, so a report must not leave them
-out. A replica that said goodbye or was evicted is not registered any more.
+An update is also for replicas whose agents are not connected: their engines may serve an older version, so a report
+must not leave them out. A replica that said goodbye or was evicted is not registered any more.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ them (`until="held"`): then they keep what they serve. Where all can read that m
 relays that another update uses are not waited for until the time is over.
 
 Plans of installs read only from relays which hold the version. Relays and replicas that have to do with each other are
-one route: mostly one relay, and the replicas of its host; a replica on several hosts, or two relays of one host, bring
-relays together. Routes go side by side, and one that fails spoils no other. On each: what its relays hold is joined,
+one group: mostly one relay, and the replicas of its host; a replica on several hosts, or two relays of one host, bring
+relays together. Groups go side by side, and one that fails spoils no other. On each: what its relays hold is joined,
 plans are compiled along the sealed record, finer pieces are digested by the relays and must add up to it. A relay that
-fails on the way is left out, and its route begins again with the others, which may hold all that is needed. If it is
+fails on the way is left out, and its group begins again with the others, which may hold all that is needed. If it is
 not known which one failed, each is tried alone.
 """
 
@@ -22,19 +22,17 @@ from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.course import Course, Phase
-from ckpt_engine.machines.manager.filling import Filling
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import Prefetch, RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import away
+from ckpt_engine.machines.manager.relay_filling import Filling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
-class Place:
-    """The relays of one update whose root is known. record: its sealed record. ways: of the replicas that are installed
-    from relays, once that is settled. left: why the trainer is not to be read any more; None: it may be. late: why
-    relays were not filled in time, if others kept them for too long."""
+class UpdateRelays:
+    """The relays of one update whose root is known. record: its sealed record."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
@@ -42,15 +40,15 @@ class Place:
         self._identity = identity
         self._record = record
         self._prefetch = Prefetch(course, recipients, identity, record)
-        self._before: Place | None = None
-        self._routes = Routes(course, recipients, identity, record)
-        self.ways: dict[str, Way] = {}
-        self.left: weights_pb2.Problem | None = None
-        self.late: weights_pb2.Problem | None = None
+        self._before: UpdateRelays | None = None
+        self._groups = RelayGroups(course, recipients, identity, record)
+        self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is settled
+        self.trainer_gone: weights_pb2.Problem | None = None  # why it is not to be read any more; None: it may be
+        self.late: weights_pb2.Problem | None = None  # why none was filled in time, if others kept them for too long
         self._queued, self._without, self._free = False, False, 0.0
         course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
 
-    def start(self, compiled: Compiled, before: Place | None, now: float) -> bool:
+    def start(self, compiled: Compiled, before: UpdateRelays | None, now: float) -> bool:
         """Begins to fill relays, or waits for updates that use them; whether there are any to fill. before: of the one
         whose installs go on."""
         self._compiled, self._before = compiled, before
@@ -86,14 +84,15 @@ class Place:
         return not wanted and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
-        """Tells, again, all that have not answered."""
+        """Tells all that have not answered, the first time and again."""
         if self._course.phase is Phase.FILLING:
             self._prefetch.send(self._course.left(now))
         else:
-            self._routes.send(now)
+            self._groups.send(now)
 
-    def over(self, now: float) -> bool:
-        """Goes on if it can; whether everything is known."""
+    def advance(self, now: float) -> bool:
+        """Goes on as far as it can: from waiting for relays to filling them, then to plans. Returns whether nothing is
+        waited for any more."""
         if self._without:
             return True
         if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
@@ -102,15 +101,15 @@ class Place:
             self._prefetch.advance(self._course.left(now))
         if self._course.phase is Phase.FILLING and not self._prefetch.missing():
             self._course.begin(Phase.JOINING, self._course.state.deadlines.plan, now)
-            self._routes.start(self._prefetch.held(), now)
-        return self._course.phase is Phase.JOINING and self._routes.over
+            self._groups.start(self._prefetch.held(), now)
+        return self._course.phase is Phase.JOINING and self._groups.over
 
     def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: those that have not answered are left out."""
         if self._course.phase is Phase.QUEUEING:
             if self._may_do_without:
                 self._without = True
-                self._course.state.admission.withdraw(self._course.number)
+                self._course.state.claims.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase is Phase.FILLING:
@@ -119,15 +118,15 @@ class Place:
                 why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
                 self.late = deadline(f"{why}, and these were not filled in the {given:.1f} s that were left").problem
         else:
-            self._routes.overdue(seconds, now)
+            self._groups.overdue(seconds, now)
 
     def conclude(self) -> None:
         """Decides how each replica is installed, and leaves those out that cannot be."""
-        self.ways = self._routes.ways()
-        for relay, problem in self._routes.unread().items():
+        self.ways = self._groups.ways()
+        for relay, problem in self._groups.unread().items():
             self._prefetch.leave_out(relay, problem)
         why = self._prefetch.why_not()
-        for name, problem in self._routes.unfit().items():
+        for name, problem in self._groups.unfit().items():
             why[name] = with_words(problem, why[name].message if name in why else "")
         for name, lacks in self._prefetch.lacking().items():
             if name in why:
@@ -135,8 +134,8 @@ class Place:
         never, unknown = "", "no relay within its reach holds the version"
         if gone := away(self._course.state):
             unknown += f"; {gone}"
-        if self.left is not None:
-            never, unknown = self.left.message, "no relay was filled for it"
+        if self.trainer_gone is not None:
+            never, unknown = self.trainer_gone.message, "no relay was filled for it"
         elif self._course.goal.until == manager_pb2.HELD:
             never = "the trainer goes on when relays hold the version"
         why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
@@ -147,9 +146,9 @@ class Place:
         from relays that hold the version or are being filled. Then none is to read the trainer."""
         if self._course.phase is Phase.QUEUEING:
             return False  # no relay was told anything
-        if self.left is None and (self._prefetch.missing() or self._prefetch.held()):
-            self.left = problem
-        return self.left is not None
+        if self.trainer_gone is None and (self._prefetch.missing() or self._prefetch.held()):
+            self.trainer_gone = problem
+        return self.trainer_gone is not None
 
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
         """What relays did."""
@@ -159,7 +158,7 @@ class Place:
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch, or that are still needed."""
-        return [*self._prefetch.blobs(), *self._routes.blobs()]
+        return [*self._prefetch.blobs(), *self._groups.blobs()]
 
     # -- relays come, go and answer
 
@@ -176,7 +175,7 @@ class Place:
         """Goes on without a relay that is not there any more, and that is not waited for."""
         if self._course.refusable:
             self._prefetch.gone(relay, why)
-            self._routes.gone(relay, why, now)
+            self._groups.gone(relay, why, now)
 
     def timer(self, step: RelayAbsent | RelayRetry, now: float) -> None:
         """A timer of a relay fired."""
@@ -193,7 +192,7 @@ class Place:
         if (
             self._course.phase is not Phase.FILLING
             or not isinstance(member, Holder)
-            or Fence.of(body.fence) != self._course.filling
+            or Fence.of(body.fence) != self._course.relay_fence
         ):
             return
         if isinstance(body, manager_pb2.RelayFilled):
@@ -208,20 +207,20 @@ class Place:
     def sealed(self, body: manager_pb2.Sealed, now: float) -> None:
         """An answer to being asked for finer digests."""
         if self._course.phase is Phase.JOINING:
-            self._routes.take(body, now)
+            self._groups.take(body, now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a route's pipeline ended."""
+        """A task of a group's pipeline ended."""
         if self._course.phase is Phase.JOINING:
-            self._routes.planned(task, done, now)
+            self._groups.planned(task, done, now)
 
 
 Problem = weights_pb2.Problem
 
 
 @dataclass
-class Route:
-    """The relays that together serve some replicas, and how far their plans have come."""
+class RelayGroup:
+    """Relays that together serve some replicas, and how far the plans of these have come."""
 
     fillings: tuple[Filling, ...]  # of its relays
     pipeline: PlanPipeline
@@ -259,8 +258,8 @@ class Route:
         return {} if why is None else dict.fromkeys(self.relays, why) | self.out
 
 
-class Routes:
-    """The routes of one update. record: the sealed record of `identity`."""
+class RelayGroups:
+    """The groups of one update. record: the sealed record of `identity`."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
@@ -268,7 +267,7 @@ class Routes:
         self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._routes: list[Route] = []
+        self._groups: list[RelayGroup] = []
 
     def start(self, fillings: Sequence[Filling], now: float) -> None:
         """Begins with the relays that hold the version. fillings: theirs."""
@@ -278,113 +277,113 @@ class Routes:
     @property
     def over(self) -> bool:
         """Whether nothing is waited for."""
-        return all(route.over for route in self._routes)
+        return all(group.over for group in self._groups)
 
     def send(self, now: float) -> None:
         """Tells, again, the relays that have not digested."""
-        for route in self._routes:
-            route.pipeline.send(self._course.left(now))
+        for group in self._groups:
+            group.pipeline.send(self._course.left(now))
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
         """Takes an answer of a relay."""
-        for route in tuple(self._routes):
-            if route.pipeline.take(body):
-                self._go_on(route, now)
+        for group in tuple(self._groups):
+            if group.pipeline.take(body):
+                self._go_on(group, now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a pipeline ended, which may be of one route."""
-        for route in tuple(self._routes):
-            if route.pipeline.done(task, done):
-                self._go_on(route, now)
+        """A task of a pipeline ended, which may be of one group."""
+        for group in tuple(self._groups):
+            if group.pipeline.done(task, done):
+                self._go_on(group, now)
 
     def overdue(self, seconds: float, now: float) -> None:
-        """Ends the routes whose time is over, `seconds` after the update began. They begin anew without the relays that
+        """Ends the groups whose time is over, `seconds` after the update began. They begin anew without the relays that
         are silent."""
         self._course.begin(Phase.JOINING, self._state.deadlines.plan, now)
         problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
-        for route in tuple(self._routes):
-            silent = [source.source for source in route.pipeline.missing()]
+        for group in tuple(self._groups):
+            silent = [source.source for source in group.pipeline.missing()]
             if silent:
-                self._again(route, dict.fromkeys(silent, problem), problem, now)
-            elif not route.over:
-                route.pipeline.stage = Failed(problem)
+                self._again(group, dict.fromkeys(silent, problem), problem, now)
+            elif not group.over:
+                group.pipeline.stage = Failed(problem)
 
     def ways(self) -> dict[str, Way]:
         """The way of each replica that is installed from relays only."""
         return {
             name: way
-            for route in self._routes
-            if isinstance(way := route.pipeline.stage, Way)
+            for group in self._groups
+            if isinstance(way := group.pipeline.stage, Way)
             for name in {name for name, _ in way.compiled.plans}
         }
 
     def gone(self, relay: str, why: str, now: float) -> None:
         """Goes on without a relay that is not there any more."""
         problem = unavailable(f"{relay}: {why}").problem
-        for route in tuple(self._routes):
-            if relay in route.relays and not route.over:
-                self._again(route, {relay: problem}, problem, now)
+        for group in tuple(self._groups):
+            if relay in group.relays and not group.over:
+                self._again(group, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
         """Relays that hold the version and are not read, with the reason."""
-        return {relay: why for route in self._routes for relay, why in route.unread.items()}
+        return {relay: why for group in self._groups for relay, why in group.unread.items()}
 
     def unfit(self) -> dict[str, Problem]:
         """Why replicas that were to be installed from relays are not; by name."""
-        return {name: problem for route in self._routes if not route.replaced for name, problem in route.unfit.items()}
+        return {name: problem for group in self._groups if not group.replaced for name, problem in group.unfit.items()}
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch, or that are still needed."""
-        return [ref for route in self._routes for ref in route.pipeline.blobs()]
+        return [ref for group in self._groups for ref in group.pipeline.blobs()]
 
     def _join(self, fillings: tuple[Filling, ...], now: float) -> None:
-        route = Route(fillings, PlanPipeline(self._state))
+        group = RelayGroup(fillings, PlanPipeline(self._state))
         offers = self._state.members.offers(self._identity)
-        self._routes.append(route)
-        read = tuple(offer for offer in offers if offer.table.digest in route.tables)
-        route.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
+        self._groups.append(group)
+        read = tuple(offer for offer in offers if offer.table.digest in group.tables)
+        group.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
 
-    def _again(self, route: Route, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
+    def _again(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
         """Goes on without those that failed; with each alone if it is not known which did. Ends it if none is left."""
-        rest = [filling for filling in route.fillings if filling.relay not in failed]
+        rest = [filling for filling in group.fillings if filling.relay not in failed]
         parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
-        route.out |= failed
-        route.replaced = bool(parts)
-        route.pipeline.stage = Failed(why)
+        group.out |= failed
+        group.replaced = bool(parts)
+        group.pipeline.stage = Failed(why)
         for part in parts:
             self._join(part, now)
 
-    def _go_on(self, route: Route, now: float) -> None:
-        """Goes on if a stage of a route's pipeline has ended."""
-        match route.pipeline.stage:
+    def _go_on(self, group: RelayGroup, now: float) -> None:
+        """Goes on if a stage of a group's pipeline has ended."""
+        match group.pipeline.stage:
             case Failed(problem, sources):
-                self._again(route, dict.fromkeys(sources, problem), problem, now)
+                self._again(group, dict.fromkeys(sources, problem), problem, now)
             case Joined() as joined:
-                self._plan(route, joined, now)
+                self._plan(group, joined, now)
             case Planned(published, compiled):
-                self._seal(route, published, compiled, now)
-            case Sealing() if not route.pipeline.missing():
-                route.pipeline.combine(self._course.left(now))
+                self._seal(group, published, compiled, now)
+            case Sealing() if not group.pipeline.missing():
+                group.pipeline.combine(self._course.left(now))
 
-    def _plan(self, route: Route, joined: Joined, now: float) -> None:
-        route.out |= joined.refused
+    def _plan(self, group: RelayGroup, joined: Joined, now: float) -> None:
+        group.out |= joined.refused
         if joined.published is None or joined.record is None:
             refused = next(iter(joined.refused.values()), None)
-            route.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
+            group.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
             return
-        workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in route.replicas)
+        workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in group.replicas)
         seconds, root = self._course.left(now), self._identity.root
-        route.pipeline.run(CompilePlans(joined.published, workers, seconds, joined.record, root))
+        group.pipeline.run(CompilePlans(joined.published, workers, seconds, joined.record, root))
 
-    def _seal(self, route: Route, published: Published, compiled: Compiled, now: float) -> None:
-        route.unfit = dict(compiled.unfit)
+    def _seal(self, group: RelayGroup, published: Published, compiled: Compiled, now: float) -> None:
+        group.unfit = dict(compiled.unfit)
         if not compiled.plans:
             unfit = next(iter(compiled.unfit.values()), None)
-            route.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
+            group.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
             return
-        sealing = Sealing(self._course, published, compiled, self._course.filling, keep=True)
-        route.pipeline.seal(sealing, self._course.left(now))
-        self._go_on(route, now)
+        sealing = Sealing(self._course, published, compiled, self._course.relay_fence, keep=True)
+        group.pipeline.seal(sealing, self._course.left(now))
+        self._go_on(group, now)
 
 
 def _connected(fillings: Iterable[Filling]) -> list[tuple[Filling, ...]]:

@@ -1,4 +1,4 @@
-"""Holders that several jobs want at a time: relays to fill, and those that a version is read from.
+"""Claims on holders that several jobs want at a time: relays to fill, and those that a version is read from.
 
 Decides which job may go on and which waits; a job is an update, or an attempt for one replica. It claims all that it
 needs of holders at once, and waits with nothing in its hands, so no jobs wait for each other in a circle. It keeps the
@@ -53,7 +53,7 @@ class Claim:
 
 
 @dataclass
-class Admission:
+class Claims:
     """The claims of all jobs, by their numbers; those of calls that have not begun have numbers below 0."""
 
     granted: dict[int, Claim] = field(default_factory=dict)

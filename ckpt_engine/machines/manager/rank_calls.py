@@ -20,8 +20,14 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invali
 from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.goal import Coming, Goal
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.selection import complete, difference, min_replicas_of, replicas_for, selection_of
 from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.update_options import (
+    complete,
+    difference,
+    min_replicas_of,
+    replicas_for,
+    selection_of,
+)
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8

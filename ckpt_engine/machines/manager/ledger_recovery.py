@@ -42,7 +42,7 @@ class CommitsRetry:
 
 
 @dataclass
-class Recovery:
+class LedgerRecovery:
     """Members that this manager does not let in or does not believe, and whether its ledger was rolled back.
 
     strangers: by their cluster, members that were refused since they belong to it. unbelieved: by their names, the
