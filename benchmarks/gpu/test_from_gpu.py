@@ -6,9 +6,6 @@ resume of that server, one copy at the hardware's rate, and our update. On the s
 follow, for which the trainer is held until that has all of them. Afterwards both servers hold the same weights, and
 their greedy tokens must be equal: vLLM's own loader is the judge of ours.
 
-With CKPT_ENGINE_DIGEST_BEHIND in the environment `same` has a second replica, which digests after its copy: it is
-updated in turns with the first, and `without` says how long that took.
-
     python -m pytest benchmarks/gpu/test_from_gpu.py -k same --benchmark-json=FILE    (same, peer, nccl)
 """
 
@@ -30,7 +27,6 @@ from benchmarks.gpu.measure import ROUNDS, WARMUP, CopyCeiling, Series, engine_c
 from benchmarks.gpu.qwen3_8b import BYTES, Tree, renew, write_config
 from benchmarks.gpu.rivals import ENVIRONMENT, NativeServer, backend_arguments
 from ckpt_engine import Trainer
-from ckpt_engine.digest.cuda import BEHIND, programs_behind
 from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.vllm_server import complete, tokens
@@ -48,7 +44,6 @@ CASES: dict[str, tuple[str, str, str | None]] = {
 
 NCCL_BAR = 1.4
 """How many times faster than vLLM's `nccl` our collective has to be, pause to resume."""
-
 
 PAUSES = 30
 """On the same GPU, whose bar is of the median and the worst of so many."""
@@ -68,7 +63,7 @@ def by_relay(trainer: Trainer, cluster: Cluster, replica: Replica, model: Tree, 
         renew(model, next(seeds))
         series.add(device_to_host_GB_s=out.once(), host_to_device_GB_s=back.once())
         began = time.perf_counter()
-        held = trainer.update_weights(prefetch="always", until="held", timeout=120, replicas=[replica.name])
+        held = trainer.update_weights(prefetch="always", until="held", timeout=120)
         seconds = time.perf_counter() - began
         assert held.held, f"{held}\n{relay.said[-4000:]}"
         report = trainer.wait(held.version, timeout=120)
@@ -117,17 +112,10 @@ def test_update_from_live_parameters(
         )
         cluster = stack.enter_context(running_cluster(tmp_path / "cluster"))
         replica = start_gpu_vllm(cluster, "vllm", config, "--enforce-eager", visible=visible)
-        other = None
-        if case == "same" and programs_behind():
-            with monkeypatch.context() as patch:
-                patch.setenv(BEHIND, "0")
-                other = start_gpu_vllm(cluster, "without", config, "--enforce-eager", visible=visible)
         model = Tree("cuda:0")
         ceiling = CopyCeiling("cuda:0", f"cuda:{visible}")
         wait_for_plain(rival_server)
         replica.registered(240)
-        if other is not None:
-            other.registered(240)
         trainer = stack.enter_context(Trainer(cluster.address, lineage=f"benchmark-{case}"))
         trainer.publish(model, transport=asked)
         rival = NativeServer(rival_server.url, model)
@@ -135,7 +123,6 @@ def test_update_from_live_parameters(
         transports: list[str] = []
         pauses: list[float] = []
         rounds = PAUSES if case == "same" else ROUNDS
-        without = Series()
         seeds = itertools.count(1)
 
         def before() -> None:
@@ -143,14 +130,14 @@ def test_update_from_live_parameters(
             series.add(rival_seconds=rival.update(send), bare_seconds=rival.bare_pause())
             series.add(ceiling_from_idle_GB_s=ceiling.once(), ceiling_GB_s=ceiling.sustained())
 
-        def updated(of: Replica, told: Series) -> Any:
-            report = trainer.update_weights(timeout=60, replicas=[of.name])
-            assert report.ok, f"{report}\n{of.tail()}"
+        def update() -> None:
+            report = trainer.update_weights(timeout=60)
+            assert report.ok, f"{report}\n{replica.tail()}"
             assert report.verified
             assert report.bytes == BYTES
             (outcome,) = report.replicas
             (worker,) = outcome.message.workers
-            told.add(
+            series.add(
                 pause_seconds=outcome.pause_seconds,
                 sync_seconds=outcome.sync_seconds,
                 report_seconds=report.seconds,
@@ -159,21 +146,13 @@ def test_update_from_live_parameters(
                 verify_seconds=worker.verify_seconds,
                 **{f"stage_{name}": seconds for name, seconds in outcome.stages.items()},
             )
-            return outcome
-
-        def update() -> None:
-            if other is not None and len(pauses) % 2:  # each comes first in every second round
-                updated(other, without)
-            outcome = updated(replica, series)
-            if other is not None and not len(pauses) % 2:
-                updated(other, without)
             transports[:] = [f"{use.transport}: {use.reason}" for use in outcome.transports]
             assert asked is None or {use.transport for use in outcome.transports} == {asked}, transports
             pauses.append(outcome.pause_seconds)
 
         benchmark.pedantic(update, setup=before, rounds=rounds, warmup_rounds=WARMUP)
         # What follows may fail, and would take the measurements with it.
-        print("\nRESULT so far", case, rounded(series.last(rounds)), rounded(without.last(rounds)), pauses, flush=True)
+        print("\nRESULT so far", case, rounded(series.last(rounds)), pauses, flush=True)
         relayed = {}
         if case == "same":
             relayed = {"by_relay": by_relay(trainer, cluster, replica, model, seeds)}
@@ -201,8 +180,6 @@ def test_update_from_live_parameters(
                 "pause_of_each_round": pauses,
                 "first": series.first(),
                 "medians": series.last(rounds),
-                "programs_behind": programs_behind(),
-                **({"without": without.last(rounds)} if other is not None else {}),
                 "engine_check": checked,
                 **relayed,
                 "versions": versions("vllm"),

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt_engine.copy.blocks import Block
@@ -30,14 +29,9 @@ else:
 PROGRAM_BYTES = 64 << 10
 """What a program copies, at most."""
 
-PIECE_PROGRAMS = 64
-"""Programs of a piece, whose arrival is counted: 4 MiB."""
-
 _LANES = 2048
 _ROW_LIMIT = 1 << 30  # bytes; lanes within a row are counted in 32 bits
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-Addresses = npt.NDArray[np.int64]
-
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -94,33 +88,6 @@ class CopyTable:
         self._sizes = lines[:, 2] * (self._destination.itemsize * self._per)
         self.bytes = int(self._sizes.sum())
         self._table = torch.from_numpy(lines).to(device)
-        self._arrived = self._table
-        self._piece_programs = PIECE_PROGRAMS
-        self._first_piece = -1  # of those that are counted
-        self.launch(0, 0)
-
-    def pieces(self) -> tuple[Addresses, Addresses, Addresses]:
-        """Of each piece, in order: addresses between which its programs write, and how many they are."""
-        lines = self._table.cpu().numpy()
-        first, end = lines[:, 0], lines[:, 0] + self._sizes
-        if self.rows and len(lines):
-            # From the start of the first row that a line has a part of to the end of the last one.
-            rows = (lines[:, 3] + lines[:, 2] - 1) // lines[:, 4]
-            lane = self._destination.itemsize * self._per
-            end = first + (rows * lines[:, 5] + lines[:, 4]) * lane
-        starts = np.arange(0, len(lines), self._piece_programs)
-        if not len(starts):
-            return starts, starts, starts
-        return (
-            np.minimum.reduceat(first, starts),
-            np.maximum.reduceat(end, starts),
-            np.diff(np.append(starts, len(lines))),
-        )
-
-    def count(self, arrived: torch.Tensor, first_piece: int) -> None:
-        """From now on each program counts up, once it has written, what has arrived of its piece. arrived: int32 on the
-        device, in which this table's pieces begin at `first_piece`."""
-        self._arrived, self._first_piece = arrived, first_piece
         self.launch(0, 0)
 
     def segments(self, most_bytes: int) -> list[tuple[int, int, int]]:
@@ -141,9 +108,6 @@ class CopyTable:
             self._table,
             first,
             end,
-            self._arrived,
-            self._first_piece,
-            COUNTED=0 if self._first_piece < 0 else self._piece_programs,
             SOURCE=_triton_dtype(self._source),
             DESTINATION=_triton_dtype(self._destination),
             SOURCE_BYTES=here,
@@ -198,16 +162,13 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 @cache
 def _kernel() -> Any:
     # A launch must never compile anything, whatever its bounds are.
-    return triton.jit(_copy_lines, do_not_specialize=["first_line", "end_line", "first_piece"])
+    return triton.jit(_copy_lines, do_not_specialize=["first_line", "end_line"])
 
 
 def _copy_lines(  # type: ignore[no-untyped-def]
     table,
     first_line,
     end_line,
-    arrived,
-    first_piece,
-    COUNTED: tl.constexpr,  # noqa: N803
     SOURCE: tl.constexpr,  # noqa: N803
     DESTINATION: tl.constexpr,  # noqa: N803
     SOURCE_BYTES: tl.constexpr,  # noqa: N803
@@ -218,10 +179,7 @@ def _copy_lines(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,  # noqa: N803
     EVICT: tl.constexpr,  # noqa: N803
 ):
-    """Program p copies line `first_line + p`: LANES lanes at a time, of PER elements each.
-
-    COUNTED: so many lines are a piece, and the program adds one to its place in `arrived`, from `first_piece` on; 0: it
-    does not."""
+    """Program p copies line `first_line + p`: LANES lanes at a time, of PER elements each."""
     line = first_line + tl.program_id(0).to(tl.int64)
     entry = table + line * (7 if ROWS else 3)
     destination = tl.load(entry).to(tl.pointer_type(DESTINATION))
@@ -250,7 +208,3 @@ def _copy_lines(  # type: ignore[no-untyped-def]
         inside = (lane < lanes) & (element < PER)
         values = tl.load(source + here * PER + element, mask=inside, eviction_policy=EVICT)
         tl.store(destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)
-    if COUNTED:
-        # All threads have written before one counts, and what acquires that count sees what they wrote.
-        tl.debug_barrier()
-        tl.atomic_add(arrived + first_piece + line // COUNTED, 1, mask=line < end_line, sem="release")

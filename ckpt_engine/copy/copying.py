@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt_engine.copy.host_copy import HostRun, Pair, batches_of, host_work
-from ckpt_engine.copy.prepared import Pieces, Queued
+from ckpt_engine.copy.prepared import Queued
 
 if TYPE_CHECKING:
     from ckpt_engine.copy.device_copy import DeviceCopy
@@ -60,16 +60,6 @@ class TensorCopy:
                     on_bytes(batch.bytes)
             HostRun(self._near).finish(on_bytes)
         return self.bytes
-
-    def pieces(self) -> Pieces | None:
-        """See CountedCopy. Only what goes from a GPU to itself is counted."""
-        if self._near or self._far or self._device is None:
-            return None
-        return self._device.pieces()
-
-    def clear(self) -> torch.cuda.Event | None:
-        """See CountedCopy."""
-        return None if self._device is None else self._device.clear()
 
     def queue(self) -> Queued | None:
         """See QueueableCopy. Only what goes to or from GPUs alone can be queued."""

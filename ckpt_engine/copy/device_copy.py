@@ -18,7 +18,6 @@ import torch
 
 from ckpt_engine.copy import copy_kernel
 from ckpt_engine.copy.device_work import DeviceWork, Pair, Segment
-from ckpt_engine.copy.prepared import Pieces
 from ckpt_engine.copy.staging import StagedFeed
 from ckpt_engine.core.problems import internal
 
@@ -65,14 +64,6 @@ class DeviceCopy:
             for part in self._parts:
                 part.run(on_bytes)
         return self.bytes
-
-    def pieces(self) -> Pieces | None:
-        """See CountedCopy: within one GPU."""
-        return self._parts[0].pieces() if len(self._parts) == 1 else None
-
-    def clear(self) -> torch.cuda.Event | None:
-        """See CountedCopy."""
-        return self._parts[0].clear()
 
     def queue(self) -> QueuedCopies | None:
         """See QueueableCopy: what comes from pageable memory cannot be queued."""
@@ -131,7 +122,6 @@ class _Part:
             self._stream = _stream(device.index)
             self._work = DeviceWork(direct, device)
             self._feed = StagedFeed(pageable, device) if pageable else None
-            self._pieces: Pieces | None = None
             # Tables were copied, and kernels loaded, on the current stream.
             torch.cuda.current_stream(device).synchronize()
         made = (self._work,) if self._feed is None else (self._work, self._feed)
@@ -142,25 +132,6 @@ class _Part:
     @property
     def is_queueable(self) -> bool:
         return self._feed is None
-
-    def pieces(self) -> Pieces | None:
-        if self._feed is not None:
-            return None
-        with torch.inference_mode(), torch.cuda.device(self._device):
-            self._pieces = self._work.pieces()
-            torch.cuda.current_stream(self._device).synchronize()
-        return self._pieces
-
-    def clear(self) -> torch.cuda.Event:
-        assert self._pieces is not None
-        # On the stream of the copy, behind any that was stopped and might count still.
-        with torch.inference_mode(), torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._pieces.arrived.zero_()
-                event = torch.cuda.Event()
-                event.record(self._stream)
-        return event
 
     def queue(self, queued: QueuedCopies) -> None:
         with torch.cuda.device(self._device):

@@ -17,12 +17,10 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ckpt_engine.copy import copy_kernel
 from ckpt_engine.copy.blocks import Block, aligned, blocks_of, cut, merged
-from ckpt_engine.copy.prepared import Pieces
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.elsewhere import lies_elsewhere
 
@@ -68,7 +66,6 @@ class DeviceWork:
         self._casts: dict[tuple[Side, torch.dtype, torch.dtype], list[Block]] = defaultdict(list)
         self._others: list[Pair] = []
         self.segments: list[Segment] = []
-        self._tables: list[copy_kernel.CopyTable] = []
         self.launches = self.engine_copies = 0
         for destination, source in pairs:
             if destination.numel():
@@ -80,20 +77,6 @@ class DeviceWork:
             self._add_table(side, table)
         self._add_others()
         self.bytes = sum(segment.bytes for segment in self.segments)
-
-    def pieces(self) -> Pieces | None:
-        """Has all of it counted from now on, piece by piece, in the order of `segments`; None if part of it cannot be:
-        only the kernel counts, and only on one GPU."""
-        if not self._tables or sum(table.bytes for table in self._tables) != self.bytes:
-            return None
-        parts = [table.pieces() for table in self._tables]
-        first, end, programs = (np.concatenate(each) for each in zip(*parts, strict=True))
-        arrived = torch.zeros(len(programs), dtype=torch.int32, device=self._device)
-        place = 0
-        for table, (_, _, numbers) in zip(self._tables, parts, strict=True):
-            table.count(arrived, place)
-            place += len(numbers)
-        return Pieces(first, end, programs, arrived)
 
     def _sort(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         if source.device.type == "cuda" and source.device.index != self._device.index:
@@ -156,8 +139,6 @@ class DeviceWork:
             self._add_table(side, copy_kernel.CopyTable(parts, self._device, alignment, near=side is Side.SAME))
 
     def _add_table(self, side: Side, table: copy_kernel.CopyTable) -> None:
-        if side is Side.SAME:
-            self._tables.append(table)
         for first, end, size in table.segments(SEGMENT_BYTES[side]):
             self.segments.append(Segment(size, partial(_queue_lines, table, first, end)))
             self.launches += 1

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
+from typing import Protocol, runtime_checkable
 
 
 class PreparedCopy(Protocol):
@@ -53,27 +48,4 @@ class QueueableCopy(PreparedCopy, Protocol):
     def queue(self) -> Queued | None:
         """Queues every move, after those that were queued before, and waits for nothing. None, with nothing done, if a
         GPU cannot do all of it: then `run` does."""
-        ...
-
-
-class Pieces(NamedTuple):
-    """How far a copy is, told while it is under way. A run of it must begin with `arrived` at zero."""
-
-    first: npt.NDArray[np.int64]  # of each piece, the lowest address that is written
-    end: npt.NDArray[np.int64]  # and where the highest ends; others may lie between
-    programs: npt.NDArray[np.int64]  # that write it
-    arrived: torch.Tensor  # int32 on the GPU: how many of them have
-
-
-@runtime_checkable
-class CountedCopy(PreparedCopy, Protocol):
-    """A prepared copy that may tell a GPU how far it is while it runs."""
-
-    def pieces(self) -> Pieces | None:
-        """Has every run from now on counted, piece by piece. None: that cannot be, and nothing has changed."""
-        ...
-
-    def clear(self) -> torch.cuda.Event | None:
-        """Enqueues setting the counts to zero, as must be done before each run whose counts are looked at; what looks
-        at them waits for the event. None: it is done."""
         ...

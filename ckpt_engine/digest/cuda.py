@@ -7,7 +7,6 @@ to contiguous memory of the same GPU at each run. Needs Triton; `missing` says w
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -16,10 +15,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ckpt_engine.core.problems import deadline, invalid
+from ckpt_engine.core.problems import deadline
 from ckpt_engine.digest.cuda_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
 from ckpt_engine.digest.factors import Words, digest_of_zeros
 from ckpt_engine.digest.finite import RULES, Rule
@@ -31,27 +29,9 @@ log = logging.getLogger(__name__)
 Box = tuple[torch.Tensor, tuple[int, ...], torch.dtype]
 """View, first global coordinate of each axis, and the dtype that it is digested as."""
 
-Addresses = npt.NDArray[np.int64]
-
 HANG_SECONDS = 120.0
 """How long a digest may take. It takes milliseconds, and what was queued on the stream before it is waited for, too."""
 
-WORDS = True
-"""Whether one-byte numbers that are looked through for NaN are taken four at a time, where they lie so."""
-
-WORDS_PLAIN = False
-"""The same of those that are not."""
-
-BEHIND = "CKPT_ENGINE_DIGEST_BEHIND"
-"""In the environment: how many programs a multiprocessor digest behind a copy within one GPU while it is under way; 0:
-none, what was copied is digested after it."""
-
-PROGRAMS_BEHIND = 0
-"""Default of that. They have to leave room to the copy that they wait for, so at most `_MOST_BEHIND`."""
-
-_MOST_BEHIND = 4
-_PATIENCE = 1 << 20  # looks of a program, each of which takes the better part of a microsecond
-_PIECES_WAITED_FOR = 8  # of a tile, at most; one that lies across more is digested after the copy
 _POLL_SECONDS = 20e-6
 _ROWS = 8
 _STAGES = 1
@@ -82,22 +62,6 @@ def missing() -> str:
     return ""
 
 
-def programs_behind() -> int:
-    """Programs a multiprocessor that digest behind a copy, as the environment says. Raises INVALID_ARGUMENT."""
-    said = os.environ.get(BEHIND, "").strip()
-    if not said:
-        return PROGRAMS_BEHIND
-    if not said.isdecimal() or int(said) > _MOST_BEHIND:
-        raise invalid(f"{BEHIND} must be 0 to {_MOST_BEHIND}, got {said!r}")
-    return int(said)
-
-
-@cache
-def _stream_behind(device: int) -> torch.cuda.Stream:
-    """Before copies, whose programs would take every multiprocessor: these are few and wait for room only once."""
-    return torch.cuda.Stream(device, priority=-2)
-
-
 class CudaDigests:
     """Boxes of one device, made ready. Keeps the views, and tables of about 1/2000 of their size.
 
@@ -126,10 +90,6 @@ class CudaDigests:
         self._done = torch.cuda.Event() if on_gpu else None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._launches: list[_Launch] = []
-        self._behind: _Behind | None = None
-        self._after: list[_Launch] = []  # what `_behind` leaves
-        self._begun = False
-        self._missed: torch.Tensor | None = None
         self._on_host: list[int] = []
         self._seed = seed
         self._running = threading.Lock()
@@ -141,82 +101,21 @@ class CudaDigests:
         """Kernels of ours that one run launches; copies and clearing the sums not counted."""
         return len(self._launches)
 
-    def follow(self, first: Addresses, end: Addresses, arrived: torch.Tensor, programs: Addresses, share: int) -> bool:
-        """Makes ready to digest behind a copy, which writes these boxes piece by piece and counts what has arrived.
-
-        first, end: addresses between which each piece writes. arrived: int32[pieces] on the device, counted up to
-        `programs` of each. share: programs a multiprocessor. False: none of the boxes can be digested so.
-        """
-        if self._finite or self._copies or self._on_host or not share:
-            return False
-        tiles = [launch for launch in self._launches if not launch.is_flat]
-        if not tiles:
-            return False
-        with torch.inference_mode(), self._guard():
-            largest = max(tiles, key=lambda launch: launch.tiles)
-            followed, order, left = largest.behind(first, end)
-            if not len(followed):
-                return False
-            self._behind = _Behind(largest, followed, order, arrived, programs, share)
-            self._after = [launch for launch in self._launches if launch is not largest]
-            if len(left):
-                self._after.append(largest.of(left))
-        return True
-
-    def begin(self, ready: torch.cuda.Event | None) -> None:
-        """Launches what digests behind a copy that is launched next, once `ready` is over: until then the pieces that
-        had arrived of the copy before are counted. `launch` and `collect` then do what is left, once that copy is over;
-        `forsake` if it came to nothing. To be called after `follow`."""
-        assert self._behind is not None
-        self._begun = True
-        with torch.inference_mode(), self._guard():
-            if ready is None:
-                self._start_behind()
-                return
-            stream = _stream_behind(self._device.index)
-            stream.wait_event(ready)
-            with torch.cuda.stream(stream):
-                self._start_behind()
-
-    def _start_behind(self) -> None:
-        assert self._behind is not None
-        self._sums.zero_()
-        self._behind.run(self._sums, self._marks)
-
-    def forsake(self) -> None:
-        """Lets go of what `begin` has launched: it ends by itself, and what comes next on the current stream waits."""
-        if self._begun and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).wait_stream(_stream_behind(self._device.index))
-        self._begun = False
-
     def launch(self) -> None:
         """Enqueues everything on the device's current stream. `collect` must follow, before another `launch`."""
         with torch.inference_mode(), self._guard():
-            begun = self._begun
-            self.forsake()
-            if not begun:
-                for scratch, view in self._copies:
-                    scratch.copy_(view)
-                self._sums.zero_()
-            for launch in self._after if begun else self._launches:
+            for scratch, view in self._copies:
+                scratch.copy_(view)
+            self._sums.zero_()
+            for launch in self._launches:
                 launch.run(self._sums, self._marks)
             self._found.copy_(self._sums, non_blocking=True)
-            self._missed = None
-            if begun:
-                assert self._behind is not None
-                self._missed = self._behind.missed()
             if self._done is not None:
                 self._done.record()
 
     def collect(self) -> list[int]:
         """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
         self._wait()
-        if self._missed is not None and int(self._missed):
-            log.warning(
-                "what was copied on %s came too late to be digested meanwhile; it is digested again", self._device
-            )
-            self.launch()
-            self._wait()
         count = len(self._zeros)
         found: list[int] = (self._found[:count].numpy().view(np.uint64) + self._zeros).tolist()
         marks = self._found[len(self._marks) :] if self._finite else self._found.new_zeros(count)
@@ -328,44 +227,15 @@ class _Launch:
     ) -> None:
         """flat: lanes of an element, if the table is of flat tiles."""
         self._kind = kind
-        self._wide = wide
         self._vector = ALIGNMENT // kind.unit.itemsize if wide else 1
         self._flat = flat
-        self._words = wide and kind.unit.itemsize == 1 and (WORDS_PLAIN if kind.rule is None else WORDS)
+        self._words = wide and kind.unit.itemsize == 1 and kind.rule is not None
         self._work = torch.from_numpy(work.view("int64")).to(factors.device)
         self._factors = factors
-        self._bytes = origin
         self._origin = origin.view(torch.uint32 if self._words else kind.unit)
         nothing = torch.zeros(FIELDS, dtype=torch.int64, device=factors.device)
         sums = torch.zeros(4, dtype=torch.int64, device=factors.device)
         self._start(nothing, 1, sums[:2], sums[2:])
-
-    @property
-    def is_flat(self) -> bool:
-        return bool(self._flat)
-
-    @property
-    def tiles(self) -> int:
-        return len(self._work)
-
-    def of(self, work: Table) -> _Launch:
-        """The same of other tiles, which share its factors."""
-        return _Launch(self._kind, self._wide, self._flat, work, self._factors, self._bytes)
-
-    def behind(self, first: Addresses, end: Addresses) -> tuple[Table, Addresses, Table]:
-        """The tiles that can follow a copy of pieces between these addresses, in the order in which they will have been
-        written; for each the first and the last piece that write to it, and maybe others between; and what is left."""
-        work = self._work.cpu().numpy().view(np.uint64)
-        unit = self._kind.unit.itemsize
-        here = self._bytes.data_ptr() + work[:, 0].view(np.int64) * unit
-        below, above = here, here + ((work[:, 4] - np.uint64(1)) * work[:, 1] + work[:, 5]).view(np.int64) * unit
-        # A piece before `one` ends below the tile, and one after `other` begins above it, in whatever order they are.
-        one = np.searchsorted(np.maximum.accumulate(end), below, side="right")
-        other = np.searchsorted(np.minimum.accumulate(first[::-1])[::-1], above, side="left") - 1
-        follows = (work[:, 1].view(np.int64) >= 0) & (one <= other) & (other - one < _PIECES_WAITED_FOR)
-        places = np.flatnonzero(follows)
-        places = places[np.lexsort((below[places], other[places]))]
-        return work[places], np.stack([one[places], other[places]], 1).astype(np.int64), work[~follows]
 
     def run(self, sums: torch.Tensor, marks: torch.Tensor) -> None:
         self._start(self._work, len(self._work), sums, marks)
@@ -392,7 +262,6 @@ class _Launch:
                 BLOCK=block,
                 ROWS=_ROWS,
                 STAGES=_STAGES,
-                LOOK=rule is not None,
                 FLIP=flip,
                 STEP=(0x100 if both else 0x80) - least,
                 BOTH=both,
@@ -409,69 +278,6 @@ class _Launch:
             **look,
             num_warps=_WARPS,
         )
-
-    def start_behind(
-        self,
-        work: torch.Tensor,
-        waits: torch.Tensor,
-        count: int,
-        programs: int,
-        sums: torch.Tensor,
-        marks: torch.Tensor,
-        pieces: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Launches `digest_behind` for `count` tiles. pieces: what has arrived of each, what is wanted of each, and
-        where it is told that some came too late."""
-        from ckpt_engine.digest.cuda_kernel import digest_behind
-
-        digest_behind[(programs,)](
-            work,
-            waits,
-            count,
-            *(self._origin, self._factors, sums, marks, *pieces),
-            BLOCK=BLOCK_BYTES // self._kind.unit.itemsize,
-            ROWS=_ROWS,
-            KIND=self._kind.number,
-            VECTOR=self._vector,
-            STAGES=_STAGES,
-            PATIENCE=_PATIENCE,
-            num_warps=_WARPS,
-        )
-
-
-class _Behind:
-    """The launch that digests behind a copy, with its tables on the device. Compiles when made."""
-
-    def __init__(
-        self, like: _Launch, work: Table, waits: Addresses, arrived: torch.Tensor, wanted: Addresses, share: int
-    ) -> None:
-        """like: the launch whose tiles these are. See `CudaDigests.follow`."""
-        self._like = like
-        device = arrived.device
-        self._count = len(work)
-        self._work = torch.from_numpy(work.view("int64")).to(device)
-        self._waits = torch.from_numpy(waits).to(device)
-        self._missed = torch.zeros(2, dtype=torch.int64, device=device)
-        self._told = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._pieces = arrived, torch.from_numpy(wanted.astype(np.int32)).to(device), self._missed
-        multiprocessors = 1
-        if device.type == "cuda":
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._programs = share * multiprocessors
-        sums = torch.zeros(4, dtype=torch.int64, device=device)
-        self._start(0, sums[:2], sums[2:])
-
-    def run(self, sums: torch.Tensor, marks: torch.Tensor) -> None:
-        self._missed.zero_()
-        self._start(self._count, sums, marks)
-
-    def missed(self) -> torch.Tensor:
-        """Enqueues asking whether some came too late; on the host, once what was enqueued is over, 0 or 1."""
-        self._told.copy_(self._missed, non_blocking=True)
-        return self._told[0]
-
-    def _start(self, count: int, sums: torch.Tensor, marks: torch.Tensor) -> None:
-        self._like.start_behind(self._work, self._waits, count, self._programs, sums, marks, self._pieces)
 
 
 def _kind(view: torch.Tensor, served: torch.dtype) -> _Kind | None:

@@ -23,10 +23,10 @@ _MIX_2 = tl.constexpr(MIX_2)
 
 
 @triton.jit
-def _lanes(pointers, inside, KIND: tl.constexpr, CACHE: tl.constexpr = ""):  # noqa: N803
+def _lanes(pointers, inside, KIND: tl.constexpr):  # noqa: N803
     """Lanes as they are digested, zero where not inside."""
     if KIND == AS_BFLOAT16:
-        number = tl.load(pointers, mask=inside, other=0.0, cache_modifier=CACHE)
+        number = tl.load(pointers, mask=inside, other=0.0)
         if _INTERPRETED:
             # Triton's interpreter does not round. 0x7FFF is what a GPU makes of a NaN.
             bits = number.to(tl.uint32, bitcast=True)
@@ -34,10 +34,9 @@ def _lanes(pointers, inside, KIND: tl.constexpr, CACHE: tl.constexpr = ""):  # n
         else:
             value = number.to(tl.bfloat16).to(tl.uint16, bitcast=True)
     elif KIND == AS_FLOAT16:
-        number = tl.load(pointers, mask=inside, other=0.0, cache_modifier=CACHE)
-        value = number.to(tl.float16).to(tl.uint16, bitcast=True)
+        value = tl.load(pointers, mask=inside, other=0.0).to(tl.float16).to(tl.uint16, bitcast=True)
     else:
-        value = tl.load(pointers, mask=inside, other=0, cache_modifier=CACHE)
+        value = tl.load(pointers, mask=inside, other=0)
     return value
 
 
@@ -67,58 +66,6 @@ def _kept(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: 
 
 
 @triton.jit
-def _tile(
-    entry,
-    origin,
-    factors,
-    sums,
-    marks,
-    BLOCK: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    VECTOR: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-    FLIP: tl.constexpr,  # noqa: N803
-    KEEP: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    LANES_OF_NUMBER: tl.constexpr,  # noqa: N803
-    CACHE: tl.constexpr,  # noqa: N803
-):
-    """Digests the tile that `entry` describes; see `digest_tiles`. CACHE: of loads of lanes."""
-    first = origin + tl.load(entry) // VECTOR * VECTOR
-    step = tl.load(entry + 1) // VECTOR * VECTOR
-    outer = factors + tl.load(entry + 2)
-    inner = factors + tl.load(entry + 3)
-    rows = tl.load(entry + 4).to(tl.int32)
-    width = tl.load(entry + 5).to(tl.int32) // VECTOR * VECTOR
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    together = tl.arange(0, ROWS)
-    pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
-    sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
-    greatest = tl.zeros([BLOCK], dtype=tl.int32)
-    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
-    whole = rows // ROWS * ROWS
-    for row in tl.range(0, whole, ROWS, num_stages=STAGES):
-        lanes = _lanes(pointers + row * step, inside[None, :], KIND, CACHE)
-        factor = tl.load(outer + row + together).to(tl.uint64)[:, None]
-        sum_of_column += tl.sum(lanes.to(tl.uint64) * factor, axis=0)
-        if LEAST != 0:
-            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & kept[None, :], axis=0))
-    for row in range(whole, rows):
-        lane = _lanes(first + row * step + columns, inside, KIND, CACHE)
-        sum_of_column += lane.to(tl.uint64) * tl.load(outer + row).to(tl.uint64)
-        if LEAST != 0:
-            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & kept)
-    sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
-    total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
-    tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
-    if LEAST != 0:
-        found = tl.max(greatest, axis=0) >= LEAST
-        tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")
-
-
-@triton.jit
 def digest_tiles(
     work,
     origin,
@@ -144,81 +91,37 @@ def digest_tiles(
     as digest/finite.py has them; where one is found, the box's place in `marks` becomes 1. LEAST is 0: it is not asked.
     """
     entry = work + tl.program_id(0).to(tl.int64) * 8
-    _tile(
-        entry,
-        origin,
-        factors,
-        sums,
-        marks,
-        BLOCK,
-        ROWS,
-        KIND,
-        VECTOR,
-        STAGES,
-        FLIP,
-        KEEP,
-        LEAST,
-        LANES_OF_NUMBER,
-        "",
-    )
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def digest_behind(
-    work,
-    waits,
-    tiles,
-    origin,
-    factors,
-    sums,
-    marks,
-    arrived,
-    wanted,
-    missed,
-    BLOCK: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr,  # noqa: N803
-    VECTOR: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-    PATIENCE: tl.constexpr,  # noqa: N803
-):
-    """Digests `tiles` tiles behind a copy that is another launch and runs meanwhile, each once what is written over it
-    has arrived: as many programs as there are, in turns, so that some room is always left to what they wait for.
-
-    waits: for each tile the first and the last piece of that copy which it waits for. A piece p has arrived when
-    `arrived[p]`, which its programs count up after they have written, is `wanted[p]`. A program looks PATIENCE times in
-    all; then it goes on without, and `missed` becomes 1: its sums are of no use. Loads bypass the cache of a
-    multiprocessor, which does not know what others write.
-    """
-    patience = tl.full([], PATIENCE, tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        last = tl.load(waits + tile * 2 + 1)
-        for piece in range(tl.load(waits + tile * 2), last + 1):
-            number = tl.load(wanted + piece)
-            # Adding nothing acquires what the programs that counted have released.
-            come = tl.atomic_add(arrived + piece, 0, sem="acquire")
-            while (come < number) & (patience > 0):
-                come = tl.atomic_add(arrived + piece, 0, sem="acquire")
-                patience -= 1
-        _tile(
-            work + tile * 8,
-            origin,
-            factors,
-            sums,
-            marks,
-            BLOCK,
-            ROWS,
-            KIND,
-            VECTOR,
-            STAGES,
-            0,
-            0,
-            0,
-            1,
-            ".cg",
-        )
-    if patience <= 0:
-        tl.atomic_or(missed, tl.full([], 1, tl.int64), sem="relaxed")
+    first = origin + tl.load(entry) // VECTOR * VECTOR
+    step = tl.load(entry + 1) // VECTOR * VECTOR
+    outer = factors + tl.load(entry + 2)
+    inner = factors + tl.load(entry + 3)
+    rows = tl.load(entry + 4).to(tl.int32)
+    width = tl.load(entry + 5).to(tl.int32) // VECTOR * VECTOR
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    together = tl.arange(0, ROWS)
+    pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
+    sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
+    greatest = tl.zeros([BLOCK], dtype=tl.int32)
+    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
+    whole = rows // ROWS * ROWS
+    for row in tl.range(0, whole, ROWS, num_stages=STAGES):
+        lanes = _lanes(pointers + row * step, inside[None, :], KIND)
+        row_factors = tl.load(outer + row + together).to(tl.uint64)[:, None]
+        sum_of_column += tl.sum(lanes.to(tl.uint64) * row_factors, axis=0)
+        if LEAST != 0:
+            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & kept[None, :], axis=0))
+    for row in range(whole, rows):
+        lane = _lanes(first + row * step + columns, inside, KIND)
+        sum_of_column += lane.to(tl.uint64) * tl.load(outer + row).to(tl.uint64)
+        if LEAST != 0:
+            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & kept)
+    sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
+    total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
+    tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
+    if LEAST != 0:
+        found = tl.max(greatest, axis=0) >= LEAST
+        tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")
 
 
 @triton.jit
@@ -231,14 +134,15 @@ def digest_words(
     BLOCK: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
-    LOOK: tl.constexpr,  # noqa: N803
     FLIP: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
     BOTH: tl.constexpr,  # noqa: N803
 ):
-    """Digests as `digest_tiles` does, one program a tile of one-byte units all of whose rows lie in units of 16 bytes,
-    and takes them as words of four: `origin` points to these, BLOCK and `work` count bytes. LOOK: also for NaN and
-    infinity, as `_suspects` says."""
+    """Digests as `digest_tiles` does, and looks for NaN and infinity as `_suspects` says.
+
+    One program a tile of one-byte numbers whose rows all lie in units of 16 bytes. They are taken as words of four:
+    `origin` points to these, BLOCK and `work` count bytes.
+    """
     entry = work + tl.program_id(0).to(tl.int64) * 8
     first = origin + tl.load(entry) // 16 * 4
     step = tl.load(entry + 1) // 16 * 4
@@ -264,8 +168,7 @@ def digest_words(
         sum_1 += tl.sum(((words >> 8) & 0xFF).to(tl.uint64) * factor, axis=0)
         sum_2 += tl.sum(((words >> 16) & 0xFF).to(tl.uint64) * factor, axis=0)
         sum_3 += tl.sum((words >> 24).to(tl.uint64) * factor, axis=0)
-        if LOOK:
-            look |= tl.reduce(_suspects(words, FLIP, STEP, BOTH), 0, _either)
+        look |= tl.reduce(_suspects(words, FLIP, STEP, BOTH), 0, _either)
     for row in range(whole, rows):
         word = tl.load(first + row * step + columns, mask=inside, other=0)
         factor_of_row = tl.load(outer + row).to(tl.uint64)
@@ -273,8 +176,7 @@ def digest_words(
         sum_1 += ((word >> 8) & 0xFF).to(tl.uint64) * factor_of_row
         sum_2 += ((word >> 16) & 0xFF).to(tl.uint64) * factor_of_row
         sum_3 += (word >> 24).to(tl.uint64) * factor_of_row
-        if LOOK:
-            look |= _suspects(word, FLIP, STEP, BOTH)
+        look |= _suspects(word, FLIP, STEP, BOTH)
     place = inner + columns * 4
     total = sum_0 * tl.load(place, mask=inside, other=0).to(tl.uint64)
     total += sum_1 * tl.load(place + 1, mask=inside, other=0).to(tl.uint64)
@@ -282,10 +184,9 @@ def digest_words(
     total += sum_3 * tl.load(place + 3, mask=inside, other=0).to(tl.uint64)
     scaled = tl.sum(total, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), scaled, sem="relaxed")
-    if LOOK:
-        # With FLIP, zeros that stand for what is not inside are not found: no such dtype has a NaN that is zero.
-        found = tl.max((look != 0).to(tl.int32), axis=0) > 0
-        tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")
+    # With FLIP, zeros that stand for what is not inside are not found: no such dtype has a NaN that is zero.
+    found = tl.max((look != 0).to(tl.int32), axis=0) > 0
+    tl.atomic_or(marks + tl.load(entry + 7), tl.full([], 1, tl.int64), mask=found, sem="relaxed")
 
 
 @triton.jit

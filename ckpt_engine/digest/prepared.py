@@ -42,7 +42,6 @@ class PreparedDigests:
         """Of what was collected last, if it was looked for: which boxes hold NaN or infinity."""
         self._converted: list[int] = []  # at each run, before the host digests them
         self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
-        self._follower: digest_cuda.CudaDigests | None = None
         self._found: list[tuple[list[int], _Found]] = []
         as_they_are: list[int] = []
         on_device: dict[torch.device, list[int]] = {}
@@ -70,31 +69,6 @@ class PreparedDigests:
     def launches(self) -> int:
         """Kernels that one run launches; 0 if all is done on the host."""
         return sum(digests.launches for _, digests in self._cuda)
-
-    def follow(
-        self,
-        first: digest_cuda.Addresses,
-        end: digest_cuda.Addresses,
-        arrived: torch.Tensor,
-        programs: digest_cuda.Addresses,
-        share: int,
-    ) -> bool:
-        """Makes ready to digest behind a copy; see `CudaDigests.follow`. False: all is digested after it."""
-        if len(self._cuda) != 1 or self._host[0] or self._converted:
-            return False
-        ((_, digests),) = self._cuda
-        self._follower = digests if digests.follow(first, end, arrived, programs, share) else None
-        return self._follower is not None
-
-    def begin(self, ready: torch.cuda.Event | None) -> None:
-        """Launches what digests behind the copy that is launched next; `run` then ends it. See `CudaDigests.begin`."""
-        assert self._follower is not None
-        self._follower.begin(ready)
-
-    def forsake(self) -> None:
-        """Lets go of what was begun: `run` digests everything."""
-        if self._follower is not None:
-            self._follower.forsake()
 
     def launch(self) -> None:
         """Enqueues the work of GPUs, each on its current stream, and does that of the host."""

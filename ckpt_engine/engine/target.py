@@ -108,11 +108,6 @@ class LoadTarget(Protocol):
         are compared with in a self-check. Leaves the model in the form in which the engine computes."""
         ...
 
-    @property
-    def has_post_load(self) -> bool:
-        """Whether `post_load` does anything. If not, tensors may be verified while others still arrive."""
-        ...
-
     def post_load(self) -> None:
         """Recomputes what is derived. Runs once, after every byte is in place and before resident bytes are verified;
         so it must leave loaded tensors as they are."""
@@ -203,10 +198,6 @@ class ModuleTarget:
     def reload(self, weights: Weights) -> None:
         self.load_weights(weights)
         self.post_load()
-
-    @property
-    def has_post_load(self) -> bool:
-        return self._post_load is not None or type(self).post_load is not ModuleTarget.post_load
 
     def post_load(self) -> None:
         if self._post_load is not None:

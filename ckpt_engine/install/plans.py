@@ -54,9 +54,7 @@ class ReadyPlan:
             tensors = dict(target.named_tensors())
             names = [name for name in self.resolved.work if name not in self.staged]
             with span("worker.ready", "layout"):
-                # What is written later, or again, is digested after it.
-                final = not (self.staged or self.resolved.handed or target.has_post_load)
-                self.resident = Ready(self.opened, bind(self.resolved, names, tensors), final=final)
+                self.resident = Ready(self.opened, bind(self.resolved, names, tensors))
             self.standing = Standing(target.root, {name: tensors[name] for name in names})
         return self.resident
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from ckpt_engine.copy.copying import TensorCopy
-from ckpt_engine.copy.prepared import CountedCopy
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.digest import host as digest_host
-from ckpt_engine.digest.cuda import programs_behind
 from ckpt_engine.digest.factors import widened
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.install.resolve import Bound, Destination
@@ -43,11 +41,8 @@ class Ready:
     could be, and why.
     """
 
-    def __init__(
-        self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None, final: bool = False
-    ) -> None:
-        """landed: where a collective has brought what belongs here; None: it brings that here itself. final: nothing
-        writes to these tensors between `copy` and `wrong`, so that they may be digested while others arrive."""
+    def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None) -> None:
+        """landed: where a collective has brought what belongs here; None: it brings that here itself."""
         copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
         self._copies = list(copies.values())
         self.arrivals = bound.arrivals if landed is None else []
@@ -67,34 +62,9 @@ class Ready:
             for checks in _groups(bound.checks)
         ]
         self.needs = {need for need, *_ in bound.checks}
-        self._counted: CountedCopy | None = None  # which digests follow
-        if final and not bound.fills and not bound.arrivals:
-            self._follow()
-
-    def _follow(self) -> None:
-        """Has the digests follow the copy, if there is one of each and both can. The engine generates meanwhile, and
-        goes on without if it cannot be."""
-        share = programs_behind()
-        if not share or len(self._copies) != 1 or len(self._digests) != 1:
-            return
-        (copy,), ((_, digests),) = self._copies, self._digests
-        if not isinstance(copy, CountedCopy):
-            return
-        pieces = copy.pieces()
-        if pieces is not None and digests.follow(pieces.first, pieces.end, pieces.arrived, pieces.programs, share):
-            self._counted = copy
 
     def copy(self, on_bytes: Callable[[int], None]) -> None:
         """Writes what is loaded; it has arrived when this returns. Raises what `on_bytes` raises."""
-        if self._counted is not None:
-            ((_, digests),) = self._digests
-            digests.begin(self._counted.clear())
-            try:
-                self._counted.run(on_bytes)
-            except BaseException:
-                digests.forsake()
-                raise
-            return
         for copy in self._copies:
             copy.run(on_bytes)
         if self._landed is not None:

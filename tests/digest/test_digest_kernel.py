@@ -207,20 +207,21 @@ from tests.digest.test_finite import is_finite
 views = []
 for number, name in enumerate(sorted(ITEMSIZES)):
     dtype = torch_dtype(name)
-    finite = random_tensor((11, 72), dtype, number)
+    finite = random_tensor((11, 80), dtype, number)
     if dtype.is_complex or dtype.is_floating_point:
         finite = torch.where(is_finite(finite), torch.view_as_real(finite)[..., 0] if dtype.is_complex else
                              finite.to(torch.float64), 1.0).to(dtype)
     views += [finite, finite[:, 1:]]
-    for row, column in ((0, 0), (10, 71), (7, 30)):
+    for row, column in ((0, 0), (10, 71), (7, 31)):
         each = finite.clone()
         if name != "bool":  # the highest bits of one element, and what else it needs to be NaN or infinite
             last = (column + 1) * dtype.itemsize
             each.view(torch.uint8)[row, last - min(dtype.itemsize, 2) : last] = 0x80 if "fnuz" in name else 0xFF
-        views.append(each)
+        apart = torch.zeros(11, 96, dtype=dtype)[:, :80]  # rows that do not touch, in units of 16 bytes
+        views += [each, each[:, :72], apart.copy_(each)]
 boxes = [(view, (0, 0)) for view in views]
 expected = [bool((~is_finite(view)).any()) for view in views]
-assert sum(expected) == 3 * 10, sum(expected)
+assert sum(expected) == 9 * 10, sum(expected)
 for longest in (cuda_tiles._COLUMN_WORDS, 4):  # the second time rows are flat
     cuda_tiles._COLUMN_WORDS = longest
     found = CudaDigests([(view, (0, 0), view.dtype) for view in views], SEED, finite=True)

@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 def views_of(name: str) -> list[torch.Tensor]:
     """Without NaN and infinity, then with one in some place or other."""
     dtype = torch_dtype(name)
-    finite = random_tensor((257, 1000), dtype)
+    finite = random_tensor((257, 1008), dtype)
     if dtype.is_complex or dtype.is_floating_point:
         real = torch.view_as_real(finite)[..., 0] if dtype.is_complex else finite.to(torch.float64)
         finite = torch.where(is_finite(finite), real, 1.0).to(dtype)
@@ -29,8 +29,13 @@ def views_of(name: str) -> list[torch.Tensor]:
         last = (column + 1) * dtype.itemsize
         if name != "bool":
             view.view(torch.uint8)[row, last - min(dtype.itemsize, 2) : last] = 0x80 if "fnuz" in name else 0xFF
-        found += [view, view[:, 1:], view.t()]
+        found += [view, view[:, 1:], view[:, 16:], view.t()]
     return found
+
+
+def on_gpu(view: torch.Tensor) -> torch.Tensor:
+    """Laid out as it is here; `to` would let the rows of a part touch."""
+    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=GPU).copy_(view)
 
 
 @pytest.mark.parametrize("longest", [cuda_tiles._COLUMN_WORDS, 64], ids=["rows", "flat"])
@@ -40,7 +45,7 @@ def test_they_are_found_in_each_dtype(name: str, longest: int, monkeypatch: pyte
     views = views_of(name)
     expected = [bool((~is_finite(view)).any()) for view in views]
     assert any(expected) is (torch_dtype(name).is_complex or torch_dtype(name).is_floating_point)
-    there = [(view.to(GPU), (0, 0)) for view in views]
+    there = [(on_gpu(view), (0, 0)) for view in views]
     prepared = prepare_digests(there, finite=True)
     assert prepared.launches
     for _ in range(2):

@@ -16,7 +16,7 @@ from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.digest import prepared as prepared_digests
 from ckpt_engine.engine.target import ModuleTarget
-from ckpt_engine.install import plans, ready
+from ckpt_engine.install import ready
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.transport.shared_memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -187,35 +187,3 @@ def test_an_order_of_a_collective_is_refused_before_a_weight_is_touched(
     assert "0 slots are too few" in answer.problem.message
     assert "was not made ready for this collective" in worker.installer.install(order).report.problem.message
     assert worker.page.read()[0] == word
-
-
-@pytest.mark.parametrize(("post_load", "follows"), [(None, True), (lambda: None, False)])
-def test_only_what_is_written_for_the_last_time_may_be_digested_while_it_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, post_load: Callable[[], None] | None, follows: bool
-) -> None:
-    model = TensorParallel()
-    checkpoint = Checkpoint(model.checkpoint())
-    worker = OneWorker(ModuleTarget(model, post_load=post_load), tmp_path)
-    asked: list[bool] = []
-    followed: list[ready.Ready] = []
-
-    def made(*given: Any, final: bool) -> ready.Ready:
-        asked.append(final)
-        return ready.Ready(*given, final=final)
-
-    monkeypatch.setattr(plans, "Ready", made)
-    monkeypatch.setattr(ready.Ready, "_follow", followed.append)
-    assert not worker.update(checkpoint).report.HasField("problem")
-    assert asked == [follows]
-    assert not followed, "padding is written after the copy"
-    checkpoint.close()
-
-
-def test_a_target_with_a_step_of_its_own_has_one() -> None:
-    class Own(ModuleTarget):
-        def post_load(self) -> None:
-            """Does nothing, which nobody can know."""
-
-    model = TensorParallel()
-    assert [ModuleTarget(model).has_post_load, Own(model).has_post_load] == [False, True]
-    assert ModuleTarget(model, post_load=lambda: None).has_post_load

@@ -196,10 +196,6 @@ class SglangTarget:
         if begin is not None:
             self._session.end_weight_update(run_post_load=False)
 
-    @property
-    def has_post_load(self) -> bool:
-        return hasattr(self._model, "post_load_weights")
-
     def post_load(self) -> None:
         """What the model computes of loaded weights and keeps beside its parameters."""
         compute: Any = getattr(self._model, "post_load_weights", None)

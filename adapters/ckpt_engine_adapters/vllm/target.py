@@ -188,10 +188,6 @@ class VllmTarget:
         finally:
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
 
-    @property
-    def has_post_load(self) -> bool:
-        return bool(self._tied or self._deriving)
-
     def post_load(self) -> None:
         """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
         its projections), which come last in vLLM too."""

@@ -154,7 +154,6 @@ STEPS = (
         bench("test_from_gpu.py", 300, "same"),
         *(190, 330),
         engine="vllm",
-        guessed=False,
     ),
     Step(
         "peer",
@@ -191,12 +190,12 @@ STEPS = (
         guessed=False,
     ),
     Step(
-        "behind",
-        "copy and digest within one GPU, one after the other and one behind the other, in several sizes",
-        ("-m", "benchmarks.gpu.behind", "-o", "{out}/behind.json"),
-        *(40, 120),
+        "digest",
+        "digests against the GPU's ceiling, and with a look for NaN",
+        bench("test_digest.py", 120),
+        *(58, 150),
+        guessed=False,
     ),
-    Step("digest", "digests against the GPU's ceiling, and with a look for NaN", bench("test_digest.py", 120), 60, 150),
     Step("gpu-tests", "tests/gpu that need no engine", tests("", 240, "-m", "not engine"), 150, 330),
     Step(
         "vllm-tests", "vLLM's tests on a GPU", tests("/test_vllm_gpu.py", 240), 156, 330, engine="vllm", guessed=False

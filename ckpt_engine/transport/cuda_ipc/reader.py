@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from ckpt_engine.copy.copying import TensorCopy
-from ckpt_engine.copy.prepared import CountedCopy, Pieces, PreparedCopy, QueueableCopy, Queued
+from ckpt_engine.copy.prepared import PreparedCopy, QueueableCopy, Queued
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.cuda.arena import device_bytes
@@ -311,14 +311,6 @@ class LeasedCopy:
         dies later does no harm: what is mapped stays until this ends."""
         with self._transport.reading(self._mapped):
             return self._copy.run(on_bytes)
-
-    def pieces(self) -> Pieces | None:
-        """See CountedCopy."""
-        return self._copy.pieces() if isinstance(self._copy, CountedCopy) else None
-
-    def clear(self) -> torch.cuda.Event | None:
-        """See CountedCopy."""
-        return self._copy.clear() if isinstance(self._copy, CountedCopy) else None
 
     def queue(self) -> Queued | None:
         """See QueueableCopy. Raises as `run`. What is let go of afterwards is unmapped only once the GPU has done what
