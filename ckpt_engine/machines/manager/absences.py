@@ -111,9 +111,9 @@ class Absences:
 
     def leave_out(self, replica: Replica, now: float) -> None:
         """Leaves out a replica that did not come back in time, or will not; nothing if it has an outcome already."""
-        if replica.name not in self._recipients.outcomes:
+        if not self._recipients.has_ended(replica.name):
             problem = not_there(replica, now).problem
-            if replica.name in self._recipients.told:
+            if self._recipients.is_ordered(replica.name):
                 problem.message = f"it was lost while installing: {problem.message}"
             self._recipients.leave_out(replica.name, problem)
 

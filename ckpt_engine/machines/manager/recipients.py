@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckpt_engine.core.problems import deadline, precondition
 from ckpt_engine.core.version import Fence, Version
@@ -22,11 +24,48 @@ HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABOR
 is published. If no replica can, it is what is published that is wrong, and the update is refused."""
 
 
+Workers: TypeAlias = tuple[manager_pb2.PreparedWorker, ...]
+"""Of one replica, by rank, with their needs against what is published."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """It has not said what its workers need."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """It can be installed into."""
+
+    workers: Workers
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """It was told to install, and has no outcome."""
+
+    workers: Workers
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The update is over for it."""
+
+    outcome: manager_pb2.ReplicaOutcome
+    workers: Workers | None = None  # None: it was left out
+    session: str | None = None  # of the agent that was told to install, if what became of that is unknown
+
+
+Recipient: TypeAlias = Asked | Prepared | Ordered | Ended
+"""Where one replica is in an update, in the order in which that comes. Any but the last may be left out: then it has
+ended."""
+
+
 class Recipients:
     """The replicas that an update is for, and what becomes of each.
 
     They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
-    carry in the end. The dictionaries are by replica.
+    carry in the end.
     """
 
     def __init__(self, state: State, goal: Goal, fill: Fence) -> None:
@@ -34,33 +73,54 @@ class Recipients:
         self._goal = goal
         self._fill = fill
         self._fence = Fence()
-        self._prepared: dict[str, list[manager_pb2.PreparedWorker]] = {}
+        self._recipients: dict[str, Recipient] = dict.fromkeys(goal.replicas, Asked())  # by name
         self._again = False
         self._unfit: dict[str, Unfit] = {}
         self.cut_off: dict[str, Problem] = {}  # that cannot read the sources, and may be installed from relays; why
-        self.told: set[str] = set()  # to install
-        self.unresolved: dict[str, str] = {}  # of `told`, with an outcome unknown: the session that was told
-        self.outcomes: dict[str, manager_pb2.ReplicaOutcome] = {}  # grows until every replica has one
         self.awaited: set[str] = set()  # that are to come back before they are asked for anything
+
+    @property
+    def outcomes(self) -> dict[str, manager_pb2.ReplicaOutcome]:
+        """By replica; in the end of all of them."""
+        return {name: each.outcome for name, each in self._recipients.items() if isinstance(each, Ended)}
+
+    @property
+    def unresolved(self) -> dict[str, str]:
+        """Replicas of whose install nothing is known, with the session of the agent that was told."""
+        ended = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
+        return {name: each.session for name, each in ended if each.session is not None}
+
+    def has_ended(self, name: str) -> bool:
+        """Whether a replica has an outcome."""
+        return isinstance(self._recipients[name], Ended)
+
+    def is_ordered(self, name: str) -> bool:
+        """Whether a replica was told to install, and has no outcome."""
+        return isinstance(self._recipients[name], Ordered)
+
+    def _workers(self, name: str) -> Workers | None:
+        """Of a replica that is prepared, or was until it gave an outcome."""
+        recipient = self._recipients[name]
+        return None if isinstance(recipient, Asked) else recipient.workers
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """The blobs of their workers' needs."""
-        return [prepared.needs for workers in self._prepared.values() for prepared in workers]
+        return [worker.needs for name in self._recipients for worker in self._workers(name) or ()]
 
     # -- preparing
 
     def unprepared(self) -> list[str]:
         """The replicas that are neither prepared nor left out."""
-        return [name for name in self._goal.replicas if name not in self._prepared and name not in self.outcomes]
+        return [name for name, each in self._recipients.items() if isinstance(each, Asked)]
 
     def prepared(self) -> list[str]:
         """The replicas that are prepared, and so can be installed into."""
-        return sorted(self._prepared)
+        return sorted(name for name in self._recipients if self._workers(name) is not None)
 
     @property
     def enough(self) -> bool:
         """Whether those that are prepared suffice, so that none that has had half of the time is waited for."""
-        return len(self._prepared) >= max(1, self._goal.least)
+        return len(self.prepared()) >= max(1, self._goal.least)
 
     def prepare(self, seconds: float) -> None:
         """Asks every connected replica whose workers have not answered about this manifest before, the first time and
@@ -68,17 +128,17 @@ class Recipients:
         manifest = self._goal.published.manifest
         for name in self.unprepared():
             if (hold := self._state.holds.get(name)) is not None and not self._goal.is_attempt:
-                self.leave_out(name, precondition(f"it is {hold.told(name)}", replica=name).problem)
-                self.outcomes[name].operator_hold = True
+                held = self.leave_out(name, precondition(f"it is {hold.told(name)}", replica=name).problem)
+                held.operator_hold = True
                 continue
             replica = self._state.members.replicas.get(name)
             known = None if replica is None else replica.prepared_for(manifest.digest)
             never = None if replica is None else replica.never_loads(manifest.digest)
             if known is not None:
-                self._prepared[name] = known
+                self._recipients[name] = Prepared(tuple(known))
             elif never is not None:
-                self._leave_out_unfit(name, never)
-                self.outcomes[name].cannot_load = everybody(self._goal.pool) in self._goal.selection
+                misfit = self._leave_out_unfit(name, never)
+                misfit.cannot_load = everybody(self._goal.pool) in self._goal.selection
             elif name not in self.awaited:
                 command = manager_pb2.Prepare(fence=self._fill.message(), manifest=manifest, deadline_seconds=seconds)
                 self._state.send_to(name, command)
@@ -94,7 +154,8 @@ class Recipients:
         if replica.name not in self.unprepared():
             return
         if not body.HasField("problem"):
-            self._prepared[replica.name] = sorted(body.workers, key=lambda worker: worker.rank)
+            workers = sorted(body.workers, key=lambda worker: worker.rank)
+            self._recipients[replica.name] = Prepared(tuple(workers))
             replica.prepared = {worker.rank: worker for worker in body.workers}
         elif body.problem.code in HEALTH:
             self.leave_out(replica.name, body.problem)
@@ -119,7 +180,7 @@ class Recipients:
             replica = self._state.members.replicas.get(name)
             if replica is not None:
                 replica.prepared.clear()
-        self._prepared.clear()
+            self._recipients[name] = Asked()
         return True
 
     def try_shut(self, unplanned: Collection[str], near_relays: Collection[str] = ()) -> bool:
@@ -169,7 +230,7 @@ class Recipients:
         """
         if self._goal.adapts and (problem := self._kept()) is not None:
             return problem
-        able, least = len(self._prepared), self._goal.least
+        able, least = len(self.prepared()), self._goal.least
         if able >= least and (able or not self._unfit):
             return None
         why = self._why_left_out()
@@ -197,14 +258,14 @@ class Recipients:
         """Remembers which are unfit: for the status, and so that what can never work is not asked for again."""
         for name in self._goal.replicas:
             replica = self._state.members.replicas.get(name)
-            if replica is not None and (name in self._unfit or name in self._prepared):
+            if replica is not None and (name in self._unfit or self._workers(name) is not None):
                 replica.unfit = self._unfit.get(name)
 
     def _why_left_out(self) -> str:
         """Names those that are, with the reason; those that have the same one together."""
         names: dict[str, list[str]] = {}
-        for name in sorted(self.outcomes):
-            names.setdefault(self.outcomes[name].problem.message, []).append(name)
+        for name, outcome in sorted(self.outcomes.items()):
+            names.setdefault(outcome.problem.message, []).append(name)
         return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
 
     def workers(self) -> tuple[PlanWorker, ...]:
@@ -214,7 +275,7 @@ class Recipients:
             PlanWorker((name, each.rank), each.needs, each.host, replica.transports, replica.shut.of(each.boot_id))
             for name, replica in there
             if replica is not None
-            for each in self._prepared[name]
+            for each in self._workers(name) or ()
         )
 
     # -- installing
@@ -232,11 +293,11 @@ class Recipients:
             outcome.fence.CopyFrom(fence.message())
         for name in self.prepared():
             if name not in apart and self._serves(name, identity):
-                self.outcomes[name] = already_there(name, self._fence, identity)
+                self._recipients[name] = Ended(already_there(name, self._fence, identity), self._workers(name))
 
     def waiting_for(self) -> list[str]:
         """The replicas that are prepared and have no outcome."""
-        return [name for name in self.prepared() if name not in self.outcomes]
+        return sorted(name for name, each in self._recipients.items() if isinstance(each, Prepared | Ordered))
 
     def install(
         self,
@@ -259,13 +320,14 @@ class Recipients:
                 pause_mode=self._goal.pause_mode,
                 deadline_seconds=seconds,
             )
-            for worker in self._prepared[name]:
+            workers = self._workers(name) or ()
+            for worker in workers:
                 key = (name, worker.rank)
                 command.workers.add(rank=worker.rank, plan=way.compiled.plans[key], expected=way.combined.expected[key])
             if name not in ways:
                 add(name, command)
             if self._state.send_to(name, command):
-                self.told.add(name)
+                self._recipients[name] = Ordered(workers)
 
     def abandon(self, reason: str, names: Iterable[str] | None = None) -> None:
         """Asks these, or all that have no outcome, to go back if no byte was written."""
@@ -274,26 +336,28 @@ class Recipients:
 
     def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
         """A replica says what became of it."""
-        if name in self.waiting_for() or self.unresolved.pop(name, None) is not None:
-            self.outcomes[name] = outcome
+        match self._recipients[name]:
+            case Prepared(workers) | Ordered(workers) | Ended(workers=workers, session=str()):
+                self._recipients[name] = Ended(outcome, workers)
 
     def resolve(self, identity: Version) -> None:
         """Gives those that are unresolved the outcome that is known by now."""
-        for name, session in list(self.unresolved.items()):
+        for name, session in self.unresolved.items():
             outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
             if outcome is not None:
                 self.take_outcome(outcome, name)
 
-    def leave_out(self, name: str, problem: Problem) -> None:
-        """Ends the update for one replica that gave no outcome, and tells the callers."""
+    def leave_out(self, name: str, problem: Problem) -> manager_pb2.ReplicaOutcome:
+        """Ends the update for one replica that gave no outcome, and tells the callers. Returns the outcome."""
         replica = self._state.members.replicas.get(name)
-        self.outcomes[name] = left_out(name, replica, self._fence, problem, told=name in self.told)
-        if name in self.told:
-            self.unresolved[name] = "" if replica is None else replica.session_id
-        self._prepared.pop(name, None)
+        told = self.is_ordered(name)
+        outcome = left_out(name, replica, self._fence, problem, told=told)
+        session = "" if replica is None else replica.session_id
+        self._recipients[name] = Ended(outcome, session=session if told else None)
         for call in self._goal.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
+        return outcome
 
     def _serves(self, name: str, identity: Version) -> bool:
         replica = self._state.members.replicas.get(name)
@@ -305,9 +369,9 @@ class Recipients:
             replica.shut.forget()  # no relay brought it, so the next update tries what is known to be shut
         self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
 
-    def _leave_out_unfit(self, name: str, unfit: Unfit) -> None:
+    def _leave_out_unfit(self, name: str, unfit: Unfit) -> manager_pb2.ReplicaOutcome:
         self._unfit[name] = unfit
-        self.leave_out(name, unfit.problem)
+        return self.leave_out(name, unfit.problem)
 
 
 def with_words(problem: Problem, more: str) -> Problem:

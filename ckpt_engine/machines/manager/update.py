@@ -341,8 +341,9 @@ class Install(Job):
         if changing:
             ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
             why = f"rank {ranks} left its call, so its weights may change: they are read no more"
-            self._recipients.abandon(why, changing & self._recipients.told)
-            for name in sorted(changing - self._recipients.told):
+            ordered = set(filter(self._recipients.is_ordered, changing))
+            self._recipients.abandon(why, ordered)
+            for name in sorted(changing - ordered):
                 self._recipients.leave_out(name, unavailable(why, replica=name).problem)
         if self._course.cut:
             self._recipients.abandon(self._course.cut)
