@@ -8,6 +8,7 @@ Both clients make the same calls (`Ask`), of which each is written once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from google.protobuf.message import Message
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, open_channel
+from ckpt_engine.connection import checked_address
 from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version
-from ckpt_engine.core.deadlines import Deadlines, check_seconds
+from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
 from ckpt_engine.core.names import in_pool
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
 from ckpt_engine.options import RollbackOptions, UpdateOptions, options_message
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
@@ -32,6 +34,8 @@ from ckpt_engine.v1 import manager_pb2
 Answer = TypeVar("Answer")
 
 Progress = Callable[[manager_pb2.UpdateProgress], object]
+
+logger = logging.getLogger("ckpt_engine.client")
 
 POLL_SECONDS = 0.5
 """Between two looks of `wait_for_replicas`."""
@@ -65,7 +69,8 @@ def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[li
     running = [each for each in status.replicas if each.connected and each.HasField("engine")]
     up = [each for each in running if each.mode != manager_pb2.COLOCATED]
     others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
-    why = f" {in_pool(pool)} (there are others {', '.join(others)})" if pool or others else ""
+    elsewhere = f" (there are others {', '.join(others)})" if others else ""
+    why = f" {in_pool(pool)}{elsewhere}" if pool or others else ""
     return [each.name for each in up if each.pool == pool], why
 
 
@@ -111,7 +116,11 @@ class _Asks:
         checked_flag("check_finite", check_finite)
         wishes = options_message(options)
         request = manager_pb2.UpdateFromDirectoryRequest(
-            directory=os.fspath(directory), lineage=lineage, version=version, check_finite=check_finite, options=wishes
+            directory=os.fsdecode(directory),
+            lineage=lineage,
+            version=version,
+            check_finite=check_finite,
+            options=wishes,
         )
         # A process has to start, and another update of the lineage may have to end, before this one begins.
         whole = wishes.timeout_seconds or self.limits.update
@@ -216,7 +225,8 @@ class Client:
         """
         self.address, self._asks = _settings(address, deadlines)
         self._channel = open_blocking_channel(self.address, security)
-        self._stub: Any = ManagerStub(self._channel)
+        self._calls: Any = ManagerStub(self._channel)
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -225,7 +235,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; calls that wait end with CANCELLED. May be repeated."""
+        """Closes the connection; calls that wait end with ABORTED. May be repeated."""
+        self._closed = True
         self._channel.close()
 
     # -- what there is
@@ -377,6 +388,11 @@ class Client:
         serve."""
         return self._answer(self._asks.forget(lineage, reason))
 
+    @property
+    def _stub(self) -> Any:
+        _check_open(self._closed)
+        return self._calls
+
     def _answer(self, ask: Ask[Answer]) -> Answer:
         try:
             return ask.read(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
@@ -397,8 +413,8 @@ class Client:
 
 
 class AsyncClient:
-    """The same on an event loop: each method is that of `Client`, awaited. Make it, and use it, on one loop. A call
-    whose task is cancelled is cancelled at the manager too."""
+    """The same on an event loop: each method is that of `Client`, awaited. All calls are made on one loop. A call whose
+    task is cancelled is cancelled at the manager too."""
 
     def __init__(
         self,
@@ -409,8 +425,11 @@ class AsyncClient:
     ) -> None:
         """As `Client`."""
         self.address, self._asks = _settings(address, deadlines)
-        self._channel = open_channel(self.address, security)
-        self._stub: Any = ManagerStub(self._channel)
+        checked_address(self.address)
+        self._security = security
+        self._channel: grpc.aio.Channel | None = None  # belongs to the loop of the first call
+        self._calls: Any = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -420,7 +439,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """As `Client.close`."""
-        await self._channel.close(None)
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close(None)
 
     async def status(self) -> manager_pb2.GetStatusResponse:
         """As `Client.status`."""
@@ -531,6 +552,14 @@ class AsyncClient:
         """As `Client.forget`."""
         return await self._answer(self._asks.forget(lineage, reason))
 
+    @property
+    def _stub(self) -> Any:
+        _check_open(self._closed)
+        if self._channel is None:
+            self._channel = open_channel(self.address, self._security)
+            self._calls = ManagerStub(self._channel)
+        return self._calls
+
     async def _answer(self, ask: Ask[Answer]) -> Answer:
         try:
             return ask.read(await getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
@@ -558,16 +587,18 @@ class _ReplicaWait:
         check_seconds("a timeout", timeout)
         self._count, self._pool, self._timeout = count, pool, timeout
         self._end = time.monotonic() + timeout
-        self._last: CkptEngineError | None = None
+        self._notice = time.monotonic() + NOTICE_SECONDS
+        self._said = "the manager was not asked yet"
 
     def look(self, status: manager_pb2.GetStatusResponse) -> list[str] | None:
         """The names, if there are enough by now. Raises DEADLINE_EXCEEDED if the time is over."""
         found, why = ready_replicas(status, self._pool)
         if len(found) >= self._count:
             return found
+        named = f" ({', '.join(found)})" if found else ""
         if time.monotonic() >= self._end:
-            named = f" ({', '.join(found)})" if found else ""
             raise deadline(f"{len(found)} of {self._count} replicas{named} were up after {self._timeout:g} s{why}")
+        self._said = f"{len(found)} of {self._count} replicas{named} are up{why}"
         return None
 
     def failed(self, error: CkptEngineError) -> None:
@@ -575,15 +606,24 @@ class _ReplicaWait:
         waits = unavailable("").problem.code, deadline("").problem.code
         if error.problem.code not in waits or time.monotonic() >= self._end:
             raise error
+        self._said = error.problem.message
 
     def pause(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next look. Says after a while what is waited for, once."""
+        if time.monotonic() >= self._notice:
+            logger.warning("%s; waiting up to %.0f s more", self._said, max(0.0, self._end - time.monotonic()))
+            self._notice = self._end + 1.0
         return min(POLL_SECONDS, max(0.0, self._end - time.monotonic()))
 
 
 def _settings(address: str | None, deadlines: Deadlines | None) -> tuple[str, _Asks]:
     named = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
     return named, _Asks(named, deadlines or Deadlines.from_environment(os.environ))
+
+
+def _check_open(closed: bool) -> None:
+    if closed:
+        raise precondition("this client is closed: make another one")
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -128,6 +128,39 @@ def test_a_manager_that_comes_later_is_waited_for_and_one_that_does_not_is_named
     assert refused(lambda: Client("no address")).code is ErrorCode.INVALID_ARGUMENT
 
 
+def test_a_client_that_is_closed_says_so_and_one_is_made_before_its_loop_runs(manager: str) -> None:
+    client = Client(manager)
+    client.close()
+    client.close()
+    assert "this client is closed: make another one" in str(refused(client.status))
+    later = AsyncClient(manager)  # as programs do that have it as a global
+
+    async def use() -> None:
+        assert not (await later.status()).replicas
+        await later.close()
+        with pytest.raises(CkptEngineError, match="this client is closed"):
+            await later.status()
+
+    asyncio.run(use())
+    asyncio.run(AsyncClient(manager).close())
+    assert refused(lambda: AsyncClient("no address")).code is ErrorCode.INVALID_ARGUMENT
+
+
+def test_what_is_waited_for_is_said_after_a_while(
+    manager: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt_engine.client.NOTICE_SECONDS", 0.2)
+    with Client(manager) as client:
+        refused(lambda: client.wait_for_replicas(2, pool="judge", timeout=1.5))
+    (said,) = [record.message for record in caplog.records if record.name == "ckpt_engine.client"]
+    assert said.startswith("0 of 2 replicas are up in pool 'judge'; waiting up to ")
+    caplog.clear()
+    with Client(address := free_address()) as client:
+        refused(lambda: client.wait_for_replicas(1, timeout=1.5))
+    (said,) = [record.message for record in caplog.records if record.name == "ckpt_engine.client"]
+    assert address in said
+
+
 def test_options_are_checked_before_anything_is_dialled(manager: str) -> None:
     client = Client(free_address())
     for options, words in (
