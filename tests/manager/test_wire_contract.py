@@ -1,8 +1,12 @@
-"""The generated code in the repository is what the wire contract generates."""
+"""The generated code in the repository is what the wire contract generates, and its codes are those that are told."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+from ckpt_engine import ErrorCode
+from ckpt_engine.manager.errors import grpc_status, http_status
+from ckpt_engine.v1 import weights_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -14,3 +18,19 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     kept = {path.name: path.read_text() for path in (REPOSITORY / "ckpt_engine" / "v1").glob("*_pb2*.py*")}
     assert sorted(made) == sorted(kept), "run proto/generate.py"
     assert [name for name in made if made[name] != kept[name]] == [], "run proto/generate.py"
+
+
+def test_the_table_of_codes_is_the_one_that_is_used() -> None:
+    """docs/protocol.md, "Errors": code, gRPC status and HTTP status of each."""
+    page = (REPOSITORY / "docs" / "protocol.md").read_text().split("\n## Errors\n")[1].split("\n## ")[0]
+    told = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and cells[0] in ErrorCode.__members__:
+            told[cells[0]] = (cells[1].split(";")[0], int(cells[2]))
+    found = {}
+    for code in ErrorCode:
+        problem = weights_pb2.Problem(code=code.value)
+        found[code.value] = ("the same" if grpc_status(problem).name == code.value else "", http_status(problem))
+    assert told == found
+    assert {*ErrorCode.__members__} == {*weights_pb2.Problem.Code.keys()} - {"CODE_UNSPECIFIED"}
