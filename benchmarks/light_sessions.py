@@ -23,7 +23,7 @@ from ckpt_engine.channel import ManagerStub, channel_options
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.manager.scripted_members import HOST, ScriptedReplica, get, put
 
-STAGES = (manager_pb2.QUIESCE, manager_pb2.TRANSFER, manager_pb2.INSTALL, manager_pb2.VERIFY)
+STAGES = (manager_pb2.STAGE_QUIESCE, manager_pb2.STAGE_TRANSFER, manager_pb2.STAGE_INSTALL, manager_pb2.STAGE_VERIFY)
 
 
 class CountedSession:
@@ -102,10 +102,10 @@ class LightReplica(ScriptedReplica):
             needs = len(weights_pb2.Digests.FromString(await get(self.stub, part.expected)).values)
             for stage in STAGES:
                 await self.say(progress=manager_pb2.Progress(fence=order.fence, stage=stage))
-            worker.state, worker.epoch = manager_pb2.CLEAN, order.fence.epoch
+            worker.state, worker.epoch = manager_pb2.WORKER_STATE_CLEAN, order.fence.epoch
             worker.identity.CopyFrom(order.identity)
             self._outcome = manager_pb2.ReplicaOutcome(
-                replica=self.name, fence=order.fence, outcome=manager_pb2.NEW_SERVING, after=order.identity
+                replica=self.name, fence=order.fence, outcome=manager_pb2.OUTCOME_NEW_SERVING, after=order.identity
             )
             self._outcome.workers.add(rank=0, tensors=needs, verified=needs, copies=1)
             await self.say(heartbeat=self.heartbeat())

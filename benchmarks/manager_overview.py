@@ -47,7 +47,7 @@ def workers_of(replica: int, count: int) -> list[manager_pb2.WorkerStatus]:
             rank=rank,
             boot_id=replica.to_bytes(8, "big") + rank.to_bytes(8, "big"),
             pid=1000 + rank,
-            state=manager_pb2.CLEAN,
+            state=manager_pb2.WORKER_STATE_CLEAN,
             epoch=82,
             identity=IDENTITY,
         )
@@ -60,7 +60,7 @@ def outcome_of(name: str, count: int) -> manager_pb2.ReplicaOutcome:
     outcome = manager_pb2.ReplicaOutcome(
         replica=name,
         fence=weights_pb2.Fence(epoch=82),
-        outcome=manager_pb2.NEW_SERVING,
+        outcome=manager_pb2.OUTCOME_NEW_SERVING,
         before=IDENTITY,
         after=IDENTITY,
         bytes=16 << 30,
@@ -97,7 +97,7 @@ def hello_of(number: int, count: int, cluster: str) -> manager_pb2.ReplicaHello:
         session_id=f"session-{number}",
         agent_epoch=1,
         engine=manager_pb2.Engine(kind="vllm", version="0.11.0", url=f"http://{host.name}:8000"),
-        mode=manager_pb2.STANDALONE,
+        mode=manager_pb2.MODE_STANDALONE,
         host=host,
         workers=workers_of(number, count),
         transports=["shared_memory", "file", "cuda_ipc"],

@@ -67,7 +67,7 @@ class DirectAdapter:
     """Calls the worker on a thread. Everything that only an engine could do is a no-op."""
 
     kind = "small"
-    capabilities = Capabilities(frozenset({manager_pb2.KEEP}), manager_pb2.KEEP)
+    capabilities = Capabilities(frozenset({manager_pb2.PAUSE_MODE_KEEP}), manager_pb2.PAUSE_MODE_KEEP)
 
     def __init__(self, worker: EngineWorker, threads: ThreadPoolExecutor) -> None:
         self._worker, self._threads = worker, threads

@@ -67,7 +67,7 @@ def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[li
     have some, as words to append to a message."""
     # Agents connect before their engine runs, and name it once it answers.
     running = [each for each in status.replicas if each.connected and each.HasField("engine")]
-    up = [each for each in running if each.mode != manager_pb2.COLOCATED]
+    up = [each for each in running if each.mode != manager_pb2.MODE_COLOCATED]
     others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
     elsewhere = f" (there are others {', '.join(others)})" if others else ""
     why = f" {in_pool(pool)}{elsewhere}" if pool or others else ""

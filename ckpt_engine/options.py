@@ -29,19 +29,19 @@ may change. Then installs go on, `report.held` is true and `report.ok` says noth
 what they serve, and count against `min_replicas`."""
 
 PAUSE_MODES: Mapping[PauseMode, manager_pb2.PauseMode] = {
-    "keep": manager_pb2.KEEP,
-    "abort": manager_pb2.ABORT,
-    "wait": manager_pb2.WAIT,
-    "in_place": manager_pb2.IN_PLACE,
+    "keep": manager_pb2.PAUSE_MODE_KEEP,
+    "abort": manager_pb2.PAUSE_MODE_ABORT,
+    "wait": manager_pb2.PAUSE_MODE_WAIT,
+    "in_place": manager_pb2.PAUSE_MODE_IN_PLACE,
 }
 
 PREFETCH: Mapping[Prefetch, manager_pb2.Prefetch] = {
-    "auto": manager_pb2.AUTO,
-    "always": manager_pb2.ALWAYS,
-    "never": manager_pb2.NEVER,
+    "auto": manager_pb2.PREFETCH_AUTO,
+    "always": manager_pb2.PREFETCH_ALWAYS,
+    "never": manager_pb2.PREFETCH_NEVER,
 }
 
-UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
+UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.UNTIL_INSTALLED, "held": manager_pb2.UNTIL_HELD}
 
 
 class RollbackOptions(TypedDict, total=False):

@@ -69,7 +69,7 @@ class ReplicaReport:
     @property
     def ok(self) -> bool:
         """Whether it serves the new weights."""
-        return self.message.outcome == manager_pb2.NEW_SERVING
+        return self.message.outcome == manager_pb2.OUTCOME_NEW_SERVING
 
     @property
     def verified(self) -> bool:

@@ -9,9 +9,9 @@ from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2
 
 _OUTCOMES = {
-    manager_pb2.NEW_SERVING: "new weights, serving",
-    manager_pb2.OLD_SERVING: "old weights, serving",
-    manager_pb2.QUARANTINED: "QUARANTINED",
+    manager_pb2.OUTCOME_NEW_SERVING: "new weights, serving",
+    manager_pb2.OUTCOME_OLD_SERVING: "old weights, serving",
+    manager_pb2.OUTCOME_QUARANTINED: "QUARANTINED",
 }
 
 
@@ -63,7 +63,7 @@ def said(body: Message) -> str:
 
 def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
     parts = [f"update {outcome.fence.epoch}: {_OUTCOMES.get(outcome.outcome, 'unknown')}"]
-    if outcome.outcome == manager_pb2.NEW_SERVING:
+    if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
         parts[0] += f" (version {outcome.after.version})"
     parts.append(human_bytes(outcome.bytes))
     parts.append(f"pause {seconds(outcome.pause_seconds)}")

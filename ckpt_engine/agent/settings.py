@@ -37,7 +37,7 @@ class AgentSettings:
     url: str = ""
     name: str = ""
     pool: str = ""
-    mode: manager_pb2.Mode = manager_pb2.STANDALONE
+    mode: manager_pb2.Mode = manager_pb2.MODE_STANDALONE
     advertise: str = ""
     transports: tuple[str, ...] = ()
     startup_seconds: float = 600.0

@@ -178,9 +178,9 @@ def replica(
             param_hint="--url",
         )
     modes = {
-        Mode.STANDALONE: manager_pb2.STANDALONE,
-        Mode.HYBRID: manager_pb2.HYBRID,
-        Mode.COLOCATED: manager_pb2.COLOCATED,
+        Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
+        Mode.HYBRID: manager_pb2.MODE_HYBRID,
+        Mode.COLOCATED: manager_pb2.MODE_COLOCATED,
     }
     fields = {"replica": name} if name else {}  # of each JSON line
     say = partial(_say_json, fields) if log_format is Form.JSON else _say

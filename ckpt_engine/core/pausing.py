@@ -5,6 +5,7 @@ Decides from what the adapter declared, before anything is paused. It does not k
 
 from __future__ import annotations
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1 import manager_pb2
 
@@ -27,4 +28,4 @@ def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2
 def mode_name(mode: manager_pb2.PauseMode) -> str:
     """The mode as users write it: "in_place". A number that this version does not know is named by it."""
     known = manager_pb2.PauseMode.values()
-    return manager_pb2.PauseMode.Name(mode).lower() if mode in known else f"number {mode}"
+    return enum_word(manager_pb2.PauseMode, mode) if mode in known else f"number {mode}"

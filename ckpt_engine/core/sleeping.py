@@ -82,13 +82,13 @@ def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[Step, ...]
 
     Raises FAILED_PRECONDITION if it must not be touched: it has weights of its own, or nobody has woken it.
     """
-    if mode == manager_pb2.COLOCATED:
+    if mode == manager_pb2.MODE_COLOCATED:
         raise precondition("the replica is colocated: it sleeps and wakes, but no update touches its own weights")
     if not sleeping:
         return (Step.PAUSE, Step.INSTALL, Step.RESUME)
     if WEIGHTS not in sleeping.tags:
         return (Step.PAUSE, Step.INSTALL, Step.WAKE_KV_CACHE, Step.RESUME)
-    if mode != manager_pb2.HYBRID:
+    if mode != manager_pb2.MODE_HYBRID:
         raise precondition(
             f"the replica is {sleeping.describe()}; wake it first, or register it with `--mode hybrid`, which lets "
             "updates wake it"
@@ -115,7 +115,7 @@ def sleep_steps(
             raise invalid("this engine cannot sleep as it was started (vLLM needs --enable-sleep-mode)")
         known = ", ".join(map(str, sorted(levels)))
         raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
-    if mode == manager_pb2.COLOCATED and level >= DISCARDS:
+    if mode == manager_pb2.MODE_COLOCATED and level >= DISCARDS:
         raise invalid(f"sleep level {level} discards the weights, and no update brings a colocated replica's own back")
     after = Sleeping(level, frozenset(TAGS))
     if set(sleeping.tags) == set(TAGS):

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from ckpt_engine.v1 import manager_pb2
 
 STAGES = (
-    manager_pb2.PLAN,
-    manager_pb2.READY,
-    manager_pb2.QUIESCE,
-    manager_pb2.TRANSFER,
-    manager_pb2.INSTALL,
-    manager_pb2.VERIFY,
-    manager_pb2.RESUME,
+    manager_pb2.STAGE_PLAN,
+    manager_pb2.STAGE_READY,
+    manager_pb2.STAGE_QUIESCE,
+    manager_pb2.STAGE_TRANSFER,
+    manager_pb2.STAGE_INSTALL,
+    manager_pb2.STAGE_VERIFY,
+    manager_pb2.STAGE_RESUME,
 )
 """As an update goes through them in one replica."""
 

@@ -24,10 +24,10 @@ Do not edit it.
 """
 
 _MODES = {
-    manager_pb2.KEEP: "requests go on with new weights, caches recomputed",
-    manager_pb2.ABORT: "requests end early with what they have",
-    manager_pb2.WAIT: "requests finish with old weights first",
-    manager_pb2.IN_PLACE: "requests go on with new weights over old caches",
+    manager_pb2.PAUSE_MODE_KEEP: "requests go on with new weights, caches recomputed",
+    manager_pb2.PAUSE_MODE_ABORT: "requests end early with what they have",
+    manager_pb2.PAUSE_MODE_WAIT: "requests finish with old weights first",
+    manager_pb2.PAUSE_MODE_IN_PLACE: "requests go on with new weights over old caches",
 }
 
 

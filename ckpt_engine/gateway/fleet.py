@@ -34,7 +34,7 @@ class State(Enum):
 TAKES = (State.SERVING, State.DRAINING)
 """While it drains its gate keeps requests until its weights are whole again."""
 
-ENDS = ("ABORT", "WAIT")
+ENDS = ("abort", "wait")
 """Pause modes in which a request that has a token ends before its replica takes another version."""
 
 
@@ -168,7 +168,7 @@ class Member:
 
     def caches(self, number: int) -> str:
         """What became of the caches of requests inside when it took the version of this number."""
-        return {"IN_PLACE": KEPT, "KEEP": RECOMPUTED, "PAUSE_MODE_UNSPECIFIED": RECOMPUTED}.get(
+        return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(
             self.modes.get(number, ""), UNKNOWN
         )
 

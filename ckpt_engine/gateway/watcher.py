@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from ckpt_engine.channel import ManagerStub, open_channel, problem_of
+from ckpt_engine.core.pausing import mode_name
 from ckpt_engine.gateway.fleet import Fleet, State, Told
 from ckpt_engine.gateway.versions import Identity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -28,10 +29,10 @@ AGAIN_SECONDS = 1.0
 log = logging.getLogger("ckpt_engine.gateway")
 
 _STATES = {
-    manager_pb2.SERVING: State.SERVING,
-    manager_pb2.DRAINING: State.DRAINING,
-    manager_pb2.ASLEEP: State.ASLEEP,
-    manager_pb2.AWAY: State.AWAY,
+    manager_pb2.REPLICA_STATE_SERVING: State.SERVING,
+    manager_pb2.REPLICA_STATE_DRAINING: State.DRAINING,
+    manager_pb2.REPLICA_STATE_ASLEEP: State.ASLEEP,
+    manager_pb2.REPLICA_STATE_AWAY: State.AWAY,
 }
 
 
@@ -109,7 +110,7 @@ def _told(replica: manager_pb2.WatchedReplica) -> Told:
         replica.reason,
         _identity(replica.identity) if replica.HasField("identity") else None,
         _identity(replica.next) if replica.HasField("next") else None,
-        manager_pb2.PauseMode.Name(replica.pause_mode) if replica.state == manager_pb2.DRAINING else "",
+        mode_name(replica.pause_mode) if replica.state == manager_pb2.REPLICA_STATE_DRAINING else "",
         bool(replica.label_problem),
     )
 

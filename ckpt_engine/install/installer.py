@@ -369,7 +369,7 @@ class _Run:
         self.report.bytes += count
         self._in_time()
         if self._on_progress is not None:
-            self._on_progress(manager_pb2.TRANSFER, self.report.bytes, self._total)
+            self._on_progress(manager_pb2.STAGE_TRANSFER, self.report.bytes, self._total)
 
     def _in_time(self) -> None:
         if time.monotonic() > self._stop_at:

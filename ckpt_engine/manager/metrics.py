@@ -144,7 +144,9 @@ class Metrics:
         self._update_seconds.observe(report.seconds)
         for stage in report.stages:
             self._stage_seconds.labels(enum_label(manager_pb2.Stage, stage.stage)).observe(stage.seconds)
-        self._current.took([each.replica for each in report.replicas if each.outcome == manager_pb2.NEW_SERVING])
+        self._current.took(
+            [each.replica for each in report.replicas if each.outcome == manager_pb2.OUTCOME_NEW_SERVING]
+        )
         for replica in report.replicas:
             self._outcomes.labels(enum_label(manager_pb2.Outcome, replica.outcome)).inc()
             if replica.pause_seconds > 0:

@@ -32,11 +32,11 @@ WAITED_SHOWN = 16
 """Of those who are waited for; what is beyond is counted."""
 
 _STATES = {
-    manager_pb2.SERVING: "serving",
-    manager_pb2.DRAINING: "updating",
-    manager_pb2.ASLEEP: "asleep",
-    manager_pb2.CLOSED: "closed",
-    manager_pb2.AWAY: "away",
+    manager_pb2.REPLICA_STATE_SERVING: "serving",
+    manager_pb2.REPLICA_STATE_DRAINING: "updating",
+    manager_pb2.REPLICA_STATE_ASLEEP: "asleep",
+    manager_pb2.REPLICA_STATE_CLOSED: "closed",
+    manager_pb2.REPLICA_STATE_AWAY: "away",
 }
 
 
@@ -82,7 +82,7 @@ class ReplicaLine(BaseModel):
         outcome, unfit = replica.last_outcome, replica.why_unfit()
         identity = seen.identity if seen.HasField("identity") else None
         state = _STATES.get(seen.state, "closed")
-        left = outcome is not None and outcome.outcome == manager_pb2.QUARANTINED
+        left = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
         if state == "closed" and left and drift is not None:
             state = "quarantined"
         known = identity is not None and latest is not None and latest.lineage == identity.lineage

@@ -77,7 +77,7 @@ class Tasks:
                     report.seconds,
                 )
                 for outcome in report.replicas:
-                    if outcome.outcome != manager_pb2.NEW_SERVING:
+                    if outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
                         name = enum_word(manager_pb2.Outcome, outcome.outcome)
                         problem = outcome.problem.message
                         log.warning("replica not updated name=%s outcome=%s problem=%r", outcome.replica, name, problem)

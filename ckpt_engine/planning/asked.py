@@ -23,8 +23,12 @@ from ckpt_engine.planning.update import Holding, Question
 from ckpt_engine.v1 import manager_pb2
 
 FILES = "files"
-PREFETCH = {"auto": manager_pb2.AUTO, "always": manager_pb2.ALWAYS, "never": manager_pb2.NEVER}
-UNTIL = {"installed": manager_pb2.INSTALLED, "held": manager_pb2.HELD}
+PREFETCH = {
+    "auto": manager_pb2.PREFETCH_AUTO,
+    "always": manager_pb2.PREFETCH_ALWAYS,
+    "never": manager_pb2.PREFETCH_NEVER,
+}
+UNTIL = {"installed": manager_pb2.UNTIL_INSTALLED, "held": manager_pb2.UNTIL_HELD}
 MOST = 8192
 """Of ranks and of workers in all: more would take minutes, and say what a plan of fewer says."""
 

@@ -51,8 +51,8 @@ class Question:
     readers: Memory
     relays: bool = True
     everything: bool = False
-    prefetch: manager_pb2.Prefetch = manager_pb2.AUTO
-    until: manager_pb2.Until = manager_pb2.INSTALLED
+    prefetch: manager_pb2.Prefetch = manager_pb2.PREFETCH_AUTO
+    until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED
     relay_memory: int | None = None
     host_memory: int | None = None
 
@@ -129,7 +129,7 @@ class _Planning:
         for relay, why in relays.unreached.items():
             impossible.append(f"{relay} cannot be filled: {why}")
         without = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
-        never = question.relays and question.prefetch == manager_pb2.NEVER
+        never = question.relays and question.prefetch == manager_pb2.PREFETCH_NEVER
         said = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
         impossible += [] if relays.unreached else [words + said for words in sorted(without)]
         impossible += self._too_large(relays)

@@ -143,7 +143,7 @@ class Publisher:
 def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatusResponse) -> bool:
     """Whether each replica that took an update serves its version, or has told nothing else of itself since but that it
     lost it: then it has started again, and the manager brings it up."""
-    took = {each.replica: each.fence for each in report.replicas if each.outcome == manager_pb2.NEW_SERVING}
+    took = {each.replica: each.fence for each in report.replicas if each.outcome == manager_pb2.OUTCOME_NEW_SERVING}
     have = {
         replica.name
         for replica in status.replicas

@@ -16,16 +16,16 @@ KEPT = "weights stay as they were sealed"
 HOLDS = "holds the version"
 
 _AGENTS = {
-    manager_pb2.PLAN: "look, fetch the plan",
-    manager_pb2.READY: "workers get ready",
-    manager_pb2.QUIESCE: "quiesce",
-    manager_pb2.TRANSFER: "workers install",
-    manager_pb2.VERIFY: "look at the state words",
-    manager_pb2.RESUME: "resume",
+    manager_pb2.STAGE_PLAN: "look, fetch the plan",
+    manager_pb2.STAGE_READY: "workers get ready",
+    manager_pb2.STAGE_QUIESCE: "quiesce",
+    manager_pb2.STAGE_TRANSFER: "workers install",
+    manager_pb2.STAGE_VERIFY: "look at the state words",
+    manager_pb2.STAGE_RESUME: "resume",
 }
 """What an agent does in each stage."""
 
-_INSTALLING = {_AGENTS[manager_pb2.TRANSFER], "transfer", "install", "verify"}
+_INSTALLING = {_AGENTS[manager_pb2.STAGE_TRANSFER], "transfer", "install", "verify"}
 """Meanwhile its workers install. The last three: of an agent that tells only what these took the slowest of them."""
 
 
@@ -209,7 +209,7 @@ def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
     """The phases in their order. Of an older manager those two that its seconds tell."""
     told = report.timeline.phases
     if not told:
-        planned = sum(each.seconds for each in report.stages if each.stage == manager_pb2.PLAN)
+        planned = sum(each.seconds for each in report.stages if each.stage == manager_pb2.STAGE_PLAN)
         least = max((outcome.sync_seconds for outcome in report.replicas), default=0.0)
         planned = max(0.0, min(planned, report.seconds - least))
         return [("planning", Window(0.0, planned)), ("installing", Window(planned, report.seconds))]

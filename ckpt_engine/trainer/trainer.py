@@ -316,7 +316,7 @@ class Trainer:
         with self._alone("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
             ours = [each for each in status.replicas if each.pool == self.pool]
-            hybrid = [each.name for each in ours if each.mode == manager_pb2.HYBRID]
+            hybrid = [each.name for each in ours if each.mode == manager_pb2.MODE_HYBRID]
             if not replicas and not hybrid:
                 where = f" {in_pool(self.pool)}" if self.pool else ""
                 raise precondition(f"no replica{where} is registered as hybrid: name those that shall sleep or wake")

@@ -11,106 +11,106 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
-    NONE: _ClassVar[WorkerState]
-    DIRTY: _ClassVar[WorkerState]
-    CLEAN: _ClassVar[WorkerState]
+    WORKER_STATE_NONE: _ClassVar[WorkerState]
+    WORKER_STATE_DIRTY: _ClassVar[WorkerState]
+    WORKER_STATE_CLEAN: _ClassVar[WorkerState]
 
 class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MODE_UNSPECIFIED: _ClassVar[Mode]
-    STANDALONE: _ClassVar[Mode]
-    HYBRID: _ClassVar[Mode]
-    COLOCATED: _ClassVar[Mode]
+    MODE_STANDALONE: _ClassVar[Mode]
+    MODE_HYBRID: _ClassVar[Mode]
+    MODE_COLOCATED: _ClassVar[Mode]
 
 class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
-    KEEP: _ClassVar[PauseMode]
-    ABORT: _ClassVar[PauseMode]
-    WAIT: _ClassVar[PauseMode]
-    IN_PLACE: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
 
 class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STAGE_UNSPECIFIED: _ClassVar[Stage]
-    PLAN: _ClassVar[Stage]
-    QUIESCE: _ClassVar[Stage]
-    TRANSFER: _ClassVar[Stage]
-    INSTALL: _ClassVar[Stage]
-    VERIFY: _ClassVar[Stage]
-    RESUME: _ClassVar[Stage]
-    READY: _ClassVar[Stage]
+    STAGE_PLAN: _ClassVar[Stage]
+    STAGE_QUIESCE: _ClassVar[Stage]
+    STAGE_TRANSFER: _ClassVar[Stage]
+    STAGE_INSTALL: _ClassVar[Stage]
+    STAGE_VERIFY: _ClassVar[Stage]
+    STAGE_RESUME: _ClassVar[Stage]
+    STAGE_READY: _ClassVar[Stage]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
-    NEW_SERVING: _ClassVar[Outcome]
-    OLD_SERVING: _ClassVar[Outcome]
-    QUARANTINED: _ClassVar[Outcome]
-    PLANNED: _ClassVar[Outcome]
-    NOT_REACHED: _ClassVar[Outcome]
+    OUTCOME_NEW_SERVING: _ClassVar[Outcome]
+    OUTCOME_OLD_SERVING: _ClassVar[Outcome]
+    OUTCOME_QUARANTINED: _ClassVar[Outcome]
+    OUTCOME_PLANNED: _ClassVar[Outcome]
+    OUTCOME_NOT_REACHED: _ClassVar[Outcome]
 
 class Prefetch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PREFETCH_UNSPECIFIED: _ClassVar[Prefetch]
-    AUTO: _ClassVar[Prefetch]
-    ALWAYS: _ClassVar[Prefetch]
-    NEVER: _ClassVar[Prefetch]
+    PREFETCH_AUTO: _ClassVar[Prefetch]
+    PREFETCH_ALWAYS: _ClassVar[Prefetch]
+    PREFETCH_NEVER: _ClassVar[Prefetch]
 
 class Until(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UNTIL_UNSPECIFIED: _ClassVar[Until]
-    INSTALLED: _ClassVar[Until]
-    HELD: _ClassVar[Until]
+    UNTIL_INSTALLED: _ClassVar[Until]
+    UNTIL_HELD: _ClassVar[Until]
 
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
-    SERVING: _ClassVar[ReplicaState]
-    DRAINING: _ClassVar[ReplicaState]
-    ASLEEP: _ClassVar[ReplicaState]
-    CLOSED: _ClassVar[ReplicaState]
-    AWAY: _ClassVar[ReplicaState]
+    REPLICA_STATE_SERVING: _ClassVar[ReplicaState]
+    REPLICA_STATE_DRAINING: _ClassVar[ReplicaState]
+    REPLICA_STATE_ASLEEP: _ClassVar[ReplicaState]
+    REPLICA_STATE_CLOSED: _ClassVar[ReplicaState]
+    REPLICA_STATE_AWAY: _ClassVar[ReplicaState]
 WORKER_STATE_UNSPECIFIED: WorkerState
-NONE: WorkerState
-DIRTY: WorkerState
-CLEAN: WorkerState
+WORKER_STATE_NONE: WorkerState
+WORKER_STATE_DIRTY: WorkerState
+WORKER_STATE_CLEAN: WorkerState
 MODE_UNSPECIFIED: Mode
-STANDALONE: Mode
-HYBRID: Mode
-COLOCATED: Mode
+MODE_STANDALONE: Mode
+MODE_HYBRID: Mode
+MODE_COLOCATED: Mode
 PAUSE_MODE_UNSPECIFIED: PauseMode
-KEEP: PauseMode
-ABORT: PauseMode
-WAIT: PauseMode
-IN_PLACE: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_IN_PLACE: PauseMode
 STAGE_UNSPECIFIED: Stage
-PLAN: Stage
-QUIESCE: Stage
-TRANSFER: Stage
-INSTALL: Stage
-VERIFY: Stage
-RESUME: Stage
-READY: Stage
+STAGE_PLAN: Stage
+STAGE_QUIESCE: Stage
+STAGE_TRANSFER: Stage
+STAGE_INSTALL: Stage
+STAGE_VERIFY: Stage
+STAGE_RESUME: Stage
+STAGE_READY: Stage
 OUTCOME_UNSPECIFIED: Outcome
-NEW_SERVING: Outcome
-OLD_SERVING: Outcome
-QUARANTINED: Outcome
-PLANNED: Outcome
-NOT_REACHED: Outcome
+OUTCOME_NEW_SERVING: Outcome
+OUTCOME_OLD_SERVING: Outcome
+OUTCOME_QUARANTINED: Outcome
+OUTCOME_PLANNED: Outcome
+OUTCOME_NOT_REACHED: Outcome
 PREFETCH_UNSPECIFIED: Prefetch
-AUTO: Prefetch
-ALWAYS: Prefetch
-NEVER: Prefetch
+PREFETCH_AUTO: Prefetch
+PREFETCH_ALWAYS: Prefetch
+PREFETCH_NEVER: Prefetch
 UNTIL_UNSPECIFIED: Until
-INSTALLED: Until
-HELD: Until
+UNTIL_INSTALLED: Until
+UNTIL_HELD: Until
 REPLICA_STATE_UNSPECIFIED: ReplicaState
-SERVING: ReplicaState
-DRAINING: ReplicaState
-ASLEEP: ReplicaState
-CLOSED: ReplicaState
-AWAY: ReplicaState
+REPLICA_STATE_SERVING: ReplicaState
+REPLICA_STATE_DRAINING: ReplicaState
+REPLICA_STATE_ASLEEP: ReplicaState
+REPLICA_STATE_CLOSED: ReplicaState
+REPLICA_STATE_AWAY: ReplicaState
 
 class BlobRef(_message.Message):
     __slots__ = ("digest", "size")

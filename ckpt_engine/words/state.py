@@ -26,9 +26,9 @@ from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.host.reserve import reserve
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-NONE = manager_pb2.NONE
-DIRTY = manager_pb2.DIRTY
-CLEAN = manager_pb2.CLEAN
+NONE = manager_pb2.WORKER_STATE_NONE
+DIRTY = manager_pb2.WORKER_STATE_DIRTY
+CLEAN = manager_pb2.WORKER_STATE_CLEAN
 
 MAX_WORKERS = 1024
 

@@ -44,9 +44,8 @@ def main() -> int:
                 if "report" in said:
                     report = said["report"]
                     ok = report.get("ok", False)
-                    served = [
-                        replica["replica"] for replica in report["replicas"] if replica["outcome"] == "NEW_SERVING"
-                    ]
+                    new = "OUTCOME_NEW_SERVING"
+                    served = [each["replica"] for each in report["replicas"] if each["outcome"] == new]
                     print(f"version {report['identity'].get('version', 0)}: {', '.join(served) or 'nobody'}")
                 else:
                     print(said["progress"].get("message") or said["progress"].get("stage"), file=sys.stderr)

@@ -56,7 +56,9 @@ class SmallAdapter:
     """Drives it. Every call is a POST to the route of that name."""
 
     kind = "small"
-    capabilities = Capabilities(frozenset({manager_pb2.KEEP, manager_pb2.ABORT}), manager_pb2.KEEP)
+    capabilities = Capabilities(
+        frozenset({manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT}), manager_pb2.PAUSE_MODE_KEEP
+    )
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = EngineClient(settings.url.rstrip("/"))

@@ -41,11 +41,11 @@ async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start:
     assert hello.name == "replica-1"
     assert hello.agent_epoch == 1
     assert hello.engine.kind == "small"
-    assert hello.mode == manager_pb2.STANDALONE
+    assert hello.mode == manager_pb2.MODE_STANDALONE
     assert hello.host.boot_id
     assert {"shared_memory", "file"} <= set(hello.transports)
     assert not beat.serving
-    assert beat.workers[0].state == manager_pb2.NONE
+    assert beat.workers[0].state == manager_pb2.WORKER_STATE_NONE
     assert beat.workers[0].pid == agent.engine_pid
     pid = agent.engine_pid
     await agent.end()
@@ -79,7 +79,7 @@ async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: S
     assert manager.blobs[prepared.workers[0].needs.digest]
     manager.send(install(manager, 1))
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.NEW_SERVING, outcome.problem.message
+    assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING, outcome.problem.message
     assert outcome.after == IDENTITY
     assert outcome.bytes == len(b"plan")
     assert 0 < outcome.pause_seconds <= outcome.sync_seconds
@@ -113,8 +113,8 @@ async def test_a_lost_manager_is_dialled_until_it_is_back(manager: PlainManager,
         if len(manager.all(manager_pb2.ReplicaHello)) < 2
         else (manager.all(manager_pb2.ReplicaHello)[-1])
     )
-    assert hello.last_outcome.outcome == manager_pb2.NEW_SERVING
-    assert hello.workers[0].state == manager_pb2.CLEAN
+    assert hello.last_outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
+    assert hello.workers[0].state == manager_pb2.WORKER_STATE_CLEAN
     assert hello.workers[0].identity == IDENTITY
     assert sum("no session with the manager" in line for line in agent.lines) == 1
 
@@ -220,7 +220,7 @@ async def test_a_killed_engine_is_reported_and_comes_back_empty(manager: PlainMa
 
     await manager.until(empty_again)
     beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]
-    assert beat.workers[0].state == manager_pb2.NONE
+    assert beat.workers[0].state == manager_pb2.WORKER_STATE_NONE
     assert not beat.serving
 
 
@@ -229,13 +229,13 @@ async def test_a_killed_engine_in_the_middle_of_an_install(manager: PlainManager
     await ready(manager)
     await prepare(manager, 1)
     manager.send(install(manager, 1))
-    dirty = manager_pb2.DIRTY
+    dirty = manager_pb2.WORKER_STATE_DIRTY
     await manager.until(
         lambda: any(b.workers and b.workers[0].state == dirty for b in manager.all(manager_pb2.ReplicaHeartbeat))
     )
     os.kill(agent.engine_pid, signal.SIGKILL)
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
     assert outcome.problem.code == weights_pb2.Problem.UNAVAILABLE
 
 
@@ -250,7 +250,7 @@ async def test_an_engine_that_hangs_in_an_install_is_replaced(
     order.deadline_seconds = 2.0
     manager.send(order)
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
     assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
 
     def anew() -> bool:
@@ -275,7 +275,7 @@ async def test_an_engine_that_is_not_ours_is_never_ended(
         order = install(manager, 1)
         order.deadline_seconds = 2.0
         manager.send(order)
-        assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.QUARANTINED
+        assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.OUTCOME_QUARANTINED
         await agent.until_said("it was not started by us")
         assert engine.returncode is None
     finally:
@@ -296,7 +296,7 @@ async def test_stopping_waits_for_an_install_in_an_engine_that_stays(
         manager.send(install(manager, 1))
         await manager.next(manager_pb2.Progress)
         await agent.end()
-        assert manager.all(manager_pb2.ReplicaOutcome)[-1].outcome == manager_pb2.NEW_SERVING
+        assert manager.all(manager_pb2.ReplicaOutcome)[-1].outcome == manager_pb2.OUTCOME_NEW_SERVING
         assert engine.returncode is None
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -78,7 +78,7 @@ def test_lines_for_people() -> None:
     fence = weights_pb2.Fence(cluster="0123456789", epoch=7)
     outcome = manager_pb2.ReplicaOutcome(
         fence=fence,
-        outcome=manager_pb2.NEW_SERVING,
+        outcome=manager_pb2.OUTCOME_NEW_SERVING,
         after=weights_pb2.Identity(version=3),
         bytes=16_400_000_000,
         pause_seconds=0.0314,
@@ -86,7 +86,7 @@ def test_lines_for_people() -> None:
     )
     assert said(outcome) == "update 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
     closed = manager_pb2.ReplicaOutcome(
-        fence=fence, outcome=manager_pb2.QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
+        fence=fence, outcome=manager_pb2.OUTCOME_QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )
     assert said(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
     assert said(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == ("prepared, 1 worker")

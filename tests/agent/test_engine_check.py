@@ -44,7 +44,7 @@ async def test_an_untested_engine_is_checked_once_and_then_updated(manager: Plai
     assert any(line.startswith(f"{UNTESTED}; checked here in ") for line in agent.lines)
     manager.send(install(manager, 1))
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.NEW_SERVING
+    assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
     await prepare(manager, 2)
     assert [call for call in await calls(agent) if call.startswith("load")] == LOADS, "once for one start of the engine"
 

@@ -28,7 +28,7 @@ def told(
     return status
 
 
-NONE, DIRTY, CLEAN = manager_pb2.NONE, manager_pb2.DIRTY, manager_pb2.CLEAN
+NONE, DIRTY, CLEAN = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_DIRTY, manager_pb2.WORKER_STATE_CLEAN
 
 
 class Mirror(FarWorkers):

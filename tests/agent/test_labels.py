@@ -29,7 +29,7 @@ async def test_a_stamp_that_fails_is_repeated_before_the_engine_resumes(manager:
     await prepare(manager, 1)
     manager.send(install(manager, 1))
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert (outcome.outcome, outcome.label_problem) == (manager_pb2.NEW_SERVING, "")
+    assert (outcome.outcome, outcome.label_problem) == (manager_pb2.OUTCOME_NEW_SERVING, "")
     assert (await calls(agent))[-4:] == [*["stamp 3:00010203:run"] * 3, "resume"]
 
 
@@ -42,7 +42,7 @@ async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
     await prepare(manager, 1)
     manager.send(install(manager, 1))
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
-    assert outcome.outcome == manager_pb2.NEW_SERVING
+    assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
     assert "do not trust the version that the engine itself names" in outcome.label_problem
     assert "version 3 of run" in outcome.label_problem
     assert "no label today" in outcome.label_problem
@@ -71,7 +71,7 @@ async def test_an_agent_tells_an_engine_whose_agent_died_its_version_before_it_r
         await manager.next(manager_pb2.ReplicaOutcome)
         driver = first.agent.host.adapter
         assert driver is not None
-        await driver.pause(manager_pb2.KEEP, SECONDS)
+        await driver.pause(manager_pb2.PAUSE_MODE_KEEP, SECONDS)
         await first.end()
         beats = len(manager.all(manager_pb2.ReplicaHeartbeat))
         second = start(url=f"http://127.0.0.1:{port}")

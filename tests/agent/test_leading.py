@@ -85,7 +85,7 @@ async def true(condition: Callable[[], bool]) -> None:
 
 
 def clean(identity: weights_pb2.Identity = IDENTITY, epoch: int = 1) -> list[manager_pb2.WorkerStatus]:
-    state = manager_pb2.CLEAN
+    state = manager_pb2.WORKER_STATE_CLEAN
     return [manager_pb2.WorkerStatus(rank=1, boot_id=BOOT, pid=1, state=state, epoch=epoch, identity=identity)]
 
 

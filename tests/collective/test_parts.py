@@ -60,7 +60,7 @@ def test_each_worker_gets_its_part_cast_and_the_next_update_goes_over_the_same_c
             assert ("computed nothing" in installed.edges[0].reason) == (seed == 1)
             assert b"first" in halves.ready[number].plans
             assert same(halves.workers[number].target, model)
-            assert halves.workers[number].slot.state == manager_pb2.CLEAN
+            assert halves.workers[number].slot.state == manager_pb2.WORKER_STATE_CLEAN
         members.append([worker.installer._part._seat._member for worker in halves.workers])
     assert members[0] == members[1]
 
@@ -141,7 +141,7 @@ def test_a_no_leaves_the_old_version_whole_and_the_next_update_brings_the_new_on
         problem = halves.installed[number].report.problem
         assert problem.code == Problem.ABORTED
         assert "rank 1 failed: its training loop went on" in problem.message
-        assert (worker.slot.state, worker.slot.epoch) == (manager_pb2.CLEAN, 1)
+        assert (worker.slot.state, worker.slot.epoch) == (manager_pb2.WORKER_STATE_CLEAN, 1)
         assert all(torch.equal(tensor, before[number][name]) for name, tensor in content(worker.target).items())
     halves.renew(TensorParallel().checkpoint(3))
     halves.update(b"second")
@@ -155,7 +155,7 @@ def test_a_lead_that_cannot_be_reached_fails_getting_ready_and_is_named(halves: 
     assert ready.problem.code == Problem.UNAVAILABLE
     assert "rank 0, which keeps the collective's meeting, cannot be reached" in ready.problem.message
     assert b"first" not in ready.plans
-    assert halves.workers[0].slot.state == manager_pb2.NONE
+    assert halves.workers[0].slot.state == manager_pb2.WORKER_STATE_NONE
 
 
 def test_who_fails_getting_ready_lets_nobody_wait(halves: PartWorld) -> None:
@@ -168,7 +168,7 @@ def test_who_fails_getting_ready_lets_nobody_wait(halves: PartWorld) -> None:
     assert halves.taken[0].blamed == ("b, worker 0",)
     said = halves.installed[0].report.problem if 0 in halves.installed else halves.ready[0].problem
     assert "b, worker 0" in said.message
-    assert halves.workers[0].slot.state == manager_pb2.NONE
+    assert halves.workers[0].slot.state == manager_pb2.WORKER_STATE_NONE
 
 
 def test_a_plan_of_a_collective_is_refused_without_one(halves: PartWorld) -> None:
@@ -178,7 +178,7 @@ def test_a_plan_of_a_collective_is_refused_without_one(halves: PartWorld) -> Non
     problem = worker.installer.install(order).report.problem
     assert problem.code == Problem.FAILED_PRECONDITION
     assert "the order says of none" in problem.message
-    assert worker.slot.state == manager_pb2.NONE
+    assert worker.slot.state == manager_pb2.WORKER_STATE_NONE
 
 
 def test_an_interrupt_in_a_ranks_part_lets_the_others_go_back_at_once(halves: PartWorld) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupt_in_a_ranks_part_lets_the_others_go_back_at_once(halves: Pa
     for number in range(2):
         said = halves.installed[number].report.problem if number in halves.installed else halves.ready[number].problem
         assert "rank 0 failed: it was interrupted" in said.message
-        assert halves.workers[number].slot.state == manager_pb2.NONE
+        assert halves.workers[number].slot.state == manager_pb2.WORKER_STATE_NONE
     assert halves.ranks[0]._seat.memory == 0
     halves.renew(TensorParallel().checkpoint(2))
     halves.update(b"second")

@@ -13,6 +13,7 @@ from click.testing import Result
 from ckpt_engine.cli import COMMANDS
 from ckpt_engine.commands import choices
 from ckpt_engine.core.dtypes import ITEMSIZES
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.prediction import MEMORIES
 from ckpt_engine.core.sleeping import TAGS
 from ckpt_engine.core.transports import worker_kinds
@@ -77,7 +78,8 @@ def test_help_fits_into_eighty_columns(run: Run, asked: list[str], monkeypatch: 
 
 def test_choices_are_those_that_there_are(run: Run) -> None:
     assert {each.value for each in choices.Engine} == set(ADAPTERS)
-    assert {each.name for each in choices.Mode} == {name for name, number in manager_pb2.Mode.items() if number}
+    modes = {enum_word(manager_pb2.Mode, number) for number in manager_pb2.Mode.values() if number}
+    assert {each.value for each in choices.Mode} == modes
     assert {each.value for each in choices.PauseMode} == set(PAUSE_MODES)
     assert {each.value for each in choices.Prefetch} == set(PREFETCH)
     assert {each.value for each in choices.Until} == set(UNTIL)

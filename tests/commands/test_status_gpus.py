@@ -33,7 +33,7 @@ def told() -> manager_pb2.GetStatusResponse:
         name="rollout",
         session_id="r",
         agent_epoch=1,
-        mode=manager_pb2.STANDALONE,
+        mode=manager_pb2.MODE_STANDALONE,
         host=host(),
         engine=manager_pb2.Engine(kind="reference"),
         workers=[manager_pb2.WorkerStatus(rank=number, boot_id=b"%d" % number) for number in range(2)],

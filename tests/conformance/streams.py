@@ -97,11 +97,11 @@ def shows(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> boo
     if seen.answer.status != 200 or not seen.crossed:
         return False
     match mode:
-        case manager_pb2.ABORT:
+        case manager_pb2.PAUSE_MODE_ABORT:
             return 0 < len(tokens) < COUNT and seen.answer.ended == "abort"
-        case manager_pb2.WAIT:
+        case manager_pb2.PAUSE_MODE_WAIT:
             return len(tokens) == COUNT
-        case manager_pb2.KEEP:
+        case manager_pb2.PAUSE_MODE_KEEP:
             return not of_one_version(models, seen.prompt, tokens)
         case _:
             return not of_either_version(models, seen.prompt, tokens)
@@ -112,20 +112,20 @@ def breaks(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> st
     prompt, answer = seen.prompt, seen.answer
     if answer.status != 200:
         return f"answered with {answer.status}: {answer.detail}"
-    if mode != manager_pb2.ABORT and len(answer.tokens) != COUNT:
+    if mode != manager_pb2.PAUSE_MODE_ABORT and len(answer.tokens) != COUNT:
         return f"a request that was let in ended after {len(answer.tokens)} tokens of {COUNT}: {answer.ended}"
     if not answer.tokens:
         return ""  # ended before its first token
     if wrong := misnamed(mode, models, seen):
         return wrong
     match mode:
-        case manager_pb2.ABORT | manager_pb2.WAIT:
+        case manager_pb2.PAUSE_MODE_ABORT | manager_pb2.PAUSE_MODE_WAIT:
             return (
                 ""
                 if of_one_version(models, prompt, answer.tokens)
                 else f"not of one version: {difference(models, seen)}"
             )
-        case manager_pb2.KEEP:
+        case manager_pb2.PAUSE_MODE_KEEP:
             if of_either_version(models, prompt, answer.tokens):
                 return ""
             return f"not of whole versions: {difference(models, seen)}"
@@ -147,7 +147,7 @@ def misnamed(mode: manager_pb2.PauseMode, models: Sequence[Any], seen: Seen) -> 
     if int(seen.answer.admitted) > spans[0].version:
         return f"was let in under version {seen.answer.admitted}, and its first token is of version {spans[0].version}"
     # Over caches of older weights no model can tell what comes next.
-    known = spans[:1] if mode == manager_pb2.IN_PLACE else spans
+    known = spans[:1] if mode == manager_pb2.PAUSE_MODE_IN_PLACE else spans
     for version, start, end in known:
         model = models[version % len(models)]
         if max(regrets(model, [*seen.prompt, *tokens[:start]], tokens[start:end])) >= ROUNDING:

@@ -31,7 +31,7 @@ from tests.conformance.weights import BAD, O_PROJ, Models, load, weights_of
 from tests.engines.serving import check_routes
 from tests.faults.listener import Listener
 
-NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
+NONE, CLEAN = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_CLEAN
 MODES = [mode for mode in manager_pb2.PauseMode.values() if mode != manager_pb2.PAUSE_MODE_UNSPECIFIED]
 STREAMS = 3
 RESTART_AT_ONCE = "engine_restart_first=0.1 engine_restart_most=0.1"
@@ -87,7 +87,7 @@ def test_a_replica_registers_and_serves_nothing_before_its_first_update(server: 
     assert status.engine.kind == server.engine.kind
     assert status.engine.version
     assert set(status.engine.pause_modes) == server.engine.capabilities.pause_modes
-    assert (status.mode, len(status.workers), status.serving) == (manager_pb2.HYBRID, 1, False)
+    assert (status.mode, len(status.workers), status.serving) == (manager_pb2.MODE_HYBRID, 1, False)
     assert "holds no weights yet" in server.why_closed()
     check_routes(server.replica, server.engine.gate)
 
@@ -212,7 +212,7 @@ def refuses_the_mode(server: Server, mode: manager_pb2.PauseMode) -> None:
             assert server.listener.seen[pauses] == before
         finally:
             answered = stream.end()
-        assert [wrong for seen in answered if (wrong := breaks(manager_pb2.WAIT, models, seen))] == []
+        assert [wrong for seen in answered if (wrong := breaks(manager_pb2.PAUSE_MODE_WAIT, models, seen))] == []
         server.assert_serves(4, 0)
 
 

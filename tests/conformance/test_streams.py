@@ -39,4 +39,4 @@ def test_what_the_body_says_is_compared_to_the_tokens(
     begun = reference_tokens(pair[OLD % 2], list(PROMPT), CUT).tokens
     tokens = begun + reference_tokens(pair[NEW % 2], [*PROMPT, *begun], END - CUT).tokens
     answer = Answer(200, tuple(tokens), "length", tuple(Span(*each) for each in spans), str(admitted))
-    assert (breaks(manager_pb2.KEEP, pair, Seen(PROMPT, answer, True)) == "") is right
+    assert (breaks(manager_pb2.PAUSE_MODE_KEEP, pair, Seen(PROMPT, answer, True)) == "") is right

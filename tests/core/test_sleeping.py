@@ -18,7 +18,7 @@ from ckpt_engine.core.sleeping import (
 )
 from ckpt_engine.v1 import manager_pb2
 
-HYBRID, STANDALONE, COLOCATED = manager_pb2.HYBRID, manager_pb2.STANDALONE, manager_pb2.COLOCATED
+HYBRID, STANDALONE, COLOCATED = manager_pb2.MODE_HYBRID, manager_pb2.MODE_STANDALONE, manager_pb2.MODE_COLOCATED
 ALL = frozenset(TAGS)
 LIGHT, DEEP = Sleeping(1, ALL), Sleeping(2, ALL)
 HALF = Sleeping(2, frozenset({KV_CACHE}), rousing=True)

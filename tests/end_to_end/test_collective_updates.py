@@ -142,7 +142,7 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_replicas_that_the_next_on
 
         def closed(replica: Replica = replica) -> bool:
             status = replica.status
-            return status is not None and status.last_outcome.outcome == manager_pb2.QUARANTINED
+            return status is not None and status.last_outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
 
         eventually("a replica is quarantined", 120.0, closed)
         status = replica.status

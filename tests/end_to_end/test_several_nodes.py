@@ -162,7 +162,10 @@ def test_weights_that_are_torn_on_the_other_node_only_close_the_replica(
     assert outcomes(report) == {"wide": "quarantined"}
     status = nodes.leader.status
     assert status is not None
-    assert [worker.state for worker in status.workers] == [manager_pb2.CLEAN, manager_pb2.DIRTY]
+    assert [worker.state for worker in status.workers] == [
+        manager_pb2.WORKER_STATE_CLEAN,
+        manager_pb2.WORKER_STATE_DIRTY,
+    ]
     refused = answer(nodes)
     assert (refused.status_code, "worker 1" in refused.text) == (503, True)
     with torch.no_grad():

@@ -124,8 +124,8 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
     assert_serves(judge, model)
     status = judge.status
     assert status is not None
-    assert status.mode == manager_pb2.COLOCATED
-    assert [worker.state for worker in status.workers] == [manager_pb2.NONE]
+    assert status.mode == manager_pb2.MODE_COLOCATED
+    assert [worker.state for worker in status.workers] == [manager_pb2.WORKER_STATE_NONE]
 
 
 def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:

@@ -144,6 +144,7 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
 
 def torn(one: Any, weights: dict[str, Tensor], flipped: str) -> dict[str, Any]:
     """An update of which one element of `flipped` is another than was sealed."""
+    from ckpt_engine.core.enums import enum_word
     from ckpt_engine.v1 import manager_pb2
     from tests.install.install_world import Checkpoint
 
@@ -153,7 +154,7 @@ def torn(one: Any, weights: dict[str, Tensor], flipped: str) -> dict[str, Any]:
         order = one.order(checkpoint)
         checkpoint.flip(flipped, (0,) * weights[flipped].dim())
         report = one.installer.install(order).report
-    return {"problem": report.problem.message, "state": manager_pb2.WorkerState.Name(one.slot.state)}
+    return {"problem": report.problem.message, "state": enum_word(manager_pb2.WorkerState, one.slot.state)}
 
 
 def touched_by_a_session(model: nn.Module, selector: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -55,7 +56,7 @@ def play(model: nn.Module, config: Any, folder: Path) -> dict[str, Any]:
     found["nonsense"] = nonsense(model)
 
     def state() -> str:
-        return str(manager_pb2.WorkerState.Name(page.read()[0].state))
+        return str(enum_word(manager_pb2.WorkerState, page.read()[0].state))
 
     identity = weights_pb2.Identity(lineage="run", version=1, root=bytes(32))
     for saver, backup in ((False, False), (True, True), (True, False)):

@@ -191,7 +191,7 @@ def test_what_lacks_something_is_refused_before_a_byte_is_written(stories: dict[
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_torn_update_leaves_the_worker_dirty_and_able_to_take_the_next(stories: dict[str, Any], kind: str) -> None:
     torn = stories[kind]["torn"]
-    assert torn["state"] == "DIRTY"
+    assert torn["state"] == "dirty"
     assert next(iter(KINDS[kind].leaves_out.values())) in torn["problem"]
     assert stories[kind]["differ"]["2"] == []
 
@@ -235,11 +235,11 @@ def test_memory_that_is_lost_makes_the_worker_say_so_before(stories: dict[str, A
         resumed = ["weights", "cuda_graph", "kv_cache"]
         return [["pause", tag, kept] for tag in released] + [["resume", tag, kept] for tag in resumed]
 
-    assert told["saver False, backup False"] == calls("CLEAN")
-    assert told["saver True, backup True"] == calls("CLEAN")
-    assert told["saver True, backup False"] == calls("NONE")
-    assert told["after an order for another model"] == "CLEAN"
-    assert told["after an order to discard"] == "NONE"
+    assert told["saver False, backup False"] == calls("clean")
+    assert told["saver True, backup True"] == calls("clean")
+    assert told["saver True, backup False"] == calls("none")
+    assert told["after an order for another model"] == "clean"
+    assert told["after an order to discard"] == "none"
 
 
 def test_two_workers_load_their_slices_and_their_experts(tmp_path: Path) -> None:

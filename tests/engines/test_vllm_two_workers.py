@@ -35,7 +35,7 @@ from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, na
 
 pytestmark = needs_vllm
 
-NONE, CLEAN = manager_pb2.NONE, manager_pb2.CLEAN
+NONE, CLEAN = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_CLEAN
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_an_update_wakes_a_hybrid_replica_with_the_right_tokens(
             status = replica.status
             assert status is not None
             assert status.asleep
-            assert status.mode == manager_pb2.HYBRID
+            assert status.mode == manager_pb2.MODE_HYBRID
             assert states(replica) == [NONE if level == 2 else CLEAN] * 2
             model = model_of(tmp_path, 40 + version)
             publish(trainer, model)

@@ -61,7 +61,7 @@ def manager(envelope: type[Any]) -> Iterator[Callable[[bytes], None]]:
 @contextlib.contextmanager
 def agent() -> Iterator[Callable[[bytes], None]]:
     """An agent with an engine, welcomed by its manager; the input is a command of that manager."""
-    machine, now, peer = AgentMachine("one", "s", 1, manager_pb2.STANDALONE, HOST, ("shared_memory",)), 0.0, []
+    machine, now, peer = AgentMachine("one", "s", 1, manager_pb2.MODE_STANDALONE, HOST, ("shared_memory",)), 0.0, []
 
     def feed(event: events.AgentEvent) -> None:
         nonlocal now
@@ -83,7 +83,7 @@ def agent() -> Iterator[Callable[[bytes], None]]:
 @contextlib.contextmanager
 def worker_requests() -> Iterator[Callable[[bytes], None]]:
     """The same agent, asked by something that says it is a worker."""
-    machine, now = AgentMachine("one", "s", 1, manager_pb2.STANDALONE, HOST, ("shared_memory",)), 0.0
+    machine, now = AgentMachine("one", "s", 1, manager_pb2.MODE_STANDALONE, HOST, ("shared_memory",)), 0.0
     machine.handle(events.Start(), now)
     machine.handle(events.EngineReady(manager_pb2.Engine(kind="reference", version="1"), 1, False, False), now)
 

@@ -19,7 +19,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.state import EnginePage, verdict
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
-WORD = manager_pb2.WorkerStatus(rank=1, boot_id=b"b" * 16, pid=3, state=manager_pb2.CLEAN, epoch=1, identity=IDENTITY)
+WORD = manager_pb2.WorkerStatus(
+    rank=1, boot_id=b"b" * 16, pid=3, state=manager_pb2.WORKER_STATE_CLEAN, epoch=1, identity=IDENTITY
+)
 SESSION = b"s" * 16
 
 

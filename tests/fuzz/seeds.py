@@ -105,9 +105,11 @@ SAID: dict[type[Message], list[Any]] = {
                 session_id="r",
                 agent_epoch=1,
                 engine=manager_pb2.Engine(kind="reference", version="1", url="http://127.0.0.1:1"),
-                mode=manager_pb2.STANDALONE,
+                mode=manager_pb2.MODE_STANDALONE,
                 host=HOST,
-                workers=[manager_pb2.WorkerStatus(rank=0, boot_id=b"b" * 16, pid=3, state=manager_pb2.NONE)],
+                workers=[
+                    manager_pb2.WorkerStatus(rank=0, boot_id=b"b" * 16, pid=3, state=manager_pb2.WORKER_STATE_NONE)
+                ],
                 transports=["shared_memory"],
                 prepared=[
                     manager_pb2.PreparedWorker(
@@ -118,13 +120,14 @@ SAID: dict[type[Message], list[Any]] = {
         ),
         manager_pb2.ReplicaMessage(
             heartbeat=manager_pb2.ReplicaHeartbeat(
-                sequence=1, workers=[manager_pb2.WorkerStatus(rank=0, boot_id=b"b" * 16, state=manager_pb2.DIRTY)]
+                sequence=1,
+                workers=[manager_pb2.WorkerStatus(rank=0, boot_id=b"b" * 16, state=manager_pb2.WORKER_STATE_DIRTY)],
             )
         ),
         manager_pb2.ReplicaMessage(
-            outcome=manager_pb2.ReplicaOutcome(replica="one", fence=fence(), outcome=manager_pb2.NEW_SERVING)
+            outcome=manager_pb2.ReplicaOutcome(replica="one", fence=fence(), outcome=manager_pb2.OUTCOME_NEW_SERVING)
         ),
-        manager_pb2.ReplicaMessage(progress=manager_pb2.Progress(fence=fence(), stage=manager_pb2.TRANSFER)),
+        manager_pb2.ReplicaMessage(progress=manager_pb2.Progress(fence=fence(), stage=manager_pb2.STAGE_TRANSFER)),
         manager_pb2.ReplicaMessage(prepared=manager_pb2.Prepared(fence=fence(), manifest_digest=DIGEST)),
         manager_pb2.ReplicaMessage(sleep_wake_done=manager_pb2.SleepWakeDone(fence=fence())),
         manager_pb2.ReplicaMessage(goodbye=manager_pb2.Goodbye()),
@@ -144,7 +147,7 @@ COMMANDS: list[Any] = [
             fence=fence(2),
             identity=weights_pb2.Identity(lineage="run", version=3, root=DIGEST),
             workers=[manager_pb2.WorkerInstall(rank=0, plan=ref(), expected=ref())],
-            pause_mode=manager_pb2.KEEP,
+            pause_mode=manager_pb2.PAUSE_MODE_KEEP,
             deadline_seconds=9.0,
         )
     ),

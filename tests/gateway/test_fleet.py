@@ -115,7 +115,9 @@ def message(**fields: object) -> manager_pb2.WatchReplicasResponse:
 
 
 def replica(name: str) -> manager_pb2.WatchedReplica:
-    return manager_pb2.WatchedReplica(name=name, url=f"http://{name}/", engine="vllm", state=manager_pb2.SERVING)
+    return manager_pb2.WatchedReplica(
+        name=name, url=f"http://{name}/", engine="vllm", state=manager_pb2.REPLICA_STATE_SERVING
+    )
 
 
 def test_a_manager_that_restarted_takes_nobody_out_before_it_has_settled() -> None:
@@ -163,14 +165,14 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     visit.let_in(fleet.answered(member, Identity(2, "", "ab")))
     assert visit.held() == (Identity(2, "run", "ab"), Identity(2, "run", "ab"))
     draining = Told(
-        "a", "http://a", "vllm", State.DRAINING, "", Identity(2, "run", "ab"), Identity(3, "run"), "IN_PLACE"
+        "a", "http://a", "vllm", State.DRAINING, "", Identity(2, "run", "ab"), Identity(3, "run"), "in_place"
     )
     fleet.tell([draining])
     assert visit.held() == (Identity(2, "run", "ab"), Identity(3, "run"))
     assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
 
 
-@pytest.mark.parametrize(("mode", "highest"), [("ABORT", 2), ("WAIT", 2), ("KEEP", 3), ("", 3)])
+@pytest.mark.parametrize(("mode", "highest"), [("abort", 2), ("wait", 2), ("keep", 3), ("", 3)])
 def test_a_request_with_a_token_meets_no_other_version_in_modes_that_end_it(mode: str, highest: int) -> None:
     fleet = fleet_of(told("a", version=2))
     begun, waits = Visit(fleet.members["a"]), Visit(fleet.members["a"])

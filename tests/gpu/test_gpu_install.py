@@ -67,11 +67,11 @@ def test_one_bit_is_noticed_and_the_next_update_heals(tmp_path: Path) -> None:
     checkpoint.flip("layers.1.o_proj", (7, 3))
     installed = worker.installer.install(order)
     assert "layers.1.o_proj" in installed.report.problem.message
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.seal()
     installed = worker.update(checkpoint)
     assert not installed.report.HasField("problem"), installed.report.problem.message
-    assert worker.page.read()[0].state == manager_pb2.CLEAN
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_CLEAN
     like.load_weights(checkpoint.weights.items())
     assert_same(on_host(model), state(like))
 
@@ -90,7 +90,7 @@ def test_a_deadline_leaves_the_worker_dirty(tmp_path: Path) -> None:
 
     installed = worker.installer.install(order, slow)
     assert installed.report.HasField("problem")
-    assert worker.page.read()[0].state != manager_pb2.NONE
+    assert worker.page.read()[0].state != manager_pb2.WORKER_STATE_NONE
 
 
 def test_a_second_update_prepares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

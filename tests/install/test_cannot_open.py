@@ -98,7 +98,7 @@ def test_without_another_way_it_says_what_it_could_not_open_and_touches_nothing(
     assert [(each.transport, each.source) for each in ready.unopened] == [("file", "rank 1")]
     assert not ready.plans
     [word] = worker.page.read()
-    assert word.state == manager_pb2.NONE
+    assert word.state == manager_pb2.WORKER_STATE_NONE
 
 
 def test_an_owner_that_has_gone_is_no_reason_to_read_it_another_way(worker: OneWorker, checkpoint: Checkpoint) -> None:

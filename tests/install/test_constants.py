@@ -50,7 +50,7 @@ def test_a_table_that_was_lost_is_named_until_the_engine_restarts(tmp_path: Path
         assert problem.code == weights_pb2.Problem.DATA_LOSS
         assert list(problem.tensors) == [name]
         assert "restart the engine" in problem.message
-        assert worker.page.read()[0].state == manager_pb2.NONE
+        assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_NONE
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     lost.copy_(kept)
     assert installed(worker, checkpoint) is None

@@ -45,11 +45,11 @@ def test_a_bit_flipped_after_sealing(tmp_path: Path, name: str) -> None:
     assert problem.code == Code.DATA_LOSS
     assert list(problem.tensors) == [name]
     assert name in problem.message
-    assert word(worker) == (manager_pb2.DIRTY, worker.epoch)
+    assert word(worker) == (manager_pb2.WORKER_STATE_DIRTY, worker.epoch)
     # A full good update recovers it.
     checkpoint.seal()
     assert not worker.update(checkpoint).report.HasField("problem")
-    assert word(worker) == (manager_pb2.CLEAN, worker.epoch)
+    assert word(worker) == (manager_pb2.WORKER_STATE_CLEAN, worker.epoch)
     checkpoint.close()
 
 
@@ -89,7 +89,7 @@ def test_what_post_load_breaks_is_seen(tmp_path: Path) -> None:
     worker = OneWorker(target, tmp_path)
     problem = problem_of(worker.update(checkpoint))
     assert (problem.code, list(problem.tensors)) == (Code.DATA_LOSS, ["layers.0.down"])
-    assert word(worker)[0] == manager_pb2.DIRTY
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
 
@@ -105,7 +105,7 @@ def test_a_bit_of_a_widened_tensor_that_differs_is_seen(tmp_path: Path, bit: int
     worker = OneWorker(target, tmp_path)
     problem = problem_of(worker.update(checkpoint))
     assert (problem.code, list(problem.tensors)) == (Code.DATA_LOSS, ["w"])
-    assert word(worker)[0] == manager_pb2.DIRTY
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
 
@@ -120,7 +120,7 @@ def test_an_exception_after_loading_is_reported_and_not_raised(tmp_path: Path) -
     problem = problem_of(worker.update(checkpoint))
     assert problem.code == Code.INTERNAL
     assert "RuntimeError: no kernel for this shape" in problem.message
-    assert word(worker)[0] == manager_pb2.DIRTY
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
 
@@ -166,12 +166,12 @@ def test_the_state_word_is_dirty_from_before_the_first_byte_until_all_is_verifie
     watched = Watched(worker)
     worker.installer = Installer(worker.target, worker.slot, {"shared_memory": watched})
     assert not worker.update(checkpoint).report.HasField("problem")
-    none, dirty = manager_pb2.NONE, manager_pb2.DIRTY
+    none, dirty = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_DIRTY
     assert watched.seen == [none, none, dirty]
     assert not worker.update(checkpoint).report.HasField("problem")
     assert watched.seen == [none, none, dirty, dirty]
     assert seen == [dirty, dirty]
-    assert word(worker)[0] == manager_pb2.CLEAN
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_CLEAN
     checkpoint.close()
 
 
@@ -297,7 +297,7 @@ def test_a_worker_is_moved_to_another_cluster_with_higher_epochs(tmp_path: Path)
     order = worker.order(checkpoint)
     order.fence.cluster = "another"
     assert not worker.installer.install(order).report.HasField("problem")
-    assert word(worker) == (manager_pb2.CLEAN, order.fence.epoch)
+    assert word(worker) == (manager_pb2.WORKER_STATE_CLEAN, order.fence.epoch)
     checkpoint.close()
 
 
@@ -310,7 +310,7 @@ def test_a_tensor_that_changed_its_layout_since_it_was_recorded(tmp_path: Path) 
     model.layers[0].down.data = model.layers[0].down.data.t().contiguous().t()
     problem = problem_of(worker.installer.install(order))
     assert (problem.code, list(problem.tensors)) == (Code.FAILED_PRECONDITION, ["layers.0.down"])
-    assert word(worker)[0] == manager_pb2.NONE
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_NONE
     assert not worker.update(checkpoint).report.HasField("problem")  # prepared anew, for the new layout
     checkpoint.close()
 
@@ -346,7 +346,7 @@ def test_too_late_in_the_middle_of_copying_stays_dirty(tmp_path: Path, monkeypat
     monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
     problem = problem_of(worker.installer.install(order, on_progress))
     assert problem.code == Code.DEADLINE_EXCEEDED
-    assert word(worker)[0] == manager_pb2.DIRTY
+    assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     assert seen
     assert 0 < seen[-1][0] <= seen[-1][1]
     checkpoint.close()
@@ -363,7 +363,7 @@ def test_preparing_reports_problems_and_does_not_raise(tmp_path: Path) -> None:
     order = worker_pb2.PrepareOrder(fence=worker.fence(), manifest=b"\xff", deadline_seconds=10)
     assert worker.installer.prepare(order).problem.code == Code.INVALID_ARGUMENT
     assert worker.prepare(Checkpoint(model.checkpoint()), seconds=0).problem.code == Code.DEADLINE_EXCEEDED
-    assert word(worker) == (manager_pb2.NONE, 0)
+    assert word(worker) == (manager_pb2.WORKER_STATE_NONE, 0)
     assert worker.prepare(Checkpoint(model.checkpoint())).HasField("host")
     checkpoint.close()
 

@@ -154,7 +154,7 @@ def test_a_plan_that_cannot_be_ready_is_not_called_ready(worker: OneWorker, chec
     answer = get_ready(worker, order)
     assert "is gone or closed it" in answer.problem.message
     assert blob_digest(order.plan) not in answer.plans
-    assert worker.page.read()[0].state == manager_pb2.CLEAN
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_CLEAN
     order.plan = b"\xff"
     assert "cannot be read" in get_ready(worker, order).problem.message
     order.fence.epoch = 0

@@ -40,7 +40,7 @@ def install_and_compare(model: torch.nn.Module, like: torch.nn.Module, checkpoin
     assert sum(edge.bytes for edge in installed.edges) == installed.report.bytes
     assert installed.report.bytes == read or len(recording.copies) > len(recording.needs)
     [word] = worker.page.read()
-    assert (word.state, word.epoch, word.identity) == (manager_pb2.CLEAN, worker.epoch, order.identity)
+    assert (word.state, word.epoch, word.identity) == (manager_pb2.WORKER_STATE_CLEAN, worker.epoch, order.identity)
     checkpoint.close()
 
 

@@ -61,8 +61,8 @@ def test_the_state_word_says_that_it_holds_nothing(tmp_path: Path) -> None:
     model = TensorParallel()
     worker = Checked(ModuleTarget(model), model.checkpoint(), tmp_path)
     worker.load(1, False)
-    assert worker.worker.slot.state == manager_pb2.NONE
-    assert worker.worker.page.read()[0].state == manager_pb2.NONE
+    assert worker.worker.slot.state == manager_pb2.WORKER_STATE_NONE
+    assert worker.worker.page.read()[0].state == manager_pb2.WORKER_STATE_NONE
     assert worker.worker.slot.epoch == 0, "an install afterwards is not overtaken"
     checkpoint = Checkpoint(model.checkpoint(3))
     try:

@@ -138,7 +138,7 @@ def test_a_staged_layer_of_other_bytes_is_never_handed_over(tmp_path: Path) -> N
     problem = worker.installer.install(order).report.problem
     assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.DATA_LOSS, ["b1"])
     assert target.log == ["enter", "packed 2", "leave"]
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.seal()
     assert not worker.update(checkpoint).report.HasField("problem")
     assert_holds(model, checkpoint.weights)
@@ -158,7 +158,7 @@ def test_an_engine_that_fails_in_the_middle_is_left_tidy_and_dirty(tmp_path: Pat
     assert problem.code == weights_pb2.Problem.INTERNAL
     assert says in problem.message
     assert target.log[-1] == "leave"
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     setattr(target, attribute, -1)
     assert not worker.update(checkpoint).report.HasField("problem")
     assert_holds(model, checkpoint.weights)

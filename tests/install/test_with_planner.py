@@ -63,5 +63,8 @@ def test_what_is_planned_for_a_recording_installs_and_verifies(tmp_path: Path, s
         like.load_weights(checkpoint.weights.items())
         assert_same(state(model), state(like))
         [word] = worker.page.read()
-        assert (word.state, word.identity.root if word.identity else b"") == (manager_pb2.CLEAN, found.root())
+        assert (word.state, word.identity.root if word.identity else b"") == (
+            manager_pb2.WORKER_STATE_CLEAN,
+            found.root(),
+        )
     checkpoint.close()

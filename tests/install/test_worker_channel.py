@@ -270,6 +270,6 @@ def test_a_refused_worker_does_nothing_and_a_deserted_one_does_not_raise(
     assert not worker.prepare()
     assert not worker.install()
     assert_same(state(model), before)
-    assert EnginePage(directory.page).read()[0].state == manager_pb2.NONE
+    assert EnginePage(directory.page).read()[0].state == manager_pb2.WORKER_STATE_NONE
     agent.stop()
     worker.close()

@@ -18,8 +18,8 @@ KEPT = DEADLINE / 4
 
 NEXT = weights_pb2.Identity(lineage="run", version=2, root=b"r" * 32)
 BOOT = b"b" * 16
-DIRTY = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.DIRTY, epoch=EPOCH)
-CLEAN = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.CLEAN, epoch=EPOCH, identity=NEXT)
+DIRTY = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.WORKER_STATE_DIRTY, epoch=EPOCH)
+CLEAN = manager_pb2.WorkerStatus(boot_id=BOOT, pid=1, state=manager_pb2.WORKER_STATE_CLEAN, epoch=EPOCH, identity=NEXT)
 NEW = events.Words((CLEAN,), True, "", NEXT)
 TORN = events.Words((DIRTY,), False, "worker 0 is being updated", None)
 
@@ -38,7 +38,7 @@ class Install:
         install = manager_pb2.Install(
             fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH),
             identity=NEXT,
-            pause_mode=manager_pb2.KEEP,
+            pause_mode=manager_pb2.PAUSE_MODE_KEEP,
             deadline_seconds=deadline,
             workers=[manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)],
         )
@@ -117,7 +117,9 @@ def test_a_worker_gets_no_order_in_the_time_that_is_kept_for_resuming() -> None:
     assert "no such order now" in late.want(DEADLINE - KEPT).refused.message
 
 
-@pytest.mark.parametrize(("words", "outcome"), [(NEW, manager_pb2.NEW_SERVING), (TORN, manager_pb2.QUARANTINED)])
+@pytest.mark.parametrize(
+    ("words", "outcome"), [(NEW, manager_pb2.OUTCOME_NEW_SERVING), (TORN, manager_pb2.OUTCOME_QUARANTINED)]
+)
 def test_the_words_after_resuming_decide(words: events.Words, outcome: manager_pb2.Outcome) -> None:
     """A worker that died or was restarted meanwhile has whole weights no more."""
     install = Install()
@@ -137,7 +139,7 @@ def test_an_engine_that_ends_has_its_outcome_at_once_and_is_asked_for_nothing(st
     given = install.agent.tell(events.EngineExited("it ran out of memory"), 1.0)
     assert not [command for command in given if isinstance(command, events.Run)]
     outcome = install.outcome()
-    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
     assert "it ran out of memory" in outcome.problem.message
 
 
@@ -149,7 +151,7 @@ def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> No
     install.end(install.until(events.HoldRequests, DEADLINE - KEPT), DEADLINE - KEPT)
     install.end(install.until(events.ReadWords, DEADLINE - KEPT), DEADLINE - KEPT)
     outcome = install.outcome()
-    assert outcome.outcome == manager_pb2.OLD_SERVING
+    assert outcome.outcome == manager_pb2.OUTCOME_OLD_SERVING
     assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     assert "pausing" in outcome.problem.message
 
@@ -164,7 +166,7 @@ def test_an_engine_that_lets_nobody_in_since_another_update_does_not_serve_the_o
     install._running.remove(ready)
     install.end(install.until(events.ReadWords, 1.0), 1.0)
     outcome = install.outcome()
-    assert outcome.outcome == (manager_pb2.QUARANTINED if waits else manager_pb2.OLD_SERVING)
+    assert outcome.outcome == (manager_pb2.OUTCOME_QUARANTINED if waits else manager_pb2.OUTCOME_OLD_SERVING)
     assert outcome.problem.message == "too slow"
 
 
@@ -177,7 +179,7 @@ def test_workers_are_looked_at_once_more_before_a_replica_is_said_to_serve_on() 
     install.end(look, DEADLINE, events.Words((), False, "worker 0 is dead", None))
     outcome = install.agent.machine.replica.last_outcome
     assert outcome is not None
-    assert outcome.outcome == manager_pb2.QUARANTINED
+    assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
 
 
 def test_an_install_that_is_abandoned_while_workers_get_ready_waits_for_none_of_them() -> None:
@@ -188,7 +190,7 @@ def test_an_install_that_is_abandoned_while_workers_get_ready_waits_for_none_of_
     abandoned = events.Message(install.agent.peer, manager_pb2.Abandon(fence=fence, reason="an update came"))
     (look,) = (run for run in install.agent.tell(abandoned, 1.0) if isinstance(run, events.Run))
     install.agent.tell(events.Done(look.key, WORDS), 1.0)
-    assert install.outcome().outcome == manager_pb2.OLD_SERVING
+    assert install.outcome().outcome == manager_pb2.OUTCOME_OLD_SERVING
     assert "an update came" in install.outcome().problem.message
     assert "no such order now" in install.asks(2.0, want_prepare=worker_pb2.WantOrder()).refused.message
     before = len(install.agent.commands)

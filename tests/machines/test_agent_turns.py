@@ -10,7 +10,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 CLUSTER = "cluster"
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=bytes(32))
-WORKER = manager_pb2.WorkerStatus(boot_id=b"b" * 16, pid=1, state=manager_pb2.CLEAN, epoch=1, identity=IDENTITY)
+WORKER = manager_pb2.WorkerStatus(
+    boot_id=b"b" * 16, pid=1, state=manager_pb2.WORKER_STATE_CLEAN, epoch=1, identity=IDENTITY
+)
 WORDS = events.Words((WORKER,), True, "", IDENTITY)
 
 
@@ -20,7 +22,7 @@ class Agent:
     def __init__(self) -> None:
         host = weights_pb2.Host(boot_id="host")
         self.machine = AgentMachine(
-            "replica", "session", 1, manager_pb2.STANDALONE, host, ("shared_memory",), Deadlines()
+            "replica", "session", 1, manager_pb2.MODE_STANDALONE, host, ("shared_memory",), Deadlines()
         )
         self.commands: list[events.AgentCommand] = []
         self.tell(events.Start())

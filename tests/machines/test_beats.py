@@ -16,8 +16,8 @@ PEER = Peer("replica")
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=bytes(32))
 
 
-def worker(epoch: int = 0, state: manager_pb2.WorkerState = manager_pb2.CLEAN) -> manager_pb2.WorkerStatus:
-    identity = IDENTITY if state == manager_pb2.CLEAN else None
+def worker(epoch: int = 0, state: manager_pb2.WorkerState = manager_pb2.WORKER_STATE_CLEAN) -> manager_pb2.WorkerStatus:
+    identity = IDENTITY if state == manager_pb2.WORKER_STATE_CLEAN else None
     return manager_pb2.WorkerStatus(boot_id=bytes(16), state=state, epoch=epoch, identity=identity)
 
 
@@ -69,7 +69,7 @@ def test_what_was_said_before_begins_nothing(monkeypatch: pytest.MonkeyPatch) ->
         {"closed_reason": "a worker is dirty"},
         {"label_problem": "its engine says another version"},
         {"workers": [worker(1)]},
-        {"workers": [worker(0, manager_pb2.DIRTY)]},
+        {"workers": [worker(0, manager_pb2.WORKER_STATE_DIRTY)]},
         {"workers": []},
         {"workers": [worker(), worker()]},
     ],

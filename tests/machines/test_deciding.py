@@ -23,7 +23,7 @@ HOST = weights_pb2.Host(name="here")
 @pytest.mark.parametrize(
     "machine",
     [
-        AgentMachine("replica", "session", 1, manager_pb2.STANDALONE, HOST, ()),
+        AgentMachine("replica", "session", 1, manager_pb2.MODE_STANDALONE, HOST, ()),
         TrainerMachine("run", 0, 1, "session", HOST),
     ],
     ids=["agent", "trainer"],

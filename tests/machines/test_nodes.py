@@ -74,7 +74,9 @@ class Leader:
 
 
 def clean() -> manager_pb2.WorkerStatus:
-    return manager_pb2.WorkerStatus(rank=1, boot_id=BOOT, pid=7, state=manager_pb2.CLEAN, epoch=1, identity=IDENTITY)
+    return manager_pb2.WorkerStatus(
+        rank=1, boot_id=BOOT, pid=7, state=manager_pb2.WORKER_STATE_CLEAN, epoch=1, identity=IDENTITY
+    )
 
 
 def asks(sequence: int, **body: Any) -> worker_pb2.WorkerRequest:
@@ -123,7 +125,7 @@ def test_an_order_leaves_after_its_word_is_dirty_and_only_in_its_generation() ->
     (question,) = only(WorkerAsked, leader.hear(running=True, workers=[clean()], request=asks(1)))
     assert not only(WorkerAsked, leader.hear(running=True, workers=[clean()], request=asks(1))), "it is being answered"
     shown, sent = leader.feed(Reply(question.request, INSTALL))
-    assert shown == ShowWord(1, BOOT, True, manager_pb2.DIRTY, 2)
+    assert shown == ShowWord(1, BOOT, True, manager_pb2.WORKER_STATE_DIRTY, 2)
     assert (sent.peer, sent.body.rank, sent.body.boot_id) == ("peer", 1, BOOT)
     assert sent.body.reply.sequence == 1
     again = leader.hear(running=True, workers=[clean()], request=asks(1))
@@ -173,7 +175,7 @@ def test_words_of_another_engine_do_not_count(other: dict[str, Any]) -> None:
     leader.begin()
     leader.feed(Look(1, 2.0))
     dirty = clean()
-    dirty.state = manager_pb2.DIRTY
+    dirty.state = manager_pb2.WORKER_STATE_DIRTY
     heard = leader.hear(running=True, workers=[dirty], looked=1, request=asks(1), **other)
     assert [type(each) for each in heard] == [Send], "it is told what there is to be"
     assert leader.machine.trouble(leader.now) == ""

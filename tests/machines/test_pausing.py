@@ -13,25 +13,29 @@ from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.machines.test_agent_turns import CLUSTER, IDENTITY, WORDS
 
-ENGINE = manager_pb2.Engine(kind="sglang", version="0.5.23", pause_modes=[manager_pb2.KEEP, manager_pb2.IN_PLACE])
+ENGINE = manager_pb2.Engine(
+    kind="sglang", version="0.5.23", pause_modes=[manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_IN_PLACE]
+)
 
 
 def test_a_mode_that_is_not_declared_is_refused_in_words() -> None:
     with pytest.raises(CkptEngineError) as refused:
-        check_pause_mode("one", ENGINE, manager_pb2.WAIT)
+        check_pause_mode("one", ENGINE, manager_pb2.PAUSE_MODE_WAIT)
     problem = refused.value.problem
     assert problem.code == weights_pb2.Problem.INVALID_ARGUMENT
     assert problem.replica == "one"
     assert "sglang 0.5.23, which cannot be paused in mode 'wait'; it can in: keep, in_place" in problem.message
 
 
-@pytest.mark.parametrize("mode", [manager_pb2.PAUSE_MODE_UNSPECIFIED, manager_pb2.KEEP, manager_pb2.IN_PLACE])
+@pytest.mark.parametrize(
+    "mode", [manager_pb2.PAUSE_MODE_UNSPECIFIED, manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_IN_PLACE]
+)
 def test_declared_modes_and_the_default_are_taken(mode: manager_pb2.PauseMode) -> None:
     check_pause_mode("one", ENGINE, mode)
 
 
 def test_an_engine_whose_agent_said_nothing_is_not_judged() -> None:
-    check_pause_mode("one", manager_pb2.Engine(kind="old"), manager_pb2.WAIT)
+    check_pause_mode("one", manager_pb2.Engine(kind="old"), manager_pb2.PAUSE_MODE_WAIT)
 
 
 def test_a_mode_of_a_newer_version_has_a_name() -> None:
@@ -40,7 +44,7 @@ def test_a_mode_of_a_newer_version_has_a_name() -> None:
 
 def test_an_agent_whose_engine_changed_meanwhile_turns_the_install_down_and_pauses_nothing() -> None:
     host = weights_pb2.Host(boot_id="host")
-    machine = AgentMachine("one", "session", 1, manager_pb2.STANDALONE, host, ("shared_memory",), Deadlines())
+    machine = AgentMachine("one", "session", 1, manager_pb2.MODE_STANDALONE, host, ("shared_memory",), Deadlines())
     given: list[events.AgentCommand] = []
 
     def tell(event: events.AgentEvent) -> None:
@@ -64,11 +68,13 @@ def test_an_agent_whose_engine_changed_meanwhile_turns_the_install_down_and_paus
     )
     tell(events.Message(peer, welcome))
     tell(events.EngineReady(ENGINE, 1, False, False))
-    install = manager_pb2.Install(fence=fence, identity=IDENTITY, pause_mode=manager_pb2.WAIT, deadline_seconds=30)
+    install = manager_pb2.Install(
+        fence=fence, identity=IDENTITY, pause_mode=manager_pb2.PAUSE_MODE_WAIT, deadline_seconds=30
+    )
     install.workers.add(rank=0)
     tell(events.Message(peer, install))
     outcomes = [each.body for each in given if isinstance(each, events.Send)]
     (outcome,) = [each for each in outcomes if isinstance(each, manager_pb2.ReplicaOutcome)]
-    assert outcome.outcome == manager_pb2.OLD_SERVING
+    assert outcome.outcome == manager_pb2.OUTCOME_OLD_SERVING
     assert "cannot be paused in mode 'wait'" in outcome.problem.message
     assert not [each for each in given if isinstance(each, events.Run) and isinstance(each.task, events.PauseEngine)]

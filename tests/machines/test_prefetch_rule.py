@@ -8,8 +8,8 @@ from ckpt_engine.core.reach import Distance
 from ckpt_engine.machines.manager.relay_or_collective import prefetch_decision
 from ckpt_engine.v1 import manager_pb2
 
-AUTO, ALWAYS, NEVER = manager_pb2.AUTO, manager_pb2.ALWAYS, manager_pb2.NEVER
-INSTALLED, HELD = manager_pb2.INSTALLED, manager_pb2.HELD
+AUTO, ALWAYS, NEVER = manager_pb2.PREFETCH_AUTO, manager_pb2.PREFETCH_ALWAYS, manager_pb2.PREFETCH_NEVER
+INSTALLED, HELD = manager_pb2.UNTIL_INSTALLED, manager_pb2.UNTIL_HELD
 GPU, PEER, MEMORY, FILE = Distance.SAME_GPU, Distance.NVLINK, Distance.HOST_MEMORY, Distance.FILE
 
 

@@ -6,6 +6,7 @@ import pytest
 from test_agent_install import NEW, Install
 from test_agent_turns import CLUSTER
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.plan_pipeline import SOURCES_TOLD, note_sealed
@@ -95,14 +96,14 @@ def test_an_agent_tells_its_steps_and_places_its_workers_between_order_and_repor
     install.end(install.until(events.ReadWords, 9.0), 9.0, NEW)
     outcome = install.outcome()
     assert (outcome.span.begin, outcome.span.seconds) == (0.0, 9.0)
-    stages = [(manager_pb2.Stage.Name(each.stage), each.after) for each in outcome.entered]
+    stages = [(enum_word(manager_pb2.Stage, each.stage), each.after) for each in outcome.entered]
     assert stages == [
-        ("PLAN", 0.0),
-        ("READY", 1.0),
-        ("QUIESCE", 1.0),
-        ("TRANSFER", 1.0),
-        ("VERIFY", 7.0),
-        ("RESUME", 7.0),
+        ("plan", 0.0),
+        ("ready", 1.0),
+        ("quiesce", 1.0),
+        ("transfer", 1.0),
+        ("verify", 7.0),
+        ("resume", 7.0),
     ]
     assert outcome.pause_after == 1.0
     (worker,) = outcome.workers

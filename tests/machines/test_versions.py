@@ -30,7 +30,7 @@ class Manager:
         """Into these replicas; none: all without a pool. late: one of them gets what it was to hold already."""
         self.epoch += 1
         selection = frozenset() if late else frozenset(names or (EVERYBODY,))
-        mode = manager_pb2.KEEP
+        mode = manager_pb2.PAUSE_MODE_KEEP
         held = HeldVersion(what, None) if late else None
         order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, held=held)
         intent = self.versions.intent(self.epoch, what, order, 1.0)

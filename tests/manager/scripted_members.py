@@ -254,7 +254,9 @@ class ScriptedReplica:
         self.transports = ["shared_memory"]
         self.engine = manager_pb2.Engine(kind="scripted", version="1", url="http://127.0.0.1:1")
         self.workers = [
-            manager_pb2.WorkerStatus(rank=rank, boot_id=uuid.uuid4().bytes, pid=1000 + rank, state=manager_pb2.NONE)
+            manager_pb2.WorkerStatus(
+                rank=rank, boot_id=uuid.uuid4().bytes, pid=1000 + rank, state=manager_pb2.WORKER_STATE_NONE
+            )
             for rank in range(workers)
         ]
         self.stream: Stream
@@ -267,7 +269,7 @@ class ScriptedReplica:
             session_id=self.session_id,
             agent_epoch=fields.pop("agent_epoch", 1),
             engine=self.engine,
-            mode=manager_pb2.STANDALONE,
+            mode=manager_pb2.MODE_STANDALONE,
             host=HOST,
             workers=self.workers,
             transports=self.transports,
@@ -321,17 +323,17 @@ class ScriptedReplica:
         outcome = manager_pb2.ReplicaOutcome(
             replica=self.name,
             fence=order.fence,
-            outcome=manager_pb2.NEW_SERVING,
+            outcome=manager_pb2.OUTCOME_NEW_SERVING,
             before=before if self.workers[0].HasField("identity") else None,
             after=order.identity,
             pause_seconds=0.01,
             sync_seconds=0.02,
-            stages=[manager_pb2.StageSeconds(stage=manager_pb2.QUIESCE, seconds=0.01)],
+            stages=[manager_pb2.StageSeconds(stage=manager_pb2.STAGE_QUIESCE, seconds=0.01)],
         )
         for worker, part in zip(self.workers, order.workers, strict=True):
             plan = weights_pb2.WorkerPlan.FromString(await get(self.stub, part.plan))
             needs = len(weights_pb2.Digests.FromString(await get(self.stub, part.expected)).values)
-            worker.state = manager_pb2.CLEAN
+            worker.state = manager_pb2.WORKER_STATE_CLEAN
             worker.epoch = order.fence.epoch
             worker.identity.CopyFrom(order.identity)
             outcome.workers.add(rank=worker.rank, bytes=plan.bytes, tensors=needs, verified=needs, copies=1)

@@ -115,7 +115,7 @@ async def test_who_cannot_take_part_is_left_out_with_the_reason(manager: Manager
     report, _ = await update(trainers, [able], [able, unable])
     assert report.collective.endswith("for it alone; b cannot use nccl")
     outcomes = {each.replica: each for each in report.replicas}
-    assert outcomes["a"].outcome == manager_pb2.NEW_SERVING
+    assert outcomes["a"].outcome == manager_pb2.OUTCOME_NEW_SERVING
     assert "none reads over it alone" in outcomes["b"].problem.message
     assert "b cannot use nccl" in outcomes["b"].problem.message
 

@@ -64,7 +64,7 @@ def test_series_of_replicas_end_with_them() -> None:
     manager = Manager()
     manager.status.replicas.extend([replica("new", 7), replica("old", 4), replica("empty", None)])
     manager.status.replicas[1].drift.seconds = 12.0
-    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
+    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.OUTCOME_NEW_SERVING)
     manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome]))
     shown = manager.samples()
     assert shown["ckpt_engine_replica_state", ("new", "serving")] == 1
@@ -88,7 +88,7 @@ def test_replicas_that_have_gone_are_forgotten_though_nobody_scrapes() -> None:
         name = f"pod-{number}"
         del manager.status.replicas[:]
         manager.status.replicas.append(replica(name, number))
-        outcome = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.NEW_SERVING)
+        outcome = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.OUTCOME_NEW_SERVING)
         for _ in range(2):
             manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(number), replicas=[outcome]))
     assert set(manager.metrics._current.replicas) == {"pod-19"}
@@ -172,15 +172,15 @@ async def test_a_report_that_is_corrected_has_not_ended_again(tmp_path: Path, ca
     tasks = Tasks(ledger, Compiler(BlobStore(MEBIBYTE, MEBIBYTE)), manager.metrics)
     caplog.set_level(logging.INFO, "ckpt_engine.manager")
     report = manager_pb2.UpdateReport(fence=weights_pb2.Fence(epoch=3), identity=identity(7), seconds=1.0)
-    report.replicas.add(replica="a", outcome=manager_pb2.QUARANTINED)
-    report.replicas.add(replica="b", outcome=manager_pb2.OLD_SERVING)
+    report.replicas.add(replica="a", outcome=manager_pb2.OUTCOME_QUARANTINED)
+    report.replicas.add(replica="b", outcome=manager_pb2.OUTCOME_OLD_SERVING)
     try:
         await ledger.record_intent(3, Version.of(identity(7)), selection=["a", "b"])
         assert (await tasks.run(("report",), events.RecordOutcome(report, 60.0))).problem is None
         manager.metrics.called("run")
         before = {name: value for name, value in manager.samples().items() if name[0].startswith("ckpt_engine_")}
         caplog.clear()
-        report.replicas[0].outcome = manager_pb2.NEW_SERVING
+        report.replicas[0].outcome = manager_pb2.OUTCOME_NEW_SERVING
         assert (await tasks.run(("correct",), events.CorrectOutcome(report, "a", 60.0))).problem is None
         after = {name: value for name, value in manager.samples().items() if name[0].startswith("ckpt_engine_")}
         assert after == before
@@ -234,8 +234,8 @@ def exported(tmp_path: Path) -> set[str]:
     manager = Manager()
     manager.status.replicas.append(replica("new", 7))
     manager.status.holders.append(relay_status())
-    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.NEW_SERVING)
-    stage = manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=1)
+    outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.OUTCOME_NEW_SERVING)
+    stage = manager_pb2.StageSeconds(stage=manager_pb2.STAGE_PLAN, seconds=1)
     outcome.edges.add(transport="file", bytes=1)
     manager.metrics.report(manager_pb2.UpdateReport(ok=True, identity=identity(7), replicas=[outcome], stages=[stage]))
     agent = registry_of(lambda: of_agent(AgentState("new", tmp_path)))

@@ -276,10 +276,10 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     assert told["waiting_for"] == ["replica b"]
     assert (await lines())["b"]["state"] == "updating"
     assert ((await lines())["b"]["lag"], (await lines())[EVIL]["lag"]) == (1, 0)
-    replicas[1].workers[0].state = manager_pb2.DIRTY
+    replicas[1].workers[0].state = manager_pb2.WORKER_STATE_DIRTY
     reason = f"worker 0 is dirty: {EVIL}"
     order = await replicas[1].stream.until(manager_pb2.Install)
-    outcome = manager_pb2.ReplicaOutcome(replica="b", fence=order.fence, outcome=manager_pb2.QUARANTINED)
+    outcome = manager_pb2.ReplicaOutcome(replica="b", fence=order.fence, outcome=manager_pb2.OUTCOME_QUARANTINED)
     outcome.problem.message = reason
     await replicas[1].stream.send(outcome=outcome)
     await call
@@ -337,9 +337,9 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
 @pytest.mark.parametrize(("drifts", "state"), [(True, "quarantined"), (False, "closed")])
 def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_serve(drifts: bool, state: str) -> None:
     host = weights_pb2.Host(name="h")
-    replica = Replica("a", "session", 1, manager_pb2.STANDALONE, host, None, 0.0)
-    replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.QUARANTINED)
-    seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.CLOSED, reason="its worker is dead")
+    replica = Replica("a", "session", 1, manager_pb2.MODE_STANDALONE, host, None, 0.0)
+    replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.OUTCOME_QUARANTINED)
+    seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.REPLICA_STATE_CLOSED, reason="its worker is dead")
     drift = Drift(Version("run", 0, b""), "it is tried again", 1.0, 5.0) if drifts else None
     line = ReplicaLine.of(replica, seen, None, drift, None)
     assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
@@ -440,7 +440,7 @@ async def test_what_each_replica_says_in_each_update_costs_no_look_at_what_all_n
     assert looks
     fence = manager.status().fence
     looks.clear()
-    await replica.stream.send(progress=manager_pb2.Progress(fence=fence, stage=manager_pb2.TRANSFER))
+    await replica.stream.send(progress=manager_pb2.Progress(fence=fence, stage=manager_pb2.STAGE_TRANSFER))
     await replica.stream.send(outcome=manager_pb2.ReplicaOutcome(replica="a", fence=fence))
     closed = manager_pb2.ReplicaHeartbeat(sequence=10, workers=replica.workers, closed_reason="it is closed")
     await replica.stream.send(heartbeat=closed)

@@ -74,10 +74,12 @@ class Members:
         for replica in self.replicas[:-1]:
             await replica.install()
         order = await last.stream.until(manager_pb2.Install)
-        outcome = manager_pb2.ReplicaOutcome(replica=last.name, fence=order.fence, outcome=manager_pb2.QUARANTINED)
+        outcome = manager_pb2.ReplicaOutcome(
+            replica=last.name, fence=order.fence, outcome=manager_pb2.OUTCOME_QUARANTINED
+        )
         outcome.problem.message = reason
         await last.stream.send(outcome=outcome)
-        last.workers[0].state = manager_pb2.DIRTY
+        last.workers[0].state = manager_pb2.WORKER_STATE_DIRTY
         last.workers[0].ClearField("identity")
         beat = manager_pb2.ReplicaHeartbeat(sequence=2, workers=last.workers, closed_reason=reason)
         await last.stream.send(heartbeat=beat)

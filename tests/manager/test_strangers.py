@@ -144,7 +144,7 @@ async def test_what_strangers_that_stay_do_to_an_update(address: str, named: boo
         report = (await call)[-1].report
         assert report.ok, report
         found = {each.replica: each.outcome for each in report.replicas}
-        assert found["replica"] == manager_pb2.NEW_SERVING
+        assert found["replica"] == manager_pb2.OUTCOME_NEW_SERVING
         assert len(found) == (1 if named else 21)
         assert [manager_pb2.Prepare in kinds for kinds in asked] == [not named] * len(strangers)
 

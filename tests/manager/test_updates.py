@@ -61,7 +61,7 @@ async def test_an_update_reaches_every_worker_with_what_was_sealed(
     report = await one_update(trainers, replicas, prepares=True, version=5)
     assert report.ok
     assert (report.identity.lineage, report.identity.version) == ("run", 5)
-    assert [outcome.outcome for outcome in report.replicas] == [manager_pb2.NEW_SERVING] * 2
+    assert [outcome.outcome for outcome in report.replicas] == [manager_pb2.OUTCOME_NEW_SERVING] * 2
 
     sums = [digest_box(weights[name], [0] * weights[name].dim()) for name in sorted(weights)]
     order = replicas[0].installed[0]
@@ -288,8 +288,8 @@ async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_up
     report = (await call)[-1].report
     assert not report.ok
     by_name = {outcome.replica: outcome for outcome in report.replicas}
-    assert by_name["well"].outcome == manager_pb2.NEW_SERVING
-    assert by_name["sick"].outcome != manager_pb2.NEW_SERVING
+    assert by_name["well"].outcome == manager_pb2.OUTCOME_NEW_SERVING
+    assert by_name["sick"].outcome != manager_pb2.OUTCOME_NEW_SERVING
     assert "the engine answered 500" in by_name["sick"].problem.message
 
 
@@ -300,15 +300,15 @@ async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for
     trainer = ScriptedTrainer(stub)
     await trainer.join(some_weights())
     able, unable = ScriptedReplica(stub, "able"), ScriptedReplica(stub, "unable")
-    able.engine.pause_modes.extend([manager_pb2.KEEP, manager_pb2.WAIT])
-    unable.engine.pause_modes.extend([manager_pb2.KEEP])
+    able.engine.pause_modes.extend([manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_WAIT])
+    unable.engine.pause_modes.extend([manager_pb2.PAUSE_MODE_KEEP])
     for replica in (able, unable):
         await replica.open()
-    problem = await refused(trainer.update(pause_mode=manager_pb2.WAIT))
+    problem = await refused(trainer.update(pause_mode=manager_pb2.PAUSE_MODE_WAIT))
     assert problem.code == Code.INVALID_ARGUMENT
     assert problem.replica == "unable"
     assert "cannot be paused in mode 'wait'; it can in: keep" in problem.message
-    assert (await one_update([trainer], [able, unable], prepares=True, pause_mode=manager_pb2.KEEP)).ok
+    assert (await one_update([trainer], [able, unable], prepares=True, pause_mode=manager_pb2.PAUSE_MODE_KEEP)).ok
 
 
 async def keep_less(replica: ScriptedReplica, kept: dict[str, str]) -> None:
@@ -357,7 +357,7 @@ async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(stub: 
         await fits.install()
         await collecting
         outcomes = {each.replica: each for each in events[-1].report.replicas}
-        assert outcomes["fits"].outcome == manager_pb2.NEW_SERVING
+        assert outcomes["fits"].outcome == manager_pb2.OUTCOME_NEW_SERVING
         for replica in less:
             assert outcomes[replica.name].problem.message.startswith("published in float32; ")
             assert not outcomes[replica.name].problem.kept

@@ -12,6 +12,7 @@ import pytest
 from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, problem_of, some_weights, stub_at
 
 from ckpt_engine.channel import ManagerStub
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.manager import watchers
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.v1 import manager_pb2
@@ -36,7 +37,7 @@ class Watch:
         self.sequences.append(message.sequence)
         for told in message.replicas:
             self.seen[told.name] = told
-            self.states.append((told.name, manager_pb2.ReplicaState.Name(told.state)))
+            self.states.append((told.name, enum_word(manager_pb2.ReplicaState, told.state)))
         for name in message.gone:
             del self.seen[name]
         return message
@@ -54,24 +55,24 @@ async def test_a_watcher_sees_replicas_come_get_a_version_and_go(stub: ManagerSt
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, "one")
     await trainer.join(some_weights())
     await replica.open()
-    seen = await watch.until("one", manager_pb2.SERVING)
+    seen = await watch.until("one", manager_pb2.REPLICA_STATE_SERVING)
     assert (seen.url, seen.engine, seen.HasField("identity")) == ("http://127.0.0.1:1", "scripted", False)
 
-    call = trainer.update(pause_mode=manager_pb2.KEEP)
+    call = trainer.update(pause_mode=manager_pb2.PAUSE_MODE_KEEP)
     await replica.prepare()
     await trainer.seal()
-    draining = await watch.until("one", manager_pb2.DRAINING)
+    draining = await watch.until("one", manager_pb2.REPLICA_STATE_DRAINING)
     assert (draining.next.lineage, draining.next.version) == ("run", 0)
-    assert draining.pause_mode == manager_pb2.KEEP
+    assert draining.pause_mode == manager_pb2.PAUSE_MODE_KEEP
     assert "update" in draining.reason
     await replica.install()
     # By the outcome: no heartbeat tells of the new version yet.
-    served = await watch.until("one", manager_pb2.SERVING)
+    served = await watch.until("one", manager_pb2.REPLICA_STATE_SERVING)
     assert (served.identity, served.HasField("next")) == (draining.next, False)
     assert (await call)[-1].report.ok
 
     replica.stream.call.cancel()
-    away = await watch.until("one", manager_pb2.AWAY)
+    away = await watch.until("one", manager_pb2.REPLICA_STATE_AWAY)
     assert away.url == "http://127.0.0.1:1"
     assert watch.sequences == sorted(set(watch.sequences))
 
@@ -80,14 +81,14 @@ async def test_sleep_closure_and_goodbye_are_told_with_their_reasons(stub: Manag
     replica = ScriptedReplica(stub, "one")
     await replica.open()
     watch = Watch(stub)
-    await watch.until("one", manager_pb2.SERVING)
+    await watch.until("one", manager_pb2.REPLICA_STATE_SERVING)
     beat = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replica.workers, closed_reason="weights are discarded")
     asleep = manager_pb2.ReplicaHeartbeat(asleep=True)
     asleep.MergeFrom(beat)
     await replica.stream.send(heartbeat=asleep)
-    assert (await watch.until("one", manager_pb2.ASLEEP)).reason == "weights are discarded"
+    assert (await watch.until("one", manager_pb2.REPLICA_STATE_ASLEEP)).reason == "weights are discarded"
     await replica.stream.send(heartbeat=beat)
-    assert (await watch.until("one", manager_pb2.CLOSED)).reason == "weights are discarded"
+    assert (await watch.until("one", manager_pb2.REPLICA_STATE_CLOSED)).reason == "weights are discarded"
     await replica.stream.send(goodbye=manager_pb2.Goodbye(reason="done"))
     while watch.seen:
         await watch.read()
@@ -116,7 +117,7 @@ async def test_a_manager_that_restarted_says_that_more_may_come(config: ManagerC
         before = await watch.read()
         stopping = asyncio.ensure_future(server.stop())
         with pytest.raises(grpc.aio.AioRpcError, match="is stopping"):
-            await watch.until("nobody", manager_pb2.SERVING)
+            await watch.until("nobody", manager_pb2.REPLICA_STATE_SERVING)
         await stopping
     async with ManagerServer(config) as server, stub_at(server.address) as stub:
         after = await Watch(stub).read()

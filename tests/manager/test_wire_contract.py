@@ -1,12 +1,17 @@
 """The generated code in the repository is what the wire contract generates, and its codes are those that are told."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from ckpt_engine import ErrorCode
 from ckpt_engine.manager.errors import grpc_status, http_status
-from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -34,3 +39,34 @@ def test_the_table_of_codes_is_the_one_that_is_used() -> None:
         found[code.value] = ("the same" if grpc_status(problem).name == code.value else "", http_status(problem))
     assert told == found
     assert {*ErrorCode.__members__} == {*weights_pb2.Problem.Code.keys()} - {"CODE_UNSPECIFIED"}
+
+
+def messages(within: Iterable[Descriptor]) -> Iterator[Descriptor]:
+    for message in within:
+        yield message
+        yield from messages(message.nested_types)
+
+
+FILES = (manager_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR)
+
+
+def test_values_of_an_enum_carry_its_name() -> None:
+    """Two enums of one package cannot have a value of one name, in most languages."""
+    for enum in (enum for file in FILES for enum in file.enum_types_by_name.values()):
+        prefix = re.sub("(?<=[a-z])(?=[A-Z])", "_", enum.name).upper()
+        assert enum.values_by_number[0].name == f"{prefix}_UNSPECIFIED"
+        assert [value.name for value in enum.values if not value.name.startswith(f"{prefix}_")] == []
+        assert sorted(value.number for value in enum.values) == list(range(len(enum.values)))
+
+
+def test_numbers_of_fields_that_are_not_used_are_reserved() -> None:
+    """So that none is used again for another thing."""
+    skipped = {}
+    for message in messages(each for file in FILES for each in file.message_types_by_name.values()):
+        proto = DescriptorProto()
+        message.CopyToProto(proto)
+        used = {field.number for field in proto.field}
+        used |= {number for each in proto.reserved_range for number in range(each.start, each.end)}
+        if missing := set(range(1, max(used, default=0) + 1)) - used:
+            skipped[message.full_name] = sorted(missing)
+    assert skipped == {}

@@ -136,7 +136,7 @@ def test_what_a_loader_computes_arrives_as_if_it_had_loaded_it(load_one: Load, t
         assert not report.HasField("problem"), report.problem.message
         assert torch.equal(model.w, expected.w)
         assert (report.verified_as_loaded, report.verified, list(report.by_loader)) == (1, 0, ["w"])
-        assert worker.page.read()[0].state == manager_pb2.CLEAN
+        assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_CLEAN
     checkpoint.close()
 
 
@@ -256,7 +256,7 @@ def test_a_loader_that_leaves_something_out_this_time_leaves_the_worker_dirty(tm
     model.forget = "b"
     problem = worker.installer.install(order).report.problem
     assert problem.message == "the engine's loader wrote only a part of the model's tensor fused this time"
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     model.forget = ""
     assert not worker.update(checkpoint).report.HasField("problem")
     checkpoint.close()
@@ -268,7 +268,7 @@ def test_values_that_decide_otherwise_than_assumed_leave_the_worker_dirty(tmp_pa
     worker = OneWorker(target, tmp_path)
     problem = worker.update(checkpoint).report.problem
     assert "only a part of the model's tensor w" in problem.message
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
 
@@ -292,7 +292,7 @@ def test_bytes_that_are_not_those_sealed_never_reach_the_loader(tmp_path: Path) 
     problem = worker.installer.install(order).report.problem
     assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.DATA_LOSS, ["b"])
     assert model.calls[-2:] == [["a"], ["swallowed"]]
-    assert worker.page.read()[0].state == manager_pb2.DIRTY
+    assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
 

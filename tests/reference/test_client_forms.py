@@ -178,7 +178,7 @@ async def test_a_stream_that_is_aborted_says_so(one_worker: EngineProcess, versi
                     if line.startswith("data: {"):
                         events.append(json.loads(line.removeprefix("data: ")))
                     if len(events) == 3:
-                        await agent.adapter.pause(manager_pb2.ABORT, CALL_SECONDS)
+                        await agent.adapter.pause(manager_pb2.PAUSE_MODE_ABORT, CALL_SECONDS)
             await agent.adapter.resume(CALL_SECONDS)
             last = events[-1]
             if "meta_info" in last:

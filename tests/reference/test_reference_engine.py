@@ -21,7 +21,12 @@ from tests.tiny_model import DECISIVE_GAP, ROUNDING, reference_tokens, regrets
 Versions = tuple[Version, Version]
 LONG = 200  # tokens; enough that a pause comes in the middle
 BEGUN = 10  # tokens after which a pause is sent
-KEEP, ABORT, WAIT, IN_PLACE = manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.WAIT, manager_pb2.IN_PLACE
+KEEP, ABORT, WAIT, IN_PLACE = (
+    manager_pb2.PAUSE_MODE_KEEP,
+    manager_pb2.PAUSE_MODE_ABORT,
+    manager_pb2.PAUSE_MODE_WAIT,
+    manager_pb2.PAUSE_MODE_IN_PLACE,
+)
 
 
 @contextlib.asynccontextmanager

@@ -43,7 +43,7 @@ def assert_installed(
         like.load_weights(checkpoint.weights.items())
         assert_same(state(model), state(like))
         [word] = worker.page.read()
-        assert word.state == manager_pb2.CLEAN
+        assert word.state == manager_pb2.WORKER_STATE_CLEAN
         assert word.identity is not None
         assert word.identity.root == recorded.root
 
@@ -109,7 +109,7 @@ def test_a_relay_that_is_killed_leaves_its_workers_as_they_were(tmp_path: Path) 
             assert "relay has gone" in answer.report.problem.message
     for worker in replica.workers:
         [word] = worker.page.read()
-        assert (word.state, word.identity and word.identity.version) == (manager_pb2.CLEAN, 1)
+        assert (word.state, word.identity and word.identity.version) == (manager_pb2.WORKER_STATE_CLEAN, 1)
 
 
 def test_a_relay_that_is_stopped_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

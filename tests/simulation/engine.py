@@ -29,7 +29,7 @@ from tests.simulation.shell import Faults
 from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
 
-NONE, DIRTY, CLEAN = manager_pb2.NONE, manager_pb2.DIRTY, manager_pb2.CLEAN
+NONE, DIRTY, CLEAN = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_DIRTY, manager_pb2.WORKER_STATE_CLEAN
 
 
 class Agent(Protocol):
@@ -200,7 +200,7 @@ class Engine:
         match task:
             case events.PauseEngine(mode):
                 self.paused = True
-                if mode == manager_pb2.ABORT:
+                if mode == manager_pb2.PAUSE_MODE_ABORT:
                     self.inside = False
             case events.ResumeEngine():
                 self.paused = False
@@ -378,7 +378,7 @@ class Engine:
             except SourceGoneError as error:
                 raise unavailable(str(error)) from error
         progress = worker_pb2.WorkerProgress(
-            fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=SLICES, bytes_total=SLICES
+            fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_done=SLICES, bytes_total=SLICES
         )
         yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
         if {str(index): tag for index, tag in enumerate(worker.weights)} != expected:

@@ -49,7 +49,7 @@ class Healed:
             if host.name not in with_relays:
                 self.scenario.join_relay(host=host)
         for pool in self.scenario.pools:
-            self.scenario.join_replica(manager_pb2.STANDALONE, pool=pool)  # the others may all be about to leave
+            self.scenario.join_replica(manager_pb2.MODE_STANDALONE, pool=pool)  # the others may all be about to leave
 
     def _move_those_of_other_clusters(self) -> None:
         """Only their agents are started again: engines, and what they hold, stay."""
@@ -152,7 +152,7 @@ class Healed:
             raise BrokenPromiseError(f"no update succeeds in a good world; the last report: {group.reports[-1:]}")
         brought = [report.identity for report in group.reports[whole[-1] :]]
         for agent in self.scenario.agents.values():
-            if not agent.alive or agent.mode == manager_pb2.COLOCATED or agent.pool != group.pool:
+            if not agent.alive or agent.mode == manager_pb2.MODE_COLOCATED or agent.pool != group.pool:
                 continue
             engine = agent.engine
             if engine is None or engine.paused or not engine.words().open:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
@@ -207,12 +208,12 @@ class Invariants:
             raise BrokenPromiseError(f"{name} obeys epoch {agent.machine._highest}, the last install's was {given_out}")
 
     def _outcome(self, name: str, engine: Engine | None, outcome: manager_pb2.ReplicaOutcome) -> None:
-        kind = manager_pb2.Outcome.Name(outcome.outcome)
+        kind = enum_word(manager_pb2.Outcome, outcome.outcome)
         self.outcomes[kind] = self.outcomes.get(kind, 0) + 1
         self.world.note(f"{name}: epoch {outcome.fence.epoch} {kind} {outcome.problem.message}")
         if self.scenario.agents[name].stopped:
             return  # what it says was decided before it was stopped
-        if outcome.outcome == manager_pb2.QUARANTINED:
+        if outcome.outcome == manager_pb2.OUTCOME_QUARANTINED:
             if not outcome.problem.message:
                 raise BrokenPromiseError(f"{name} was quarantined without a reason")
             return
@@ -225,7 +226,7 @@ class Invariants:
             raise BrokenPromiseError(f"{name} says {kind}, but it is {'paused' if engine.paused else words.reason}")
         if engine.words().open and not engine.gate_open:
             raise BrokenPromiseError(f"{name} says {kind}, and lets nobody in: {engine.gate().detail}")
-        if outcome.outcome == manager_pb2.NEW_SERVING:
+        if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
             wanted = self.mechanism.recorded(outcome.fence)
             if Version.of(outcome.after) not in wanted:
                 raise BrokenPromiseError(f"{name} says NEW_SERVING of {wanted}, but it holds {outcome.after}")
@@ -235,7 +236,7 @@ class Invariants:
             if engine.label != outcome.after:
                 raise BrokenPromiseError(f"{name} calls its tokens by {engine.label}, and does not say so")
             said = (engine, outcome.fence.epoch) in self._said
-            if kind == "NEW_SERVING" and self._mislabelled.get(engine) == outcome.fence.epoch and not said:
+            if kind == "new_serving" and self._mislabelled.get(engine) == outcome.fence.epoch and not said:
                 raise BrokenPromiseError(f"{name} made tokens before it was told their version, and does not say so")
         if words.identity != outcome.after:
             raise BrokenPromiseError(f"{name} says that it holds {outcome.after}, but it holds {words.identity}")
@@ -305,7 +306,7 @@ class Invariants:
     def _held_sources(self, manager: ManagerShell, install: manager_pb2.Install) -> None:
         """What goes on when its callers have returned reads from relays only."""
         update = manager.update_of(install.fence)
-        if update is None or update.goal.until != manager_pb2.HELD:
+        if update is None or update.goal.until != manager_pb2.UNTIL_HELD:
             return
         for worker in install.workers:
             for digest in manager.blobs.get_json(worker.plan).values():
@@ -410,7 +411,7 @@ class Invariants:
         if unsaid and everybody(update.goal.pool) in update.goal.selection and not update.goal.is_attempt:
             raise BrokenPromiseError(f"{unsaid} are registered, and not in the report of epoch {report.fence.epoch}")
         self._outcomes(report)
-        new = sum(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
+        new = sum(outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING for outcome in report.replicas)
         enough = update.goal.min_replicas
         uncounted = sum(outcome.operator_hold or outcome.cannot_load for outcome in report.replicas)
         if report.ok != (new >= (len(reported) - uncounted if enough is None else enough)):
@@ -421,19 +422,19 @@ class Invariants:
             self._left_alone_rightly(report, outcome)
             if outcome.fence != report.fence:
                 raise BrokenPromiseError(f"{outcome.replica}'s outcome of another epoch is in {report.fence.epoch}")
-            if outcome.outcome == manager_pb2.NEW_SERVING and outcome.after != report.identity:
+            if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING and outcome.after != report.identity:
                 raise BrokenPromiseError(f"{outcome.replica} is reported with {outcome.after}, not {report.identity}")
             if outcome.outcome == manager_pb2.OUTCOME_UNSPECIFIED:
                 raise BrokenPromiseError(
                     f"{outcome.replica} has no outcome in the report of epoch {report.fence.epoch}"
                 )
-            if outcome.outcome != manager_pb2.NEW_SERVING and not outcome.problem.message:
+            if outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING and not outcome.problem.message:
                 raise BrokenPromiseError(f"{outcome.replica} has no reason in the report of epoch {report.fence.epoch}")
 
     def _left_alone_rightly(self, report: manager_pb2.UpdateReport, outcome: manager_pb2.ReplicaOutcome) -> None:
         """What was not installed into, since it holds the version already, does; words may be some seconds old."""
         agent = self.scenario.agents[outcome.replica]
-        if outcome.outcome != manager_pb2.NEW_SERVING or outcome.stages or agent.engine is None:
+        if outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING or outcome.stages or agent.engine is None:
             return
         old = self.world.now > agent.attached + self.scenario.deadlines.lease
         lives = agent.alive and agent.engine.alive and all(worker.alive for worker in agent.engine.workers)

@@ -152,7 +152,7 @@ class AgentShell(MemberShell):
         cluster: Cluster,
         name: str,
         agent_epoch: int,
-        mode: manager_pb2.Mode = manager_pb2.STANDALONE,
+        mode: manager_pb2.Mode = manager_pb2.MODE_STANDALONE,
         machine: type[AgentMachine] = AgentMachine,
         host: weights_pb2.Host = HOST,
         pool: str = "",

@@ -46,7 +46,7 @@ def _place(engine: Engine, worker: Worker, part: worker_pb2.CollectiveOrder, epo
         end,
         alive=lambda: engine.alive and worker.alive,
         frozen=lambda: worker.frozen,
-        ready=lambda: engine.paused and (worker.state, worker.epoch) != (manager_pb2.DIRTY, epoch),
+        ready=lambda: engine.paused and (worker.state, worker.epoch) != (manager_pb2.WORKER_STATE_DIRTY, epoch),
     )
 
 
@@ -80,7 +80,7 @@ def _receive(engine: Engine, worker: Worker, order: worker_pb2.InstallOrder, par
         raise BrokenPromiseError(f"{part.name} begins epoch {order.fence.epoch} without go")
     yield from _freeze(engine, worker, engine.faults.write_late, 1.0, 25.0)
     plan, expected = json.loads(order.collective.plan), json.loads(order.expected)
-    worker.state, worker.epoch = manager_pb2.DIRTY, order.fence.epoch
+    worker.state, worker.epoch = manager_pb2.WORKER_STATE_DIRTY, order.fence.epoch
     for index in range(SLICES):
         yield from _freeze(engine, worker, engine.faults.read_late, 0.2, 6.0)
         if engine.world.chance(engine.faults.worker_late):
@@ -88,7 +88,7 @@ def _receive(engine: Engine, worker: Worker, order: worker_pb2.InstallOrder, par
         worker.weights[index] = yield from part.receives(made, plan[str(index)], index)
     if {str(index): tag for index, tag in enumerate(worker.weights)} != expected:
         raise data_loss("what was received is not what was sealed")
-    worker.state, worker.identity = manager_pb2.CLEAN, order.identity
+    worker.state, worker.identity = manager_pb2.WORKER_STATE_CLEAN, order.identity
 
 
 def rank_part(trainer: TrainerShell, task: events.RunPart) -> Steps:

@@ -232,8 +232,8 @@ class Scenario:
         """A new replica with a new engine; many are hybrid and few colocated, if nobody says what it is."""
         name = f"replica-{len(self.agents)}"
         if mode is None:
-            others = manager_pb2.HYBRID if self.world.chance(0.4) else manager_pb2.STANDALONE
-            mode = manager_pb2.COLOCATED if self.world.chance(0.05) else others
+            others = manager_pb2.MODE_HYBRID if self.world.chance(0.4) else manager_pb2.MODE_STANDALONE
+            mode = manager_pb2.MODE_COLOCATED if self.world.chance(0.05) else others
         host = host or self.some_host()
         pool = self.some_pool() if pool is None else pool
         site = None

@@ -18,8 +18,12 @@ from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
 Problem = weights_pb2.Problem
-NEW, OLD, QUARANTINED = manager_pb2.NEW_SERVING, manager_pb2.OLD_SERVING, manager_pb2.QUARANTINED
-UNREACHED = manager_pb2.NOT_REACHED
+NEW, OLD, QUARANTINED = (
+    manager_pb2.OUTCOME_NEW_SERVING,
+    manager_pb2.OUTCOME_OLD_SERVING,
+    manager_pb2.OUTCOME_QUARANTINED,
+)
+UNREACHED = manager_pb2.OUTCOME_NOT_REACHED
 
 
 class AbleEngine(Engine):
@@ -40,7 +44,7 @@ class Story(Scenario):
         self.start_manager()
 
     def replica(
-        self, mode: manager_pb2.Mode = manager_pb2.STANDALONE, host: weights_pb2.Host | None = None, pool: str = ""
+        self, mode: manager_pb2.Mode = manager_pb2.MODE_STANDALONE, host: weights_pb2.Host | None = None, pool: str = ""
     ) -> AgentShell:
         """A replica whose engine is ready and can load both models."""
         self.join_replica(mode, host, pool)

@@ -81,7 +81,7 @@ def test_bringing_up_that_is_cut_short_before_its_intent_is_on_the_disk_touches_
     assert story.update(group).ok
     group.train()
     installs = sent(story, manager_pb2.Install)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     wait_until(story, lambda: ": recording" in manager_of(story).machine.status().phase)
     assert "bringing up" in manager_of(story).machine.status().phase
     report = story.update(group)
@@ -95,8 +95,8 @@ def test_a_late_replica_that_gave_way_often_is_brought_up_all_the_same(story: St
     story.relay()
     story.replica()
     group = story.ranks(kind="snapshot")
-    identity = story.trained(group, prefetch=manager_pb2.ALWAYS).identity
-    story.join_replica(manager_pb2.STANDALONE)
+    identity = story.trained(group, prefetch=manager_pb2.PREFETCH_ALWAYS).identity
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     for _ in range(CATCH_UP_ATTEMPTS + 1):
         wait_until(story, lambda: "bringing up" in story.phase and ": recording" in story.phase, 30.0)
         group.train()
@@ -125,7 +125,7 @@ def test_a_replica_that_does_not_hear_that_bringing_up_is_given_up_is_told_again
 
     monkeypatch.setattr(Engine, "call", call)
     abandons = sent(story, manager_pb2.Abandon)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     wait_until(story, lambda: bool(pauses))
     report = story.update(group)
     assert len(abandons) > 1
@@ -190,7 +190,9 @@ def test_an_update_waits_for_a_late_replica_whose_workers_read(story: Story, mon
     def read(self: Engine, worker: Any, order: Any) -> Steps:
         for number in range(6):
             yield story.deadlines.resume - 0.5
-            progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=number + 1)
+            progress = worker_pb2.WorkerProgress(
+                fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_done=number + 1
+            )
             yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
         done.append(worker)
 
@@ -212,7 +214,7 @@ def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_stops_read
     story = Story(catch_up=20.0)
 
     def read(self: Engine, worker: Any, order: Any) -> Steps:
-        progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_done=1)
+        progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_done=1)
         for _ in range(told):
             yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
         yield 30.0

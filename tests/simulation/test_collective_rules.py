@@ -113,7 +113,7 @@ def who_does_not_hear_the_lead_stops(patch: Patch) -> None:
 class EagerEngine(Engine):
     def _check_fence(self, worker: Worker, order: worker_pb2.InstallOrder) -> None:
         super()._check_fence(worker, order)
-        worker.state, worker.epoch = manager_pb2.DIRTY, order.fence.epoch
+        worker.state, worker.epoch = manager_pb2.WORKER_STATE_DIRTY, order.fence.epoch
 
 
 def nobody_is_dirty_before_go(patch: Patch) -> Machines:

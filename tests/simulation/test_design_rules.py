@@ -256,7 +256,9 @@ def what_replicas_hold_comes_from_workers_only(patch: Patch) -> None:
 
     def holds(self: members.Replica, identity: Version) -> bool:
         last = self.last_outcome
-        return last is not None and last.outcome == manager_pb2.NEW_SERVING and Version.of(last.after) == identity
+        return (
+            last is not None and last.outcome == manager_pb2.OUTCOME_NEW_SERVING and Version.of(last.after) == identity
+        )
 
     patch.setattr(members.Replica, "holds", holds)
     patch.setattr(members.Replica, "serving", property(lambda self: True, lambda self, value: None), raising=False)

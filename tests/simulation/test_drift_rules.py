@@ -57,7 +57,7 @@ def test_attempts_go_on_with_longer_and_longer_waits_until_one_succeeds(
     story.replica()
     identity = story.update(story.ranks(kind="snapshot")).identity
     planner.broken = True
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     late = list(story.agents.values())[-1]
     story.until(lambda: len(planner.attempts) > 2 * CATCH_UP_ATTEMPTS, 600.0)
     waits = [after - before for before, after in pairwise(planner.attempts)]
@@ -89,7 +89,7 @@ def test_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     story.replica()
     story.update(story.ranks(kind="snapshot"))
     planner.broken = True
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     story.wait(120.0)
     waits = [after - before for before, after in pairwise(planner.attempts)]
     assert len(waits) > 15

@@ -11,7 +11,7 @@ from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 
-PLANNED = manager_pb2.PLANNED
+PLANNED = manager_pb2.OUTCOME_PLANNED
 
 
 class Watched:
@@ -72,7 +72,7 @@ def test_it_says_why_others_would_be_left_out(story: Story) -> None:
     assert told[held.name].operator_hold
     assert "held by an operator" in told[held.name].problem.message
     assert "cannot load model A" in told[misfit.name].problem.message
-    assert told[away.name].outcome == manager_pb2.NOT_REACHED
+    assert told[away.name].outcome == manager_pb2.OUTCOME_NOT_REACHED
     assert story.update(group, seconds=30.0, dry_run=True, min_replicas=1).ok
 
 
@@ -84,7 +84,7 @@ def test_one_that_would_be_refused_says_so(story: Story) -> None:
     assert not report.ok
     (warning,) = report.warnings
     assert warning.startswith("the update would be refused: 1 replicas can be updated, 2 are required")
-    assert sorted(outcomes(report).values()) == [manager_pb2.QUARANTINED, PLANNED]
+    assert sorted(outcomes(report).values()) == [manager_pb2.OUTCOME_QUARANTINED, PLANNED]
     refused(
         story.update(group, replicas=[agent.name], dry_run=True), Problem.FAILED_PRECONDITION, "held by an operator"
     )

@@ -12,7 +12,7 @@ from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 from tests.simulation.world import BrokenPromiseError
 
-HELD = manager_pb2.HELD
+HELD = manager_pb2.UNTIL_HELD
 
 
 def test_callers_return_when_relays_hold_the_version_and_installs_go_on(story: Story, sources: set[str]) -> None:
@@ -108,7 +108,7 @@ def test_sleep_and_late_replicas_wait_for_installs_that_go_on_without_callers(st
     result = story.call(group.trainers[0], until=HELD)
     story.until(lambda: bool(result))
     slow.stop_for(3.0)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     manager = story.cluster.manager
     assert manager is not None
     over = manager.sleep_or_wake(False, ["replica-1"])

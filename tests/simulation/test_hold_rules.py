@@ -127,7 +127,7 @@ def test_an_attempt_that_runs_is_cut_short(story: Story) -> None:
     story.replica()
     group = story.ranks(kind="snapshot")
     story.update(group)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     late = list(story.agents.values())[-1]
     story.until(lambda: f"bringing up {late.name}" in story.phase)
     over = story.cluster.manager.operate(manager_pb2.HoldReplicaRequest(name=late.name))  # type: ignore[union-attr]
@@ -151,7 +151,7 @@ def test_what_is_asked_again_changes_nothing_but_the_reason(story: Story) -> Non
 
 def test_what_cannot_be_held(story: Story) -> None:
     held = story.replica()
-    colocated = story.replica(manager_pb2.COLOCATED)
+    colocated = story.replica(manager_pb2.MODE_COLOCATED)
     refused(story.hold("nobody"), Problem.NOT_FOUND, "there is no replica 'nobody'")
     refused(story.release("nobody"), Problem.NOT_FOUND, "there is no replica 'nobody'")
     refused(story.hold(colocated.name), Problem.FAILED_PRECONDITION, "it receives no weights")

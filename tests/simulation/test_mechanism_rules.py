@@ -312,7 +312,7 @@ def a_replica_has_another_model(story: Story) -> None:
 def an_update_by_way_of_a_relay(story: Story) -> None:
     story.replica()
     story.relay()
-    assert story.update(story.ranks(), prefetch=manager_pb2.ALWAYS).ok
+    assert story.update(story.ranks(), prefetch=manager_pb2.PREFETCH_ALWAYS).ok
 
 
 def an_update_is_called_while_a_replica_is_brought_up(story: Story) -> None:
@@ -320,7 +320,7 @@ def an_update_is_called_while_a_replica_is_brought_up(story: Story) -> None:
     group = story.ranks(kind="snapshot")
     assert story.update(group).ok
     story.faults.read_late = 1.0
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     story.until(phase_is(story, "bringing up"))
     assert story.cluster.manager is not None
     group.train()
@@ -366,7 +366,7 @@ def nothing_can_be_read(story: Story) -> None:
 
 def a_replica_sleeps(story: Story) -> None:
     """With its weights discarded, and a source at hand."""
-    agent, group = story.replica(manager_pb2.HYBRID), story.ranks(kind="snapshot")
+    agent, group = story.replica(manager_pb2.MODE_HYBRID), story.ranks(kind="snapshot")
     assert story.update(group).ok
     assert story.cluster.manager is not None
     asked = story.cluster.manager.sleep_or_wake(False, [agent.name], level=2)

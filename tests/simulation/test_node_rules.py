@@ -144,7 +144,7 @@ def spread() -> Story:
 
 def leading(story: Story) -> LeadingAgentShell:
     """A replica on several nodes, whose engine is ready."""
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     agent = list(story.agents.values())[-1]
     assert isinstance(agent, LeadingAgentShell)
     story.until(lambda: agent.engine is not None)

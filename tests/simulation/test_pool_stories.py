@@ -10,7 +10,7 @@ from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 
-HELD = manager_pb2.HELD
+HELD = manager_pb2.UNTIL_HELD
 
 
 def manager_of(story: Story) -> ManagerShell:
@@ -203,8 +203,8 @@ def test_pools_with_a_relay_in_common_fill_it_one_after_the_other(story: Story, 
     actor, _, first, second = two
     story.replica(pool="actor")
     story.replica(pool="judge")
-    slow = in_its_install(story, actor, first, pool="actor", prefetch=manager_pb2.ALWAYS)
-    waits = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.ALWAYS)
+    slow = in_its_install(story, actor, first, pool="actor", prefetch=manager_pb2.PREFETCH_ALWAYS)
+    waits = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.PREFETCH_ALWAYS)
     story.until(lambda: "waiting for relays that an update of another pool uses" in story.phase)
     third = story.ranks("without relays")
     story.wait(0.5)
@@ -215,7 +215,7 @@ def test_pools_with_a_relay_in_common_fill_it_one_after_the_other(story: Story, 
     assert slow[0].ok
     assert waits[0].ok
     assert [report.relay for report in waits[0].relays] == [f"relay {relay.name}"]
-    assert story.update(third, pool="judge", prefetch=manager_pb2.NEVER).ok
+    assert story.update(third, pool="judge", prefetch=manager_pb2.PREFETCH_NEVER).ok
 
 
 def test_an_update_that_waited_for_a_relay_tells_it_a_fence_that_it_obeys(story: Story, two: Two) -> None:
@@ -225,10 +225,10 @@ def test_an_update_that_waited_for_a_relay_tells_it_a_fence_that_it_obeys(story:
     story.replica(pool="actor")
     story.replica(pool="judge")
     trainer = first.trainers[0]
-    early = story.call(trainer, pool="actor", prefetch=manager_pb2.ALWAYS)
+    early = story.call(trainer, pool="actor", prefetch=manager_pb2.PREFETCH_ALWAYS)
     story.until(lambda: "sealing" in story.phase)
     trainer.stop_for(1.5)
-    late = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.ALWAYS)
+    late = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.PREFETCH_ALWAYS)
     story.wait(6.0)
     assert outcomes(late[0])[judge.name] == outcomes(early[0])[actor.name] == NEW
     for result in (early, late):
@@ -240,8 +240,8 @@ def test_a_rank_that_dies_while_its_update_waits_for_a_relay_refuses_it(story: S
     actor, _, first, second = two
     story.replica(pool="actor")
     story.replica(pool="judge")
-    slow = in_its_install(story, actor, first, pool="actor", prefetch=manager_pb2.ALWAYS)
-    waits = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.ALWAYS)
+    slow = in_its_install(story, actor, first, pool="actor", prefetch=manager_pb2.PREFETCH_ALWAYS)
+    waits = story.call(second.trainers[0], pool="judge", prefetch=manager_pb2.PREFETCH_ALWAYS)
     story.until(lambda: "waiting for relays" in story.phase)
     second.trainers[0].leave()
     story.wait(1.0)

@@ -14,7 +14,7 @@ from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 from tests.simulation.world import Steps
 
-ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
+ALWAYS, NEVER, HELD = manager_pb2.PREFETCH_ALWAYS, manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD
 READ = host_of("read")
 TRAINED = [host_of("trained one"), host_of("trained two")]
 

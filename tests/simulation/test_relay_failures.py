@@ -15,7 +15,7 @@ from tests.simulation.training import Group
 from tests.simulation.weights import SLICES
 from tests.simulation.world import BrokenPromiseError
 
-ALWAYS, HELD = manager_pb2.ALWAYS, manager_pb2.HELD
+ALWAYS, HELD = manager_pb2.PREFETCH_ALWAYS, manager_pb2.UNTIL_HELD
 
 # ------------------------------------------------------------------------------------------------ relays that fail
 
@@ -161,7 +161,7 @@ def test_what_is_taken_back_while_a_late_replica_is_to_read_it_is_read_from_a_re
     story.replica(), story.replica()
     group = story.ranks(kind="snapshot")
     report = story.trained(group)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     story.until(lambda: story.phase.startswith("bringing up") and story.phase.endswith(("preparing", "planning")))
     group.trainers[0].withdraw()
     story.wait(6.0)
@@ -209,7 +209,7 @@ def die(story: Story, group: Group, call: bool = True) -> None:
 
 
 @pytest.mark.parametrize("when", ["filling", "joining", "waiting for the installs of the update before it"])
-@pytest.mark.parametrize("wanted", [HELD, manager_pb2.INSTALLED])
+@pytest.mark.parametrize("wanted", [HELD, manager_pb2.UNTIL_INSTALLED])
 def test_an_update_goes_on_without_its_trainer_once_relays_have_what_they_need(
     story: Story, sources: set[str], when: str, wanted: manager_pb2.Until
 ) -> None:

@@ -19,7 +19,7 @@ from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 
 A, B, C = (host_of(name) for name in "ABC")
-ALWAYS, HELD = manager_pb2.ALWAYS, manager_pb2.HELD
+ALWAYS, HELD = manager_pb2.PREFETCH_ALWAYS, manager_pb2.UNTIL_HELD
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
 
     def advance(self: Candidate, now: float) -> Job | None:
         commit = original(self, now)
-        if isinstance(commit, Commit) and self.parts.goal.until == manager_pb2.HELD:
+        if isinstance(commit, Commit) and self.parts.goal.until == manager_pb2.UNTIL_HELD:
             install = Install(self.parts, self.version, commit.fence, now)
             self.parts.course.answer(install._report(now, held=True))
         return commit

@@ -12,7 +12,7 @@ from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import Ledger
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 
-ALWAYS, NEVER, HELD = manager_pb2.ALWAYS, manager_pb2.NEVER, manager_pb2.HELD
+ALWAYS, NEVER, HELD = manager_pb2.PREFETCH_ALWAYS, manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD
 
 
 def test_several_replicas_of_a_host_read_what_a_relay_brought_once(story: Story, sources: set[str]) -> None:
@@ -153,7 +153,7 @@ def test_an_operators_wish_is_not_refused_while_what_is_held_is_looked_at(
     group = story.ranks(kind="snapshot")
     report = story.trained(group, prefetch=ALWAYS)
     machine = story.cluster.manager.machine  # type: ignore[union-attr]
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     story.until(lambda: machine._holdings.looking(machine._state.versions.last_of("run")))
     assert "is brought to version" in machine._catch_up.retry(machine._members.replica("replica-1"))
     story.wait(3.0)

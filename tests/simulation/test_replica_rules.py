@@ -81,7 +81,7 @@ def test_a_trainer_that_trains_on_too_early_spoils_no_replica(story: Story) -> N
     assert story.update(group).ok
     group.train()
     results = story.call(group.trainers[0])
-    while not any(worker.state == manager_pb2.DIRTY for worker in agent.engine.workers):  # type: ignore[union-attr]
+    while not any(worker.state == manager_pb2.WORKER_STATE_DIRTY for worker in agent.engine.workers):  # type: ignore[union-attr]
         story.wait(0.001)
     group.train()
     story.wait(5.0)
@@ -310,7 +310,7 @@ def test_an_update_cuts_bringing_up_short(story: Story) -> None:
     group = story.ranks(kind="snapshot")
     assert story.update(group).ok
     group.train()
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     for _ in range(4000):
         story.wait(0.001)
         assert story.cluster.manager is not None

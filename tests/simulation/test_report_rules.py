@@ -93,7 +93,7 @@ def test_a_replica_that_left_in_good_order_does_not_count(story: Story) -> None:
 
 
 def test_colocated_replicas_never_count(story: Story) -> None:
-    judge, there, group = story.replica(manager_pb2.COLOCATED), story.replica(), story.ranks()
+    judge, there, group = story.replica(manager_pb2.MODE_COLOCATED), story.replica(), story.ranks()
     judge.crash()
     story.wait(10.0)
     report = story.update(group)
@@ -241,7 +241,7 @@ def test_a_late_misfit_is_not_tried_again_and_again(story: Story, monkeypatch: p
         engine.models = {"model A"}
 
     monkeypatch.setattr(AbleEngine, "__init__", unable)
-    story.join_replica(manager_pb2.STANDALONE)
+    story.join_replica(manager_pb2.MODE_STANDALONE)
     late = list(story.agents.values())[-1]
     story.wait(10.0)
     assert late.engine is not None

@@ -16,7 +16,7 @@ from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant, run_seed
 from tests.simulation.story import NEW, OLD, QUARANTINED, Story, outcomes
 
-NEVER = manager_pb2.NEVER
+NEVER = manager_pb2.PREFETCH_NEVER
 
 
 def shut_to_the_trainer(story: Story, rank: int = 0) -> None:
@@ -107,7 +107,7 @@ def test_it_is_known_of_a_process_and_of_memory() -> None:
 
 def test_what_a_worker_tells_is_of_its_process_and_stays_told_when_it_is_asked_again() -> None:
     found: dict[int, Sequence[weights_pb2.Unopened]] = {}
-    readying = Readying(Replica("a", manager_pb2.STANDALONE, Deadlines(), []), manager_pb2.Install(), found)
+    readying = Readying(Replica("a", manager_pb2.MODE_STANDALONE, Deadlines(), []), manager_pb2.Install(), found)
 
     def tell(boot_id: bytes, *told: weights_pb2.Unopened) -> list[bytes]:
         ready = worker_pb2.WorkerReady(unopened=told)

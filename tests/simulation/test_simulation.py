@@ -46,8 +46,8 @@ def test_promises_hold_whatever_happens(part: int) -> None:
         seed += 1
     # A simulation in which everything is refused would find nothing.
     assert succeeded > events / 10_000
-    assert outcomes["NEW_SERVING"] > events / 2_000
-    assert outcomes["QUARANTINED"] > events / 50_000
+    assert outcomes["new_serving"] > events / 2_000
+    assert outcomes["quarantined"] > events / 50_000
 
 
 @pytest.mark.skipif(ONLY is None, reason="CKPT_ENGINE_SEED names no story")

@@ -118,7 +118,7 @@ def outcomes_are_invented(patch: Patch) -> None:
     original = agent_install.Installing._conclude
 
     def conclude(self: agent_install.Installing, outcome: manager_pb2.Outcome, now: float) -> None:
-        original(self, manager_pb2.NEW_SERVING, now)
+        original(self, manager_pb2.OUTCOME_NEW_SERVING, now)
 
     patch.setattr(agent_install.Installing, "_conclude", conclude)
 
@@ -139,7 +139,7 @@ def one_is_always_enough(patch: Patch) -> None:
 
     def build_report(*arguments: Any, **named: Any) -> manager_pb2.UpdateReport:
         report = original(*arguments, **named)
-        report.ok = any(outcome.outcome == manager_pb2.NEW_SERVING for outcome in report.replicas)
+        report.ok = any(outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING for outcome in report.replicas)
         return report
 
     patch.setattr(update, "build_report", build_report)

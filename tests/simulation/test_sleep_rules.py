@@ -17,7 +17,7 @@ from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, OLD, QUARANTINED, Problem, Story, outcomes
 from tests.simulation.world import BrokenPromiseError, Steps
 
-HYBRID, COLOCATED = manager_pb2.HYBRID, manager_pb2.COLOCATED
+HYBRID, COLOCATED = manager_pb2.MODE_HYBRID, manager_pb2.MODE_COLOCATED
 
 
 @pytest.fixture

@@ -117,8 +117,10 @@ class Training:
         if not self.scenario.relays:
             return manager_pb2.PREFETCH_UNSPECIFIED, manager_pb2.UNTIL_UNSPECIFIED
         if self.scenario.chaos is not None and self.world.chance(self.scenario.slant.held):
-            return manager_pb2.AUTO, manager_pb2.HELD
-        return self.world.random.choice((manager_pb2.AUTO, manager_pb2.ALWAYS)), manager_pb2.INSTALLED
+            return manager_pb2.PREFETCH_AUTO, manager_pb2.UNTIL_HELD
+        return self.world.random.choice(
+            (manager_pb2.PREFETCH_AUTO, manager_pb2.PREFETCH_ALWAYS)
+        ), manager_pb2.UNTIL_INSTALLED
 
     def _call(self, trainer: TrainerShell, request: manager_pb2.UpdateWeightsRequest) -> Steps:
         yield self.world.between(0.0, 0.3)

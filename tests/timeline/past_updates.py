@@ -19,6 +19,6 @@ async def write_past_updates(path: Path) -> None:
         if version < 3:
             fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=epoch)
             report = manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True, seconds=2.0)
-            report.replicas.add(replica="one", outcome=manager_pb2.NEW_SERVING, sync_seconds=1.0)
+            report.replicas.add(replica="one", outcome=manager_pb2.OUTCOME_NEW_SERVING, sync_seconds=1.0)
             await ledger.record_outcome(report)
     await ledger.close()

@@ -47,7 +47,9 @@ class PlainReplica:
         self.prepare_problem: weights_pb2.Problem | None = None
         self._address = address
         self._transports = all_transports()
-        self._worker = manager_pb2.WorkerStatus(rank=0, boot_id=uuid.uuid4().bytes, pid=1, state=manager_pb2.NONE)
+        self._worker = manager_pb2.WorkerStatus(
+            rank=0, boot_id=uuid.uuid4().bytes, pid=1, state=manager_pb2.WORKER_STATE_NONE
+        )
         self._session_id = uuid.uuid4().hex
         self._manifest = weights_pb2.Manifest()
         self._answered: dict[int, manager_pb2.ReplicaOutcome] = {}
@@ -92,7 +94,7 @@ class PlainReplica:
             session_id=self._session_id,
             agent_epoch=1,
             engine=manager_pb2.Engine(kind="plain", version="1", url="http://127.0.0.1:1"),
-            mode=manager_pb2.STANDALONE,
+            mode=manager_pb2.MODE_STANDALONE,
             host=this_host(),
             workers=[self._worker],
             transports=list(self._transports),
@@ -101,7 +103,7 @@ class PlainReplica:
 
     def _beat(self) -> manager_pb2.ReplicaHeartbeat:
         return manager_pb2.ReplicaHeartbeat(
-            sequence=1, workers=[self._worker], serving=self._worker.state == manager_pb2.CLEAN
+            sequence=1, workers=[self._worker], serving=self._worker.state == manager_pb2.WORKER_STATE_CLEAN
         )
 
     def _obey(self, command: manager_pb2.ReplicaCommand) -> None:
@@ -133,7 +135,9 @@ class PlainReplica:
     def _install(self, order: manager_pb2.Install) -> None:
         if order.fence.epoch not in self._answered:
             self.installs.append(order)
-            self._send(progress=manager_pb2.Progress(fence=order.fence, stage=manager_pb2.TRANSFER, bytes_total=1))
+            self._send(
+                progress=manager_pb2.Progress(fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_total=1)
+            )
             self.before_reading()
             self._answered[order.fence.epoch] = self._read(order)
         self._send(heartbeat=self._beat())
@@ -180,13 +184,13 @@ class PlainReplica:
         if equal == len(wanted):
             self.weights = {spec.name: tensor for spec, tensor in zip(self._manifest.tensors, wanted, strict=True)}
             self.identity = order.identity
-            self._worker.state, self._worker.epoch = manager_pb2.CLEAN, order.fence.epoch
+            self._worker.state, self._worker.epoch = manager_pb2.WORKER_STATE_CLEAN, order.fence.epoch
             self._worker.identity.CopyFrom(order.identity)
-            outcome.outcome = manager_pb2.NEW_SERVING
+            outcome.outcome = manager_pb2.OUTCOME_NEW_SERVING
             outcome.after.CopyFrom(order.identity)
         else:
-            self._worker.state = manager_pb2.DIRTY
-            outcome.outcome = manager_pb2.QUARANTINED
+            self._worker.state = manager_pb2.WORKER_STATE_DIRTY
+            outcome.outcome = manager_pb2.OUTCOME_QUARANTINED
             report.problem.code = weights_pb2.Problem.DATA_LOSS
             report.problem.message = f"{len(wanted) - equal} tensors differ from what was sealed"
             outcome.problem.CopyFrom(report.problem)

@@ -196,13 +196,13 @@ def test_options_travel_and_come_back() -> None:
     }
     message = options_message(options)
     assert message == manager_pb2.UpdateOptions(
-        pause_mode=manager_pb2.IN_PLACE,
+        pause_mode=manager_pb2.PAUSE_MODE_IN_PLACE,
         timeout_seconds=9.0,
         replicas=["one"],
         pool="judge",
         min_replicas=0,
-        prefetch=manager_pb2.NEVER,
-        until=manager_pb2.INSTALLED,
+        prefetch=manager_pb2.PREFETCH_NEVER,
+        until=manager_pb2.UNTIL_INSTALLED,
         dry_run=True,
     )
     assert options_of(message) == options

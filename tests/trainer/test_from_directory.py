@@ -276,7 +276,7 @@ def test_a_publisher_that_dies_is_said_and_the_next_call_starts_another(
 def test_only_an_update_that_is_still_served_is_not_done_again() -> None:
     identity = weights_pb2.Identity(lineage="run", version=3, root=b"r" * 32)
     fence = weights_pb2.Fence(cluster="c", epoch=7)
-    outcome = manager_pb2.ReplicaOutcome(replica="one", fence=fence, outcome=manager_pb2.NEW_SERVING)
+    outcome = manager_pb2.ReplicaOutcome(replica="one", fence=fence, outcome=manager_pb2.OUTCOME_NEW_SERVING)
     report = manager_pb2.UpdateReport(identity=identity, ok=True, replicas=[outcome])
     worker = manager_pb2.WorkerStatus(epoch=7)
     serves = manager_pb2.ReplicaStatus(

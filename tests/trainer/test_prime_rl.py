@@ -113,7 +113,7 @@ async def test_an_update_of_all_servers_is_one_update(
     for answer in await update(servers, broadcast(root, 1)):
         assert (answer.status_code, answer.json()["version"]) == (200, 1), answer.text
     assert len(one.installs) == 1, "each server was posted to"
-    assert one.installs[0].pause_mode == manager_pb2.IN_PLACE
+    assert one.installs[0].pause_mode == manager_pb2.PAUSE_MODE_IN_PLACE
     await update(servers, broadcast(root, 2))
     assert one.weights["weight"].tolist() == [[2.0] * 3] * 4
     assert one.identity is not None

@@ -14,19 +14,19 @@ def report() -> UpdateReport:
         bytes=3_000_000,
         tensors=2,
         stages=[
-            manager_pb2.StageSeconds(stage=manager_pb2.PLAN, seconds=0.5),
-            manager_pb2.StageSeconds(stage=manager_pb2.TRANSFER, seconds=0.25),
+            manager_pb2.StageSeconds(stage=manager_pb2.STAGE_PLAN, seconds=0.5),
+            manager_pb2.StageSeconds(stage=manager_pb2.STAGE_TRANSFER, seconds=0.25),
         ],
     )
     good = message.replicas.add(
-        replica="b", outcome=manager_pb2.NEW_SERVING, bytes=3_000_000, sync_seconds=0.75, pause_seconds=0.5
+        replica="b", outcome=manager_pb2.OUTCOME_NEW_SERVING, bytes=3_000_000, sync_seconds=0.75, pause_seconds=0.5
     )
     good.workers.add(rank=0, verified=2, transfer_seconds=0.002)
     good.workers.add(rank=1, verified=1, transfer_seconds=0.003)
     good.edges.add(transport="file", reason="a directory", bytes=1_000_000)
     good.edges.add(transport="shared_memory", reason="one host", bytes=500_000)
     good.edges.add(worker_rank=1, transport="shared_memory", reason="one host", bytes=1_500_000)
-    bad = message.replicas.add(replica="a", outcome=manager_pb2.QUARANTINED)
+    bad = message.replicas.add(replica="a", outcome=manager_pb2.OUTCOME_QUARANTINED)
     bad.problem.message = "its agent was lost"
     return UpdateReport(message)
 
@@ -67,7 +67,7 @@ def test_as_text_it_is_a_table_with_the_problems_below() -> None:
 def test_a_report_that_is_ok_without_all_says_so() -> None:
     message = report().message
     message.ok = message.verified = True
-    message.replicas[1].outcome = manager_pb2.NOT_REACHED
+    message.replicas[1].outcome = manager_pb2.OUTCOME_NOT_REACHED
     lines = str(UpdateReport(message)).splitlines()
     assert lines[0].endswith("to 1 of 2 replicas in 1.50 s, verified, as many as were asked for")
     assert lines[2].split()[:2] == ["a", "not_reached"]

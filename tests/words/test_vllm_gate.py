@@ -215,7 +215,7 @@ async def test_an_update_asks_the_engine_twice_if_all_goes_well(
 
     async def update(adapter: VllmAdapter) -> list[str]:
         routes.clear()
-        await adapter.pause(manager_pb2.KEEP, 60)
+        await adapter.pause(manager_pb2.PAUSE_MODE_KEEP, 60)
         await adapter.install(7, 60)
         await adapter.stamp(IDENTITY, 60)
         await adapter.resume(60)

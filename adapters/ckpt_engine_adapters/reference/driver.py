@@ -34,17 +34,24 @@ SERVER_MODULE = "ckpt_engine_adapters.reference.server"
 
 _PAUSE_MODES = {
     manager_pb2.PAUSE_MODE_UNSPECIFIED: "keep",
-    manager_pb2.KEEP: "keep",
-    manager_pb2.ABORT: "abort",
-    manager_pb2.WAIT: "wait",
-    manager_pb2.IN_PLACE: "in_place",
+    manager_pb2.PAUSE_MODE_KEEP: "keep",
+    manager_pb2.PAUSE_MODE_ABORT: "abort",
+    manager_pb2.PAUSE_MODE_WAIT: "wait",
+    manager_pb2.PAUSE_MODE_IN_PLACE: "in_place",
 }
 _ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
 
 
 CAPABILITIES = Capabilities(
-    pause_modes=frozenset({manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.WAIT, manager_pb2.IN_PLACE}),
-    default_pause_mode=manager_pb2.KEEP,
+    pause_modes=frozenset(
+        {
+            manager_pb2.PAUSE_MODE_KEEP,
+            manager_pb2.PAUSE_MODE_ABORT,
+            manager_pb2.PAUSE_MODE_WAIT,
+            manager_pb2.PAUSE_MODE_IN_PLACE,
+        }
+    ),
+    default_pause_mode=manager_pb2.PAUSE_MODE_KEEP,
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset({"weights", "kv_cache"}),
     layouts=("TP",),

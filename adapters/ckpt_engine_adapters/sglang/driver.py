@@ -60,7 +60,7 @@ _NEEDED = frozenset(
 )
 _BEGIN, _END = "/begin_weight_update", "/end_weight_update"
 
-_MODES = (manager_pb2.KEEP, manager_pb2.ABORT, manager_pb2.IN_PLACE)
+_MODES = (manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT, manager_pb2.PAUSE_MODE_IN_PLACE)
 
 _SET_BY_NODES = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 
@@ -70,7 +70,7 @@ _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 
 CAPABILITIES = Capabilities(
     pause_modes=frozenset(_MODES),
-    default_pause_mode=manager_pb2.KEEP,
+    default_pause_mode=manager_pb2.PAUSE_MODE_KEEP,
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset(_MEMORY),
     layouts=("TP",),
@@ -154,9 +154,9 @@ class SglangAdapter(HttpAdapter):
         """
         end = time.monotonic() + seconds
         mode = mode or self.capabilities.default_pause_mode
-        if mode == manager_pb2.ABORT:
+        if mode == manager_pb2.PAUSE_MODE_ABORT:
             await self._post("/pause_generation", seconds, mode="abort")
-        if mode == manager_pb2.IN_PLACE:
+        if mode == manager_pb2.PAUSE_MODE_IN_PLACE:
             await self._post("/pause_generation", seconds, mode="in_place")
             await self._get("/server_info", end - time.monotonic())  # answered by schedulers that have seen the pause
             return
@@ -196,7 +196,7 @@ class SglangAdapter(HttpAdapter):
                 "sleep at level 2",
                 answered=True,
             )
-        await self.pause(manager_pb2.ABORT, seconds)
+        await self.pause(manager_pb2.PAUSE_MODE_ABORT, seconds)
         tags = [theirs for ours in _MEMORY.values() for theirs in ours]
         await self._post(RELEASE_ROUTE, end - time.monotonic(), tags=tags)
 

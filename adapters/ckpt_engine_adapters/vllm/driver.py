@@ -42,16 +42,16 @@ MIDDLEWARE = "ckpt_engine_adapters.vllm.gate.VllmGate"
 TRANSFER = '{"backend":"ckpt_engine"}'
 
 _MODES = {
-    manager_pb2.KEEP: {"mode": "keep"},
-    manager_pb2.ABORT: {"mode": "abort"},
-    manager_pb2.WAIT: {"mode": "wait"},
-    manager_pb2.IN_PLACE: {"mode": "keep", "clear_cache": "false"},
+    manager_pb2.PAUSE_MODE_KEEP: {"mode": "keep"},
+    manager_pb2.PAUSE_MODE_ABORT: {"mode": "abort"},
+    manager_pb2.PAUSE_MODE_WAIT: {"mode": "wait"},
+    manager_pb2.PAUSE_MODE_IN_PLACE: {"mode": "keep", "clear_cache": "false"},
 }
 
 
 CAPABILITIES = Capabilities(
     pause_modes=frozenset(_MODES),
-    default_pause_mode=manager_pb2.KEEP,
+    default_pause_mode=manager_pb2.PAUSE_MODE_KEEP,
     sleep_levels=frozenset({1, 2}),
     wake_tags=frozenset({"weights", "kv_cache"}),
     layouts=("TP", "PP", "DP", "EP"),

@@ -20,8 +20,8 @@ class Account:
     unopened: dict[int, Sequence[weights_pb2.Unopened]] = field(default_factory=dict)
     pause_started: float | None = None
     pause_ended: float | None = None
-    _stage: manager_pb2.Stage = manager_pb2.PLAN
-    _shown: manager_pb2.Stage = manager_pb2.PLAN
+    _stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
+    _shown: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
     _entered: list[tuple[manager_pb2.Stage, float]] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Account:
         """The agent's own steps, and of what workers do side by side the slowest."""
         seconds = dict(self._seconds)
         if workers:
-            seconds[manager_pb2.TRANSFER] = max(report.transfer_seconds for report in workers)
-            seconds[manager_pb2.INSTALL] = max(report.install_seconds for report in workers)
-            seconds[manager_pb2.VERIFY] = max(report.verify_seconds for report in workers)
+            seconds[manager_pb2.STAGE_TRANSFER] = max(report.transfer_seconds for report in workers)
+            seconds[manager_pb2.STAGE_INSTALL] = max(report.install_seconds for report in workers)
+            seconds[manager_pb2.STAGE_VERIFY] = max(report.verify_seconds for report in workers)
         return in_order(seconds)

@@ -60,7 +60,7 @@ class EngineCheck:
     def wanted(cls, replica: Replica) -> bool:
         """Whether the engine is to be checked now. Says in `replica.engine_check` why an untested one is not."""
         engine = replica.engine
-        if engine is None or replica.checked or replica.mode == manager_pb2.COLOCATED:
+        if engine is None or replica.checked or replica.mode == manager_pb2.MODE_COLOCATED:
             return False
         if replica.check_engine == "always" or (engine.untested and replica.check_engine == "auto"):
             holding = any(status.state == CLEAN for status in replica.words.workers)

@@ -115,7 +115,7 @@ class Installing(LabellingOperation):
             case "after":
                 self._conclude_serving(now)
             case "close":
-                self._conclude(manager_pb2.QUARANTINED, now)
+                self._conclude(manager_pb2.OUTCOME_QUARANTINED, now)
 
     def timer(self, step: str, now: float) -> None:
         """The engine refused its label, to wake its caches or to resume a moment ago."""
@@ -142,7 +142,7 @@ class Installing(LabellingOperation):
             return
         self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
         if self._readying.unready():
-            self._enter(manager_pb2.READY, now)
+            self._enter(manager_pb2.STAGE_READY, now)
             self.run("ready", self._readying.begin(self._left(now)))
         else:
             self._all_ready(None, now)
@@ -159,7 +159,7 @@ class Installing(LabellingOperation):
 
     def _held(self, now: float) -> None:
         """Also if it could not be written: then requests are refused, and nothing worse."""
-        self._enter(manager_pb2.QUIESCE, now)
+        self._enter(manager_pb2.STAGE_QUIESCE, now)
         if self._going_back:
             self.run("judge", ReadWords())
         elif Step.WAKE_WEIGHTS in self._steps:
@@ -201,7 +201,7 @@ class Installing(LabellingOperation):
         if self._going_back:
             self.run("judge", ReadWords())
             return
-        self._enter(manager_pb2.TRANSFER, now)
+        self._enter(manager_pb2.STAGE_TRANSFER, now)
         self._giving_orders = True
         self.run("install", InstallEngine(self.fence.epoch, self._left(now)))
 
@@ -214,17 +214,17 @@ class Installing(LabellingOperation):
                 self._fail(installed.report.problem)
         if done.problem is not None:
             self._fail(done.problem)
-        self._enter(manager_pb2.VERIFY, now)
+        self._enter(manager_pb2.STAGE_VERIFY, now)
         self.run("judge", ReadWords())
 
     def _judge(self, now: float) -> None:
         """The state words decide, whatever engine and workers said."""
         if self._all_new():
-            self._enter(manager_pb2.RESUME, now)
+            self._enter(manager_pb2.STAGE_RESUME, now)
             self._resume(now)
         elif self.replica.untouched() and self.replica.words.open:
             self._fail(self._issue(Problem.INTERNAL, "the engine ended its install, but no worker has installed"))
-            self._enter(manager_pb2.RESUME, now)
+            self._enter(manager_pb2.STAGE_RESUME, now)
             self._resume(now)
         else:
             self._quarantine(self.replica.closed_reason(), now)
@@ -337,17 +337,17 @@ class Installing(LabellingOperation):
         replica = self.replica
         whole = replica.engine is not None and replica.words.open and replica.untouched()
         if whole and not replica.sleeping and not replica.holding:
-            self._conclude(manager_pb2.OLD_SERVING, now)
+            self._conclude(manager_pb2.OUTCOME_OLD_SERVING, now)
         else:
             self._quarantine(replica.closed_reason() or "it has not resumed since an update before this one", now)
 
     def _conclude_serving(self, now: float) -> None:
         """The engine was resumed; its workers have been looked at once more."""
         if self._all_new():
-            self._conclude(manager_pb2.NEW_SERVING, now)
+            self._conclude(manager_pb2.OUTCOME_NEW_SERVING, now)
         elif self.replica.words.open and self.replica.untouched():
             self._fail(self._issue(Problem.INTERNAL, "the workers hold another version than the one installed"))
-            self._conclude(manager_pb2.OLD_SERVING, now)
+            self._conclude(manager_pb2.OUTCOME_OLD_SERVING, now)
         else:
             self._quarantine(self.replica.closed_reason(), now)
 
@@ -356,14 +356,14 @@ class Installing(LabellingOperation):
         if self._holding:
             self.run("close", self.replica.hold(self.fence.epoch, 0.0, closed=self.replica.words.open))
         else:
-            self._conclude(manager_pb2.QUARANTINED, now)
+            self._conclude(manager_pb2.OUTCOME_QUARANTINED, now)
 
     def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
         replica = self.replica
-        problem = None if outcome == manager_pb2.NEW_SERVING else self._problem
+        problem = None if outcome == manager_pb2.OUTCOME_NEW_SERVING else self._problem
         held = self._before.identity, replica.words.identity
         answer = self._account.outcome(replica.name, self.install.fence, outcome, problem, held, now)
-        answer.label_problem = "" if outcome == manager_pb2.QUARANTINED else replica.label_problem()
+        answer.label_problem = "" if outcome == manager_pb2.OUTCOME_QUARANTINED else replica.label_problem()
         replica.last_outcome = answer
         replica.end()
 

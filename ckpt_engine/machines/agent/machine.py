@@ -287,7 +287,7 @@ class AgentMachine:
         # gave no orders yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
         self.replica.accounted = event.paused is False
-        if self.replica.mode == manager_pb2.COLOCATED:
+        if self.replica.mode == manager_pb2.MODE_COLOCATED:
             self.replica.accounted = True  # no agent gives a colocated engine install orders
         self.replica.sleeping = AWAKE if event.asleep is False else event.marked
         self.replica.holding = event.holding

@@ -122,7 +122,7 @@ class SleepingOrWaking(Operation):
             case Step.DISCARD:
                 return DiscardEngine(seconds)
             case Step.ABORT:
-                return PauseEngine(manager_pb2.ABORT, seconds)
+                return PauseEngine(manager_pb2.PAUSE_MODE_ABORT, seconds)
             case Step.SLEEP:
                 return SleepEngine(self._after.level, seconds)
             case Step.WAKE_WEIGHTS:

@@ -27,8 +27,8 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
-CLEAN = manager_pb2.CLEAN
-DIRTY = manager_pb2.DIRTY
+CLEAN = manager_pb2.WORKER_STATE_CLEAN
+DIRTY = manager_pb2.WORKER_STATE_DIRTY
 NO_WORDS = Words((), False, "no worker has started", None)
 
 
@@ -150,7 +150,7 @@ class Replica:
 
     def mark(self, sleeping: Sleeping) -> MarkEngine:
         """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
-        return MarkEngine(self.mode == manager_pb2.COLOCATED, sleeping)
+        return MarkEngine(self.mode == manager_pb2.MODE_COLOCATED, sleeping)
 
     def hold(self, epoch: int, left: float, closed: bool = False) -> HoldRequests:
         """The task that has requests wait, or not; `holding` is cleared once letting them in is done."""

@@ -18,7 +18,7 @@ from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE, CollectiveCandidate, collective_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-NEW = manager_pb2.NEW_SERVING
+NEW = manager_pb2.OUTCOME_NEW_SERVING
 
 BLAMES = 2
 """Collectives in a row that end badly because of one replica before it is left out: the next update mends what one
@@ -81,7 +81,7 @@ class UpdateCollective:
         return bool(self.replicas)
 
     def _decide(self) -> None:
-        held, late = self._course.goal.until == manager_pb2.HELD, self._course.goal.sealed is not None
+        held, late = self._course.goal.until == manager_pb2.UNTIL_HELD, self._course.goal.sealed is not None
         decision = collective_decision(self._asked, held, late, self._candidates)
         self.replicas, self.why = frozenset(decision.replicas), decision.why
 
@@ -231,7 +231,7 @@ class UpdateCollective:
 
     def said(self) -> str:
         """What the report says of the collective."""
-        dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.QUARANTINED]
+        dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.OUTCOME_QUARANTINED]
         problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
         said = self.why
         if problems:

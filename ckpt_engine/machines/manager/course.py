@@ -151,7 +151,7 @@ class Course:
             self.timer(PhaseEnd(phase), self._phase_end - now)
         if phase is Phase.PREPARING:
             self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
-        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.PLAN, message=self.said))
+        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.STAGE_PLAN, message=self.said))
 
     def claim(self, claim: Claim) -> bool:
         """Whether it has this of holders from now on, to tell them so under `relay_fence`; else it asks again later."""

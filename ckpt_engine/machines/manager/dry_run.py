@@ -45,7 +45,7 @@ def foreseen(
         report.replicas.append(outcomes[name])
         report.bytes += outcomes[name].bytes
     counted = filter(counts, report.replicas)
-    if goal.min_replicas is None and any(each.outcome != manager_pb2.PLANNED for each in counted):
+    if goal.min_replicas is None and any(each.outcome != manager_pb2.OUTCOME_PLANNED for each in counted):
         report.ok = False
     return report
 
@@ -54,7 +54,7 @@ def _planned(
     name: str, fence: Fence, compiled: Compiled | None, cut_off: weights_pb2.Problem | None
 ) -> manager_pb2.ReplicaOutcome:
     """cut_off: why it cannot read the sources, so that only relays near it can bring it the version."""
-    planned = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.PLANNED)
+    planned = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.OUTCOME_PLANNED)
     if cut_off is not None:
         planned.problem.CopyFrom(cut_off)
         planned.problem.message = f"only relays near it can bring it: {cut_off.message}"

@@ -38,8 +38,8 @@ class Goal:
     end: float  # monotonic seconds by which it must have reported
     held: HeldVersion | None = None  # None: it is sealed now, and its root is not known yet
     before: Version | None = None  # the lineage's version before this one, if one is known
-    prefetch: manager_pb2.Prefetch = manager_pb2.AUTO  # whether relays are filled first
-    until: manager_pb2.Until = manager_pb2.INSTALLED  # what its callers wait for
+    prefetch: manager_pb2.Prefetch = manager_pb2.PREFETCH_AUTO  # whether relays are filled first
+    until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED  # what its callers wait for
     pool: str = ""  # that of its replicas
     called: float | None = None  # when the first rank called, monotonic seconds; None: none did
     dry_run: bool = False  # it only prepares and plans, and reports what it would do

@@ -89,7 +89,7 @@ class LedgerRecovery:
             self._skip(highest)
         if ours and isinstance(hello, manager_pb2.ReplicaHello):
             for worker in hello.workers:
-                if worker.state == manager_pb2.CLEAN:
+                if worker.state == manager_pb2.WORKER_STATE_CLEAN:
                     self._learn_version(hello.name, worker)
         if ours and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
             for held in hello.held:

@@ -192,12 +192,14 @@ class Replica:
     @property
     def receives(self) -> bool:
         """Whether updates bring it weights."""
-        return self.mode != manager_pb2.COLOCATED
+        return self.mode != manager_pb2.MODE_COLOCATED
 
     def take_workers(self, workers: Iterable[manager_pb2.WorkerStatus]) -> None:
         """Notes what its agent says of its workers."""
         self.workers = tuple(workers)
-        held = {Version.of(each.identity) if each.state == manager_pb2.CLEAN else None for each in self.workers}
+        held = {
+            Version.of(each.identity) if each.state == manager_pb2.WORKER_STATE_CLEAN else None for each in self.workers
+        }
         self.identity = held.pop() if len(held) == 1 else None
 
     def holds(self, identity: Version) -> bool:

@@ -207,7 +207,7 @@ class Prefetch:
 
     def warnings(self) -> list[str]:
         """What is well and yet not what was asked for."""
-        if self._goal.prefetch != manager_pb2.ALWAYS or self._fillings:
+        if self._goal.prefetch != manager_pb2.PREFETCH_ALWAYS or self._fillings:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 

@@ -187,7 +187,7 @@ class Recipients:
         """Whether plans are to be compiled once more for some of these, for which none can be made: of what they could
         not open before nothing is known any more, since it may be open by now, and nothing else is left. near_relays:
         those that relays may bring it to instead."""
-        others = near_relays if self._goal.prefetch != manager_pb2.NEVER else ()
+        others = near_relays if self._goal.prefetch != manager_pb2.PREFETCH_NEVER else ()
         those = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
         known = [replica for replica in those if replica is not None and replica.shut.forget()]
         return bool(known)

@@ -43,11 +43,11 @@ def prefetch_decision(
     names = ", ".join(everybody)
     if not everybody:
         return Decision((), f"{relay} is not filled: no replica that lacks the version is within its reach")
-    if prefetch == manager_pb2.NEVER:
+    if prefetch == manager_pb2.PREFETCH_NEVER:
         return Decision((), f"{relay} is not filled: prefetch is 'never'")
-    if until == manager_pb2.HELD:
+    if until == manager_pb2.UNTIL_HELD:
         return Decision(everybody, f"{relay} is filled for {names}: the trainer goes on once relays hold the version")
-    if prefetch == manager_pb2.ALWAYS:
+    if prefetch == manager_pb2.PREFETCH_ALWAYS:
         return Decision(everybody, f"{relay} is filled for {names}: prefetch is 'always'")
     far = tuple(name for name in everybody if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY)
     cut_off = [name for name in far if readers[name] is None]

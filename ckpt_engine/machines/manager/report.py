@@ -33,7 +33,7 @@ def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.Rep
     """The outcome of a replica that serves these very weights already: it was left alone."""
     held = identity.message()
     return manager_pb2.ReplicaOutcome(
-        replica=name, fence=fence.message(), outcome=manager_pb2.NEW_SERVING, before=held, after=held
+        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_NEW_SERVING, before=held, after=held
     )
 
 
@@ -50,15 +50,15 @@ def left_out(
     named.replica = name
     named.kept.clear()
     outcome = manager_pb2.ReplicaOutcome(
-        replica=name, fence=fence.message(), outcome=manager_pb2.QUARANTINED, problem=named
+        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=named
     )
     identity = None if replica is None or told else replica.identity
     if identity is not None:
         outcome.before.CopyFrom(identity.message())
     if not told and (replica is None or replica.peer is None or replica.engine is None):
-        outcome.outcome = manager_pb2.NOT_REACHED
+        outcome.outcome = manager_pb2.OUTCOME_NOT_REACHED
     elif replica is not None and replica.serving and identity is not None:
-        outcome.outcome = manager_pb2.OLD_SERVING
+        outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
         outcome.after.CopyFrom(identity.message())
     return outcome
 
@@ -81,9 +81,9 @@ def what_became(
     epochs = {worker.epoch for worker in replica.workers}
     outcome = manager_pb2.ReplicaOutcome(replica=replica.name, fence=fence.message(), after=held.message())
     if epochs == {fence.epoch} and held == identity:
-        outcome.outcome = manager_pb2.NEW_SERVING
+        outcome.outcome = manager_pb2.OUTCOME_NEW_SERVING
     elif max(epochs) < fence.epoch:
-        outcome.outcome = manager_pb2.OLD_SERVING
+        outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
         said = "its agent was lost while it installed; the one that is there now finds it serving what it served before"
         outcome.problem.CopyFrom(unavailable(said, replica=replica.name).problem)
     else:
@@ -99,7 +99,7 @@ def counts(outcome: manager_pb2.ReplicaOutcome) -> bool:
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
     """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
     for; None: all that count."""
-    new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.NEW_SERVING]
+    new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING]
     counted = sum(map(counts, report.replicas))
     report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
     report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
@@ -124,7 +124,7 @@ def build_report(
     for outcome in ordered:
         for stage in outcome.stages:
             slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
-    slowest[manager_pb2.PLAN] = planning + slowest.get(manager_pb2.PLAN, 0.0)
+    slowest[manager_pb2.STAGE_PLAN] = planning + slowest.get(manager_pb2.STAGE_PLAN, 0.0)
     report = manager_pb2.UpdateReport(
         fence=fence.message(),
         identity=identity.message(),
@@ -237,7 +237,7 @@ class Corrections:
         for outcome in report.replicas:
             name, session = outcome.replica, unresolved.get(outcome.replica)
             known = self.open.get(name)
-            if outcome.outcome == manager_pb2.NEW_SERVING:
+            if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
                 self.open.pop(name, None)
             elif session is not None or known is None or known.session is None or _reached(outcome):
                 self.open[name] = _Open(report, min_replicas, session)
@@ -246,7 +246,7 @@ class Corrections:
         """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
         say; or not, and the report stays."""
         known = self.open.get(outcome.replica)
-        if known is None or outcome.outcome != manager_pb2.NEW_SERVING:
+        if known is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
             return
         if known.report.identity != outcome.after:
             del self.open[outcome.replica]
@@ -274,7 +274,7 @@ class Corrections:
         for outcome in report.replicas:
             if outcome.replica == found.replica:
                 outcome.CopyFrom(found)
-        if found.outcome == manager_pb2.NEW_SERVING:
+        if found.outcome == manager_pb2.OUTCOME_NEW_SERVING:
             del self.open[found.replica]
         else:
             known.session = None
@@ -284,4 +284,4 @@ class Corrections:
 
 
 def _reached(outcome: manager_pb2.ReplicaOutcome) -> bool:
-    return outcome.outcome != manager_pb2.NOT_REACHED
+    return outcome.outcome != manager_pb2.OUTCOME_NOT_REACHED

@@ -66,7 +66,7 @@ class Rollbacks:
         if request.version < 0:
             raise invalid(f"version {request.version} is negative")
         options = complete(request.options)
-        without = manager_pb2.UpdateOptions(prefetch=manager_pb2.AUTO, until=manager_pb2.INSTALLED)
+        without = manager_pb2.UpdateOptions(prefetch=manager_pb2.PREFETCH_AUTO, until=manager_pb2.UNTIL_INSTALLED)
         unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool"}
         if unknown:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")

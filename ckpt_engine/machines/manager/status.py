@@ -183,9 +183,9 @@ def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
     for name in sorted(state.members.replicas):
         seen = _watched_replica(state.members.replicas[name])
         update = writing.get(name)
-        if update is not None and seen.state != manager_pb2.AWAY:
+        if update is not None and seen.state != manager_pb2.REPLICA_STATE_AWAY:
             brings = update.under_way()[1]
-            seen.state, seen.pause_mode = manager_pb2.DRAINING, update.goal.pause_mode
+            seen.state, seen.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
             seen.reason = update.describe()
             if brings is not None:
                 seen.next.CopyFrom(brings.message())
@@ -226,23 +226,26 @@ def _watched_replica(replica: Replica) -> manager_pb2.WatchedReplica:
         seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
     installed = _just_installed(replica)
     if replica.peer is None:
-        seen.state, seen.reason = manager_pb2.AWAY, "its agent is not connected"
+        seen.state, seen.reason = manager_pb2.REPLICA_STATE_AWAY, "its agent is not connected"
     elif installed is not None:
-        seen.state = manager_pb2.SERVING
+        seen.state = manager_pb2.REPLICA_STATE_SERVING
         seen.identity.CopyFrom(installed)
     elif replica.asleep:
-        seen.state, seen.reason = manager_pb2.ASLEEP, replica.closed_reason
+        seen.state, seen.reason = manager_pb2.REPLICA_STATE_ASLEEP, replica.closed_reason
     elif replica.serving:
-        seen.state = manager_pb2.SERVING
+        seen.state = manager_pb2.REPLICA_STATE_SERVING
     else:
-        seen.state, seen.reason = manager_pb2.CLOSED, replica.closed_reason or "no heartbeat has told its state yet"
+        seen.state, seen.reason = (
+            manager_pb2.REPLICA_STATE_CLOSED,
+            replica.closed_reason or "no heartbeat has told its state yet",
+        )
     return seen
 
 
 def _just_installed(replica: Replica) -> weights_pb2.Identity | None:
     """What it serves by an outcome that came after its last heartbeat."""
     outcome = replica.last_outcome
-    if outcome is None or outcome.outcome != manager_pb2.NEW_SERVING:
+    if outcome is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
         return None
     told = max((worker.epoch for worker in replica.workers), default=0)
     return outcome.after if outcome.fence.epoch > told else None

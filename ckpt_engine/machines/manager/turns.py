@@ -167,7 +167,9 @@ class Updates:
         replica = self.state.members.replicas.get(update.goal.replicas[0])
         problems = [] if update.refusal is None else [update.refusal]
         if update.report is not None:
-            problems = [each.problem for each in update.report.replicas if each.outcome != manager_pb2.NEW_SERVING]
+            problems = [
+                each.problem for each in update.report.replicas if each.outcome != manager_pb2.OUTCOME_NEW_SERVING
+            ]
         if replica is not None:
             replica.failure = problems[0].message if problems else ""
 

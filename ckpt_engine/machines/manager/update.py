@@ -321,7 +321,7 @@ class Install(Job):
         self.parts.absences.begin(self._recipients.waiting_for(), now)
         self._collective.begin(self.fence)
         course.begin(Phase.INSTALLING, course.goal.end - now, now)
-        if course.goal.until == manager_pb2.HELD:
+        if course.goal.until == manager_pb2.UNTIL_HELD:
             # All that remains reads from relays.
             course.answer(self._report(now, held=True))
             course.release()

@@ -38,9 +38,12 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
         check_seconds("a timeout", options.timeout_seconds)
     found = manager_pb2.UpdateOptions()
     found.CopyFrom(options)
-    found.prefetch, found.until = options.prefetch or manager_pb2.AUTO, options.until or manager_pb2.INSTALLED
+    found.prefetch, found.until = (
+        options.prefetch or manager_pb2.PREFETCH_AUTO,
+        options.until or manager_pb2.UNTIL_INSTALLED,
+    )
     found.replicas[:] = sorted(set(options.replicas))
-    if (found.prefetch, found.until) == (manager_pb2.NEVER, manager_pb2.HELD):
+    if (found.prefetch, found.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
     return found
 

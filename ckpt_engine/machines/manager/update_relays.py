@@ -80,7 +80,7 @@ class UpdateRelays:
     def _may_do_without(self) -> bool:
         """Whether relays only make it better, and every replica can read the trainer itself."""
         goal = self._course.goal
-        wanted = goal.prefetch != manager_pb2.AUTO or goal.until == manager_pb2.HELD
+        wanted = goal.prefetch != manager_pb2.PREFETCH_AUTO or goal.until == manager_pb2.UNTIL_HELD
         return not wanted and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
@@ -136,7 +136,7 @@ class UpdateRelays:
             unknown += f"; {gone}"
         if self.trainer_gone is not None:
             never, unknown = self.trainer_gone.message, "no relay was filled for it"
-        elif self._course.goal.until == manager_pb2.HELD:
+        elif self._course.goal.until == manager_pb2.UNTIL_HELD:
             never = "the trainer goes on when relays hold the version"
         why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
         self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
@@ -200,7 +200,7 @@ class UpdateRelays:
         else:
             said = f"filling {member.source}"
             progress = manager_pb2.UpdateProgress(
-                stage=manager_pb2.PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=said
+                stage=manager_pb2.STAGE_PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=said
             )
             self._course.tell(progress)
 

@@ -16,7 +16,7 @@ from ckpt_engine.core.names import LINEAGE_BYTES
 from ckpt_engine.machines.nodes.events import ShowWord
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-CLEAN, DIRTY, NONE = manager_pb2.CLEAN, manager_pb2.DIRTY, manager_pb2.NONE
+CLEAN, DIRTY, NONE = manager_pb2.WORKER_STATE_CLEAN, manager_pb2.WORKER_STATE_DIRTY, manager_pb2.WORKER_STATE_NONE
 BOOT_ID_BYTES = 16
 ROOT_BYTES = 32
 
