@@ -40,8 +40,14 @@ def worker(rank: int, begin: float, ahead: float = 0.0, told: bool = True) -> pb
 
 def replica(name: str, ahead: float, source: str, ranks: int = 1, told: bool = True) -> pb.ReplicaOutcome:
     """Installed from second 4.2 to 8.7 of the update; its workers from 5.5 to 7.5. told: it is of this version."""
-    outcome = pb.ReplicaOutcome(replica=name, outcome=pb.NEW_SERVING, pause_seconds=3.5, sync_seconds=4.5)
-    stages = ((pb.PLAN, 0.3), (pb.QUIESCE, 0.7), (pb.TRANSFER, 1.0), (pb.INSTALL, 0.25), (pb.VERIFY, 0.5))
+    outcome = pb.ReplicaOutcome(replica=name, outcome=pb.OUTCOME_NEW_SERVING, pause_seconds=3.5, sync_seconds=4.5)
+    stages = (
+        (pb.STAGE_PLAN, 0.3),
+        (pb.STAGE_QUIESCE, 0.7),
+        (pb.STAGE_TRANSFER, 1.0),
+        (pb.STAGE_INSTALL, 0.25),
+        (pb.STAGE_VERIFY, 0.5),
+    )
     outcome.stages.extend(pb.StageSeconds(stage=stage, seconds=seconds) for stage, seconds in stages)
     outcome.workers.extend(worker(rank, 5.5, ahead, told) for rank in range(ranks))
     outcome.edges.extend(
@@ -51,7 +57,13 @@ def replica(name: str, ahead: float, source: str, ranks: int = 1, told: bool = T
     outcome.bytes = 50 * MB * ranks
     if told:
         outcome.span.CopyFrom(clocked(4.2, 4.5, ahead))
-        entered = ((pb.PLAN, 0.0), (pb.QUIESCE, 0.3), (pb.TRANSFER, 1.0), (pb.VERIFY, 3.5), (pb.RESUME, 3.6))
+        entered = (
+            (pb.STAGE_PLAN, 0.0),
+            (pb.STAGE_QUIESCE, 0.3),
+            (pb.STAGE_TRANSFER, 1.0),
+            (pb.STAGE_VERIFY, 3.5),
+            (pb.STAGE_RESUME, 3.6),
+        )
         outcome.entered.extend(pb.StageEntered(stage=stage, after=after) for stage, after in entered)
         outcome.pause_after = 0.4
     return outcome
@@ -146,7 +158,7 @@ def test_members_of_an_older_version_are_drawn_from_durations() -> None:
 def test_an_older_manager_is_drawn_from_durations() -> None:
     made = report([replica("one", 0.0, "rank 0", told=False)])
     made.ClearField("timeline")
-    made.stages.add(stage=pb.PLAN, seconds=4.0)
+    made.stages.add(stage=pb.STAGE_PLAN, seconds=4.0)
     file = shown(made)
     assert [each.name for each in file.slices if each.process == "manager"] == [
         "update to version 3",
@@ -166,7 +178,7 @@ def test_a_session_that_measured_nothing_says_so() -> None:
 
 
 def test_replicas_and_relays_that_took_no_part_are_shown_with_their_reasons() -> None:
-    gone = pb.ReplicaOutcome(replica="gone", outcome=pb.NOT_REACHED)
+    gone = pb.ReplicaOutcome(replica="gone", outcome=pb.OUTCOME_NOT_REACHED)
     gone.problem.message = "its agent is not connected"
     failed = pb.RelayReport(relay="relay a", filled=pb.RelayFilled())
     failed.filled.problem.message = "no memory"
