@@ -114,7 +114,7 @@ def test_from_a_gpu_to_one_of_another_host(
             assert isinstance(answer, str), (answer, world.logs())
             report = UpdateReport.FromString(bytes.fromhex(answer))
             (outcome,) = report.replicas
-            assert outcome.outcome == Outcome.NEW_SERVING, (report, world.logs())
+            assert outcome.outcome == Outcome.OUTCOME_NEW_SERVING, (report, world.logs())
             assert {edge.transport for edge in outcome.edges} == {"relay_memory"}, outcome
             first, second = sorted(report.relays, key=lambda each: each.stage)
             assert [(each.source, each.bytes) for each in second.filled.brought] == [(first.relay, BYTES)], second
