@@ -23,6 +23,7 @@ COMMANDS = {
     "replica": "Run the agent of one inference server, and that server.",
     "relay": "Keep weights in this host's memory, ready for its engines.",
     "trainer": "List the runs that the manager knows, or take one out.",
+    "version": "List the versions that can be read or gone back to.",
     "gateway": "Run one address for generation over all replicas.",
     "prime-rl": "Answer prime-rl's orchestrator for all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
@@ -39,19 +40,27 @@ COMMANDS = {
 }
 
 
-OPERATIONS = {"replica": ("retry", "hold", "release", "evict"), "trainer": ("list", "evict")}
-"""What an operator does about a replica that runs already, and about a run."""
+OPERATIONS = {
+    "replica": ("list", "retry", "hold", "release", "evict"),
+    "trainer": ("list", "evict"),
+    "version": ("list",),
+}
+"""What an operator does about a replica that runs already, about a run and about a version."""
 
 _SUMMARIES = {
+    "replica list": "Show each replica: what it serves and is to serve.",
     "replica retry": "Bring a quarantined replica to the latest version now.",
     "replica hold": "Leave a replica as it is, also in updates.",
     "replica release": "Let a held replica be updated again.",
     "replica evict": "Take a replica out.",
     "trainer list": "Show each run, and what the manager keeps for whom.",
     "trainer evict": "Forget a run.",
+    "version list": "Show each version, where it is held and served.",
 }
 
-_MODULES = {"replica": "operate", "trainer": "trainers"}
+_MODULES = {"replica": "operate", "trainer": "trainers", "version": "versions"}
+
+_LISTS = {"replica": "list_replicas", "trainer": "list_runs", "version": "list_versions"}
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -72,10 +81,10 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     words = [argument for argument in arguments if not argument.startswith("-")]
     wanted = words[0] if words else None
     behind = set(arguments[arguments.index(wanted) + 1 :][:1]) if wanted is not None else set()
-    if wanted == "trainer" or (wanted == "replica" and behind & set(OPERATIONS[wanted])):
+    if wanted in ("trainer", "version") or (wanted == "replica" and behind & set(OPERATIONS[wanted])):
         app.add_typer(_operations(wanted), name=wanted)
         return app
-    if wanted in OPERATIONS["replica"]:
+    if wanted in OPERATIONS["replica"] and wanted != "list":
         app.command(wanted, context_settings=_HELP)(_function("operate", wanted))
         return app
     if wanted in COMMANDS:
@@ -112,13 +121,13 @@ def main() -> None:
 def _operations(wanted: str) -> typer.Typer:
     """`replica retry` and the like; `replica` with anything else behind it runs an agent."""
     operations = typer.Typer(
-        help=f"What an operator does about one {wanted}.",
+        help=COMMANDS[wanted] if wanted == "version" else f"What an operator does about one {wanted}.",
         no_args_is_help=True,
         context_settings=_HELP,
         rich_markup_mode=None,
     )
     for name in OPERATIONS[wanted]:
-        function = _function(_MODULES[wanted], f"{name}_runs" if name == "list" else name)
+        function = _function(_MODULES[wanted], _LISTS[wanted] if name == "list" else name)
         summary = _SUMMARIES[f"{wanted} {name}"]
         operations.command(name, short_help=summary, context_settings=_HELP)(function)
     return operations

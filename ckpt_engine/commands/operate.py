@@ -1,7 +1,8 @@
-"""``ckpt-engine replica retry|hold|release|evict``: what an operator does about one replica."""
+"""``ckpt-engine replica list|retry|hold|release|evict``: which there are, and what an operator does about one."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -11,6 +12,23 @@ from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
+
+
+def list_replicas(
+    manager: Manager = MANAGER,
+    pool: Annotated[str | None, typer.Option(help="Of one pool. Default: all.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
+) -> None:
+    """Show each replica: what it serves and is to serve, and why these differ."""
+    from ckpt_engine.commands.status import as_dict, show_replicas  # takes a while, for which no other command waits
+
+    answer = ask_manager(manager, lambda client: client.status(), "its status")
+    for each in [each for each in answer.replicas if pool not in (None, each.pool)]:
+        answer.replicas.remove(each)
+    if json_output:
+        typer.echo(json.dumps(as_dict(answer)["replicas"], indent=2))
+    else:
+        show_replicas(answer)
 
 
 def retry(name: Name, manager: Manager = MANAGER) -> None:

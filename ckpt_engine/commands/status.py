@@ -161,6 +161,13 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
     return Group(head, *warnings, _trainers(answer, wide), *relays, _replicas(answer, wide), *_troubles(answer))
 
 
+def show_replicas(answer: manager_pb2.GetStatusResponse) -> None:
+    """Prints the replicas alone, and what troubles them."""
+    answer.ClearField("holders")
+    console = _console()
+    console.print(_replicas(answer, console.width >= WIDE), *_troubles(answer), sep="\n")
+
+
 def _version(identity: weights_pb2.Identity, wide: bool) -> str:
     return version_of(identity) if wide else f"{identity.version} of {identity.lineage}"
 

@@ -95,7 +95,16 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
 
 def test_operations_are_found_where_people_look(run: Run) -> None:
     listed = run("-h").stdout
-    for name in ("replica retry", "replica hold", "replica release", "replica evict", "trainer list", "trainer evict"):
+    for name in (
+        "replica list",
+        "version list",
+        "replica retry",
+        "replica hold",
+        "replica release",
+        "replica evict",
+        "trainer list",
+        "trainer evict",
+    ):
         assert name in listed
     assert "ckpt-engine replica retry NAME" in run("replica", "-h").stdout
     for name in ("retry", "hold", "release", "evict"):

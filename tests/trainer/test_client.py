@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from plain_replica import PlainReplica
 from torch import nn
+from typer.testing import CliRunner
 
 from ckpt_engine import AsyncClient, CkptEngineError, Client, ErrorCode, Trainer
+from ckpt_engine.cli import app_for
 from ckpt_engine.options import UpdateOptions, options_message, options_of
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import eventually
@@ -60,6 +63,29 @@ def test_a_client_tells_what_there_is_and_operates_replicas(manager: str, replic
         assert [each.name for each in client.replicas()] == ["one"]
     with Client(manager) as client:
         assert refused(lambda: client.forget("nothing")).code is ErrorCode.NOT_FOUND
+
+
+def test_commands_list_replicas_and_versions(manager: str, replica: Start) -> None:
+    def run(*arguments: str) -> str:
+        ended = CliRunner().invoke(app_for(arguments), [*arguments, "--manager", manager], catch_exceptions=False)
+        assert ended.exit_code == 0, ended.output
+        return ended.stdout
+
+    assert "none" in run("version", "list")
+    assert json.loads(run("version", "list", "--json")) == []
+    replica("one")
+    replica("two", pool="judge")
+    with Trainer(manager, lineage="run") as trainer:
+        trainer.publish(nn.Linear(6, 4))
+        trainer.wait_for_replicas(1)
+        root = trainer.update_weights(3, timeout=60).root
+    (told,) = json.loads(run("version", "list", "--lineage", "run", "--json"))
+    assert told == {"lineage": "run", "version": 3, "root": root, "holders": [], "replicas": ["one"]}
+    assert ["run", "3", root[:12], "-", "one"] in [line.split() for line in run("version", "list").splitlines()]
+    assert [each["name"] for each in json.loads(run("replica", "list", "--json"))] == ["one", "two"]
+    shown = run("replica", "list", "--pool", "judge")
+    assert "two" in shown
+    assert "one" not in shown.split()
 
 
 def test_a_watch_tells_all_replicas_whenever_one_changes(manager: str, replica: Start) -> None:

@@ -1,0 +1,44 @@
+"""``ckpt-engine version list``: which versions can be read or gone back to, and what replicas hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.client import HeldVersion
+from ckpt_engine.commands.asking import Manager, ask_manager
+from ckpt_engine.commands.lines import Text
+
+
+def list_versions(
+    manager: Manager = MANAGER,
+    lineage: Annotated[str | None, typer.Option(help="Of one run. Default: all.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
+) -> None:
+    """Show each version that a relay or another holder has, or a replica serves: the newest of a run first.
+
+    What is held can be gone back to (`ckpt-engine rollback`) and read (`ckpt-engine pull`).
+    """
+    found = ask_manager(manager, lambda client: client.versions(lineage), "its status")
+    if json_output:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+    else:
+        Console().print(table(found))
+
+
+def table(versions: Sequence[HeldVersion]) -> Table:
+    """One row a version."""
+    shown = Table("lineage", "version", "root", "held by", "in replicas", box=None)
+    for each in versions:
+        held, inside = ", ".join(each.holders), ", ".join(each.replicas)
+        shown.add_row(Text(each.lineage), str(each.version), each.root[:12], Text(held or "-"), Text(inside or "-"))
+    if not versions:
+        shown.add_row(Text("none", style="dim"), "", "", "", "")
+    return shown
