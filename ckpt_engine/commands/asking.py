@@ -44,5 +44,6 @@ def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
-    typer.echo(printable(f"manager {manager}: {replica}{problem.message}"), err=True)
+    said = problem.message.removeprefix(f"manager {manager}: ")
+    typer.echo(printable(f"manager {manager}: {replica}{said}"), err=True)
     return typer.Exit(1)
