@@ -23,22 +23,20 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, open_channel
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version
-from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
-from ckpt_engine.core.names import in_pool
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
-from ckpt_engine.options import RollbackOptions, UpdateOptions, options_message
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
+from ckpt_engine.core.problems import CkptEngineError, internal, precondition
+from ckpt_engine.options import Progress, RollbackOptions, UpdateOptions, options_message
+from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2
 
 Answer = TypeVar("Answer")
 
-Progress = Callable[[manager_pb2.UpdateProgress], object]
-
-logger = logging.getLogger("ckpt_engine.client")
-
 POLL_SECONDS = 0.5
 """Between two looks of `wait_for_replicas`."""
+
+logger = logging.getLogger("ckpt_engine.client")
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,6 @@ class Ask(Generic[Answer]):
     request: Message
     seconds: float  # that the call may take
     read: Callable[[Any], Answer]
-
-
-def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[list[str], str]:
-    """The replicas of a pool that updates bring weights to and whose engines are up, by name; and which other pools
-    have some, as words to append to a message."""
-    # Agents connect before their engine runs, and name it once it answers.
-    running = [each for each in status.replicas if each.connected and each.HasField("engine")]
-    up = [each for each in running if each.mode != manager_pb2.MODE_COLOCATED]
-    others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
-    elsewhere = f" (there are others {', '.join(others)})" if others else ""
-    why = f" {in_pool(pool)}{elsewhere}" if pool or others else ""
-    return [each.name for each in up if each.pool == pool], why
 
 
 def held_versions(status: manager_pb2.GetStatusResponse) -> list[HeldVersion]:
@@ -274,16 +260,16 @@ class Client:
 
         timeout: seconds; then DEADLINE_EXCEEDED. A manager that does not run yet is waited for.
         """
-        wait = _ReplicaWait(count, pool, timeout)
+        wait = ReplicaWait(count, pool, timeout, logger)
         while True:
             try:
-                found = wait.look(self.status())
+                status = self.status()
             except CkptEngineError as error:
                 wait.failed(error)
-                found = None
-            if found is not None:
-                return found
-            time.sleep(wait.pause())
+            else:
+                if (found := wait.look(status)) is not None:
+                    return found
+            time.sleep(wait.pause(POLL_SECONDS))
 
     # -- updates
 
@@ -470,16 +456,16 @@ class AsyncClient:
 
     async def wait_for_replicas(self, count: int, *, pool: str = "", timeout: float = 600.0) -> list[str]:  # noqa: ASYNC109
         """As `Client.wait_for_replicas`."""
-        wait = _ReplicaWait(count, pool, timeout)
+        wait = ReplicaWait(count, pool, timeout, logger)
         while True:
             try:
-                found = wait.look(await self.status())
+                status = await self.status()
             except CkptEngineError as error:
                 wait.failed(error)
-                found = None
-            if found is not None:
-                return found
-            await asyncio.sleep(wait.pause())
+            else:
+                if (found := wait.look(status)) is not None:
+                    return found
+            await asyncio.sleep(wait.pause(POLL_SECONDS))
 
     async def update_from_directory(
         self,
@@ -577,43 +563,6 @@ class AsyncClient:
         finally:
             call.cancel()
         return _required(report, ask)
-
-
-class _ReplicaWait:
-    """One `wait_for_replicas`. Raises INVALID_ARGUMENT at construction for what is no count or time."""
-
-    def __init__(self, count: int, pool: str, timeout: float) -> None:
-        checked_count("count", count, "replicas")
-        check_seconds("a timeout", timeout)
-        self._count, self._pool, self._timeout = count, pool, timeout
-        self._end = time.monotonic() + timeout
-        self._notice = time.monotonic() + NOTICE_SECONDS
-        self._said = "the manager was not asked yet"
-
-    def look(self, status: manager_pb2.GetStatusResponse) -> list[str] | None:
-        """The names, if there are enough by now. Raises DEADLINE_EXCEEDED if the time is over."""
-        found, why = ready_replicas(status, self._pool)
-        if len(found) >= self._count:
-            return found
-        named = f" ({', '.join(found)})" if found else ""
-        if time.monotonic() >= self._end:
-            raise deadline(f"{len(found)} of {self._count} replicas{named} were up after {self._timeout:g} s{why}")
-        self._said = f"{len(found)} of {self._count} replicas{named} are up{why}"
-        return None
-
-    def failed(self, error: CkptEngineError) -> None:
-        """The manager did not answer: it may not run yet. Raises what is no matter of time, and all at the end."""
-        waits = unavailable("").problem.code, deadline("").problem.code
-        if error.problem.code not in waits or time.monotonic() >= self._end:
-            raise error
-        self._said = error.problem.message
-
-    def pause(self) -> float:
-        """Seconds until the next look. Says after a while what is waited for, once."""
-        if time.monotonic() >= self._notice:
-            logger.warning("%s; waiting up to %.0f s more", self._said, max(0.0, self._end - time.monotonic()))
-            self._notice = self._end + 1.0
-        return min(POLL_SECONDS, max(0.0, self._end - time.monotonic()))
 
 
 def _settings(address: str | None, deadlines: Deadlines | None) -> tuple[str, _Asks]:

@@ -3,7 +3,7 @@ anything is dialled. Decides nothing about how it is carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
@@ -42,6 +42,10 @@ PREFETCH: Mapping[Prefetch, manager_pb2.Prefetch] = {
 }
 
 UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.UNTIL_INSTALLED, "held": manager_pb2.UNTIL_HELD}
+
+
+Progress: TypeAlias = Callable[[manager_pb2.UpdateProgress], object]
+"""What a caller gives as `on_progress`, to hear how far an update is; what it returns is not looked at."""
 
 
 class RollbackOptions(TypedDict, total=False):

@@ -47,6 +47,7 @@ ROOMS = (
     "source",
     "report",
     "timeline",
+    "replica_wait",
     "client",
     "trainer",
     "publishing",

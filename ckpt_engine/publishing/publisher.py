@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, error, not_found, precondition
 from ckpt_engine.extras import require
-from ckpt_engine.options import options_message, options_of
+from ckpt_engine.options import Progress, options_message, options_of
 from ckpt_engine.publishing.roots import check_file, inside, resolved
 from ckpt_engine.source.safetensors import read_directory
 from ckpt_engine.v1 import manager_pb2
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Files = tuple[tuple[str, int, int, int, int, int], ...]
 """Of each file: where it lies, device, inode, bytes, and when it was modified and its inode changed (nanoseconds)."""
-
-Told = Callable[[manager_pb2.UpdateProgress], None]
 
 STALE_HEARTBEATS = 3
 """In so many heartbeats a replica has said that it serves."""
@@ -49,7 +47,7 @@ class Publisher:
         self._trainer: Trainer | None = None
         self._last: tuple[bytes, Files, manager_pb2.UpdateReport] | None = None
 
-    def update(self, request: manager_pb2.UpdateFromDirectoryRequest, told: Told) -> manager_pb2.UpdateReport:
+    def update(self, request: manager_pb2.UpdateFromDirectoryRequest, told: Progress) -> manager_pb2.UpdateReport:
         """Brings replicas to a directory; asked again for unchanged files that they serve, says so once more.
 
         Raises CkptEngineError: as `roots.resolved` and `source.safetensors.read_directory`, before anybody is asked
@@ -85,7 +83,7 @@ class Publisher:
             trainer.close()
 
     def _bring(
-        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, told: Told
+        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, told: Progress
     ) -> manager_pb2.UpdateReport:
         from ckpt_engine.trainer import Trainer  # takes seconds, for which no refusal above should wait
 

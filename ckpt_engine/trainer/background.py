@@ -30,7 +30,8 @@ from ckpt_engine.machines.events import (
     WithdrawTable,
 )
 from ckpt_engine.machines.trainer.machine import TrainerMachine
-from ckpt_engine.trainer.call import Progress, UpdateCall
+from ckpt_engine.options import Progress
+from ckpt_engine.trainer.call import UpdateCall
 from ckpt_engine.trainer.part import RankPart
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, internal
+from ckpt_engine.options import Progress
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 T = TypeVar("T")
-
-Progress = Callable[[manager_pb2.UpdateProgress], None]
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,18 @@ from typing import Self, Unpack
 
 import torch
 
-from ckpt_engine.client import ready_replicas
 from ckpt_engine.connection import checked_address
-from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version, whole
-from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines, check_seconds
+from ckpt_engine.core.arguments import checked_flag, checked_names, checked_version, whole
+from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.names import check_pool, in_pool
-from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, precondition
+from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
-from ckpt_engine.options import UpdateOptions, options_message
+from ckpt_engine.options import Progress, UpdateOptions, options_message
+from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
 from ckpt_engine.trainer.background import Background
-from ckpt_engine.trainer.call import Progress
 from ckpt_engine.trainer.lineage import resolve_lineage, resolve_rank
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
@@ -196,25 +195,17 @@ class Trainer:
         For runs that start everything at once: engines take minutes to come up, and an update with too few replicas is
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
-        checked_count("count", count, "replicas")
-        check_seconds("a timeout", timeout)
-        end = time.monotonic() + timeout
-        notice = time.monotonic() + NOTICE_SECONDS
+        wait = ReplicaWait(count, self.pool, timeout, logger)
         with self._alone("wait_for_replicas"):
             while True:
-                found, why = self._replicas()
-                if len(found) >= count:
+                status, hindrance = manager_pb2.GetStatusResponse(), ""
+                try:
+                    status = self._background.status()
+                except CkptEngineError as error:
+                    hindrance = error.problem.message
+                if (found := wait.look(status, hindrance)) is not None:
                     return found
-                if time.monotonic() >= end:
-                    named = f" ({', '.join(found)})" if found else ""
-                    raise deadline(f"{len(found)} of {count} replicas{named} were up after {timeout:g} s{why}")
-                if time.monotonic() >= notice:
-                    left = end - time.monotonic()
-                    logger.warning(
-                        "%d of %d replicas are up%s; waiting up to %.0f s more", len(found), count, why, left
-                    )
-                    notice = end
-                time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
+                time.sleep(wait.pause(POLL_SECONDS))
 
     def update_weights(
         self,
@@ -334,14 +325,6 @@ class Trainer:
         self._publish_kept = None
         self._background.stop("the trainer was closed")
         self._sealer.close()
-
-    def _replicas(self) -> tuple[list[str], str]:
-        """Replicas whose engine is up, and what is in the way of asking."""
-        try:
-            status = self._background.status()
-        except CkptEngineError as error:
-            return [], f": {error.problem.message}"
-        return ready_replicas(status, self.pool)
 
     def _check_process(self, what: str) -> None:
         if os.getpid() != self._process:

@@ -176,7 +176,7 @@ def test_a_client_that_is_closed_says_so_and_one_is_made_before_its_loop_runs(ma
 def test_what_is_waited_for_is_said_after_a_while(
     manager: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.client.NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt_engine.replica_wait.NOTICE_SECONDS", 0.2)
     with Client(manager) as client:
         refused(lambda: client.wait_for_replicas(2, pool="judge", timeout=1.5))
     (said,) = [record.message for record in caplog.records if record.name == "ckpt_engine.client"]
