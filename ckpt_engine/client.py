@@ -40,7 +40,7 @@ logger = logging.getLogger("ckpt_engine.client")
 
 
 @dataclass(frozen=True)
-class HeldVersion:
+class VersionStatus:
     """A version that can be read somewhere, or that some replica serves."""
 
     lineage: str
@@ -60,7 +60,7 @@ class Ask(Generic[Answer]):
     read: Callable[[Any], Answer]
 
 
-def held_versions(status: manager_pb2.GetStatusResponse) -> list[HeldVersion]:
+def held_versions(status: manager_pb2.GetStatusResponse) -> list[VersionStatus]:
     """The versions that connected holders hold or replicas serve, by lineage, the newest first."""
     found: dict[tuple[str, int, bytes], tuple[list[str], list[str]]] = {}
     for holder in status.holders:
@@ -72,7 +72,7 @@ def held_versions(status: manager_pb2.GetStatusResponse) -> list[HeldVersion]:
             held = replica.identity
             found.setdefault((held.lineage, held.version, held.root), ([], []))[1].append(replica.name)
     return [
-        HeldVersion(lineage, version, root.hex(), tuple(sorted(holders)), tuple(sorted(replicas)))
+        VersionStatus(lineage, version, root.hex(), tuple(sorted(holders)), tuple(sorted(replicas)))
         for (lineage, version, root), (holders, replicas) in sorted(
             found.items(), key=lambda each: (each[0][0], -each[0][1])
         )
@@ -171,7 +171,7 @@ class _Asks:
         return manager_pb2.WatchReplicasRequest(watcher=watcher)
 
 
-class Watched:
+class _WatchedReplicas:
     """All replicas by name, as a stream of WatchReplicas tells them."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Client:
         is the pool without a name; none: all."""
         return [each for each in self.status().replicas if pool in (None, each.pool)]
 
-    def versions(self, lineage: str | None = None) -> list[HeldVersion]:
+    def versions(self, lineage: str | None = None) -> list[VersionStatus]:
         """What can be gone back to or read, and what replicas hold, the newest first. lineage: one run's; none: all."""
         return [each for each in held_versions(self.status()) if lineage in (None, each.lineage)]
 
@@ -244,7 +244,7 @@ class Client:
         """All replicas by name, now and whenever one changes, for ever: the state, version and URL of each, as gateways
         see them. watcher: who watches, for the manager's log. Raises UNAVAILABLE when the connection ends; call again.
         """
-        watched = Watched()
+        watched = _WatchedReplicas()
         call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
         try:
             for message in call:
@@ -437,13 +437,13 @@ class AsyncClient:
         """As `Client.replicas`."""
         return [each for each in (await self.status()).replicas if pool in (None, each.pool)]
 
-    async def versions(self, lineage: str | None = None) -> list[HeldVersion]:
+    async def versions(self, lineage: str | None = None) -> list[VersionStatus]:
         """As `Client.versions`."""
         return [each for each in held_versions(await self.status()) if lineage in (None, each.lineage)]
 
     async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """As `Client.watch`."""
-        watched = Watched()
+        watched = _WatchedReplicas()
         call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
         try:
             async for message in call:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.client import HeldVersion
+from ckpt_engine.client import VersionStatus
 from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.lines import Text
 
@@ -33,7 +33,7 @@ def list_versions(
         Console().print(table(found))
 
 
-def table(versions: Sequence[HeldVersion]) -> Table:
+def table(versions: Sequence[VersionStatus]) -> Table:
     """One row a version."""
     shown = Table("lineage", "version", "root", "held by", "in replicas", box=None)
     for each in versions:

@@ -111,7 +111,7 @@ class Absences:
 
     def leave_out(self, replica: Replica, now: float) -> None:
         """Leaves out a replica that did not come back in time, or will not; nothing if it has an outcome already."""
-        if not self._recipients.has_ended(replica.name):
+        if self._recipients.outcome(replica.name) is None:
             problem = not_there(replica, now).problem
             if self._recipients.is_ordered(replica.name):
                 problem.message = f"it was lost while installing: {problem.message}"

@@ -216,18 +216,16 @@ class UpdateCollective:
         if well and all(self._ended(name) == NEW for name in self.replicas):
             lineage, makeup, named = self._made
             self._state.communicators[lineage] = makeup, named
-        blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in self._blamed()}
+        members = {name for body in self._took.values() for name in body.blamed}
+        blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in members}
         for name in self.replicas:
             count = self._state.blames.pop(name, 0)
             if name in blamed:
                 self._state.blames[name] = count + 1
 
     def _ended(self, name: str) -> manager_pb2.Outcome:
-        outcome = self._recipients.outcomes.get(name)
+        outcome = self._recipients.outcome(name)
         return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
-
-    def _blamed(self) -> list[str]:
-        return sorted({name for body in self._took.values() for name in body.blamed})
 
     def said(self) -> str:
         """What the report says of the collective."""

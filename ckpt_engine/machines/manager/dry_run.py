@@ -37,7 +37,7 @@ def foreseen(
     )
     if refusal is not None:
         report.warnings.append(f"the update would be refused: {refusal.message}")
-    outcomes = dict(recipients.outcomes)
+    outcomes = recipients.outcomes
     for name in recipients.prepared():
         outcomes[name] = _planned(name, fence, compiled, recipients.cut_off.get(name))
     for name in sorted(outcomes):

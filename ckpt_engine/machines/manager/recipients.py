@@ -29,7 +29,7 @@ Workers: TypeAlias = tuple[manager_pb2.PreparedWorker, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Unprepared:
     """It has not said what its workers need."""
 
 
@@ -56,7 +56,7 @@ class Ended:
     session: str | None = None  # of the agent that was told to install, if what became of that is unknown
 
 
-Recipient: TypeAlias = Asked | Prepared | Ordered | Ended
+Recipient: TypeAlias = Unprepared | Prepared | Ordered | Ended
 """Where one replica is in an update, in the order in which that comes. Any but the last may be left out: then it has
 ended."""
 
@@ -73,7 +73,7 @@ class Recipients:
         self._goal = goal
         self._fill = fill
         self._fence = Fence()
-        self._recipients: dict[str, Recipient] = dict.fromkeys(goal.replicas, Asked())  # by name
+        self._recipients: dict[str, Recipient] = dict.fromkeys(goal.replicas, Unprepared())  # by name
         self._again = False
         self._unfit: dict[str, Unfit] = {}
         self.cut_off: dict[str, Problem] = {}  # that cannot read the sources, and may be installed from relays; why
@@ -90,9 +90,10 @@ class Recipients:
         ended = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
         return {name: each.session for name, each in ended if each.session is not None}
 
-    def has_ended(self, name: str) -> bool:
-        """Whether a replica has an outcome."""
-        return isinstance(self._recipients[name], Ended)
+    def outcome(self, name: str) -> manager_pb2.ReplicaOutcome | None:
+        """That of one replica; None: it has none yet, or is not of this update."""
+        recipient = self._recipients.get(name)
+        return recipient.outcome if isinstance(recipient, Ended) else None
 
     def is_ordered(self, name: str) -> bool:
         """Whether a replica was told to install, and has no outcome."""
@@ -101,7 +102,7 @@ class Recipients:
     def _workers(self, name: str) -> Workers | None:
         """Of a replica that is prepared, or was until it gave an outcome."""
         recipient = self._recipients[name]
-        return None if isinstance(recipient, Asked) else recipient.workers
+        return None if isinstance(recipient, Unprepared) else recipient.workers
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """The blobs of their workers' needs."""
@@ -111,7 +112,7 @@ class Recipients:
 
     def unprepared(self) -> list[str]:
         """The replicas that are neither prepared nor left out."""
-        return [name for name, each in self._recipients.items() if isinstance(each, Asked)]
+        return [name for name, each in self._recipients.items() if isinstance(each, Unprepared)]
 
     def prepared(self) -> list[str]:
         """The replicas that are prepared, and so can be installed into."""
@@ -180,7 +181,7 @@ class Recipients:
             replica = self._state.members.replicas.get(name)
             if replica is not None:
                 replica.prepared.clear()
-            self._recipients[name] = Asked()
+            self._recipients[name] = Unprepared()
         return True
 
     def try_shut(self, unplanned: Collection[str], near_relays: Collection[str] = ()) -> bool:

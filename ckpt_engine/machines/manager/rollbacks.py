@@ -34,6 +34,7 @@ class PendingRollback:
 
     call: Call
     request: manager_pb2.RollbackRequest
+    options: manager_pb2.UpdateOptions  # its own, complete
     end: float  # monotonic seconds by which it must have reported
     goal: Goal | None = None  # None: it lacks something
     identity: Version | None = None  # the version that it means, once that is known
@@ -72,7 +73,7 @@ class Rollbacks:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
         end = now + (options.timeout_seconds or self.state.deadlines.update)
-        self.waiting[self.numbers] = PendingRollback(call, request, end)
+        self.waiting[self.numbers] = PendingRollback(call, request, options, end)
         self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
@@ -129,7 +130,7 @@ class Rollbacks:
         for goal in others:
             if not goal.is_attempt and goal.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
-        replicas = replicas_for(self.state, request.options, now)
+        replicas = replicas_for(self.state, asked.options, now)
         if identity.lineage in taken:
             asked.lacks = f"another rollback of lineage {identity.lineage!r}"
             return None
@@ -147,12 +148,12 @@ class Rollbacks:
             published=published,
             replicas=replicas,
             calls={0: asked.call},
-            pause_mode=request.options.pause_mode,
+            pause_mode=asked.options.pause_mode,
             min_replicas=None,
-            selection=selection_of(request.options),
+            selection=selection_of(asked.options),
             end=asked.end,
             held=HeldVersion(identity, record),
-            pool=request.options.pool,
+            pool=asked.options.pool,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:

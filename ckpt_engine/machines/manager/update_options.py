@@ -80,7 +80,7 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
 
 
 def replicas_for(state: State, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
-    """The names of the replicas, in order.
+    """The names of the replicas, in order. options: complete.
 
     Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
     those that are connected does not have, and FAILED_PRECONDITION for a named replica that an operator holds, for one
@@ -98,7 +98,7 @@ def replicas_for(state: State, options: manager_pb2.UpdateOptions, now: float) -
     receiving = (
         name for name, replica in members.replicas.items() if replica.receives and replica.pool == options.pool
     )
-    found = [members.replicas[name] for name in sorted(set(options.replicas) or receiving)]
+    found = [members.replicas[name] for name in options.replicas or sorted(receiving)]
     least = min_replicas_of(options)
     least = 1 if least is None else least
     away = [each for each in found if each.peer is None and now - each.heard >= state.deadlines.lease]
