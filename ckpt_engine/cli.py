@@ -60,8 +60,6 @@ _SUMMARIES = {
 
 _MODULES = {"replica": "operate", "trainer": "trainers", "version": "versions"}
 
-_LISTS = {"replica": "list_replicas", "trainer": "list_runs", "version": "list_versions"}
-
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 _COMPLETE = "_CKPT_ENGINE_COMPLETE"
@@ -127,7 +125,7 @@ def _operations(wanted: str) -> typer.Typer:
         rich_markup_mode=None,
     )
     for name in OPERATIONS[wanted]:
-        function = _function(_MODULES[wanted], _LISTS[wanted] if name == "list" else name)
+        function = _function(_MODULES[wanted], f"list_{wanted}s" if name == "list" else name)
         summary = _SUMMARIES[f"{wanted} {name}"]
         operations.command(name, short_help=summary, context_settings=_HELP)(function)
     return operations

@@ -42,8 +42,13 @@ def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, A
 
 def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
+    typer.echo(printable(refusal_of(manager, error)), err=True)
+    return typer.Exit(1)
+
+
+def refusal_of(manager: str, error: CkptEngineError) -> str:
+    """The same as one sentence, which names the manager once."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
     said = problem.message.removeprefix(f"manager {manager}: ")
-    typer.echo(printable(f"manager {manager}: {replica}{said}"), err=True)
-    return typer.Exit(1)
+    return f"manager {manager}: {replica}{said}"

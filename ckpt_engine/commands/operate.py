@@ -20,15 +20,16 @@ def list_replicas(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
     """Show each replica: what it serves and is to serve, and why these differ."""
-    from ckpt_engine.commands.status import as_dict, show_replicas  # takes a while, for which no other command waits
+    from ckpt_engine.commands.status import (  # takes a while, for which no other command waits
+        replica_dicts,
+        show_replicas,
+    )
 
-    answer = ask_manager(manager, lambda client: client.status(), "its status")
-    for each in [each for each in answer.replicas if pool not in (None, each.pool)]:
-        answer.replicas.remove(each)
+    found = ask_manager(manager, lambda client: client.replicas(pool), "its status")
     if json_output:
-        typer.echo(json.dumps(as_dict(answer)["replicas"], indent=2))
+        typer.echo(json.dumps(replica_dicts(found), indent=2))
     else:
-        show_replicas(answer)
+        show_replicas(found)
 
 
 def retry(name: Name, manager: Manager = MANAGER) -> None:

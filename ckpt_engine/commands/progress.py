@@ -88,8 +88,7 @@ def shown(quiet: bool) -> Shown:
 def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
     """Says why there is no report; to be raised."""
     if json_output:
-        code = type(error.problem).Code.Name(error.problem.code)
-        typer.echo(json.dumps({"ok": False, "code": code, "problem": error.problem.message}))
+        typer.echo(json.dumps({"ok": False, "code": error.code, "problem": error.problem.message}))
     else:
         typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
     return typer.Exit(1)

@@ -6,19 +6,18 @@ import asyncio
 import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-import grpc
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.channel import ManagerStub, error_of, open_channel
-from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.client import AsyncClient
+from ckpt_engine.commands.asking import Manager, failed, refusal_of
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError
@@ -26,9 +25,6 @@ from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.report import gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-ASK_SECONDS = 5.0
-"""How long one question to the manager may take."""
 
 WATCH_SECONDS = 0.5
 """Between two questions of --watch."""
@@ -59,21 +55,20 @@ def status(
 
 
 async def _show(manager: str, watch: bool, json_output: bool) -> None:
-    async with open_channel(manager) as channel:
-        stub = ManagerStub(channel)
-        first = await _ask(stub)
+    async with AsyncClient(manager) as client:
+        first = await client.status()
         if json_output:
             typer.echo(json.dumps(as_dict(first), indent=None if watch else 2))
             while watch:
                 await asyncio.sleep(WATCH_SECONDS)
-                typer.echo(json.dumps(as_dict(await _ask(stub))))
+                typer.echo(json.dumps(as_dict(await client.status())))
         elif not watch:
             _console().print(as_tables(manager, first, _console().width >= WIDE))
         else:
-            await _watch(manager, stub, as_tables(manager, first, _console().width >= WIDE))
+            await _watch(client, as_tables(manager, first, _console().width >= WIDE))
 
 
-async def _watch(manager: str, stub: Any, first: RenderableType) -> None:
+async def _watch(client: AsyncClient, first: RenderableType) -> None:
     """Shows what is new, for ever: in place on a terminal; elsewhere, one below the other, whenever it has changed."""
     console = _console()
     shown = ""
@@ -87,10 +82,10 @@ async def _watch(manager: str, stub: Any, first: RenderableType) -> None:
                 shown = text
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                tables = as_tables(manager, await _ask(stub), console.width >= WIDE)
+                tables = as_tables(client.address, await client.status(), console.width >= WIDE)
             except CkptEngineError as error:
                 # Managers are restarted; whoever watches wants to see it come back.
-                tables = Text(f"manager {manager}: {error.problem.message}", style="red")
+                tables = Text(refusal_of(client.address, error), style="red")
 
 
 WIDE = 120
@@ -108,20 +103,10 @@ def _plain(tables: RenderableType) -> str:
     return text.getvalue()
 
 
-async def _ask(stub: Any) -> manager_pb2.GetStatusResponse:
-    try:
-        answer: manager_pb2.GetStatusResponse = await stub.GetStatus(
-            manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS
-        )
-    except grpc.RpcError as error:
-        raise error_of(error) from error
-    return answer
-
-
 def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
     """The status for JSON. Replicas look as they do on the manager's HTTP side."""
     from ckpt_engine.manager.relay_views import Holder
-    from ckpt_engine.manager.views import Gpu, Identity, Replica
+    from ckpt_engine.manager.views import Gpu, Identity
 
     return {
         "cluster": answer.fence.cluster,
@@ -142,9 +127,16 @@ def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
             }
             for trainer in answer.trainers
         ],
-        "replicas": [Replica.of(replica).model_dump(mode="json") for replica in answer.replicas],
+        "replicas": replica_dicts(answer.replicas),
         "holders": [Holder.of(holder).model_dump(mode="json") for holder in answer.holders],
     }
+
+
+def replica_dicts(replicas: Iterable[manager_pb2.ReplicaStatus]) -> list[dict[str, Any]]:
+    """The same of replicas alone."""
+    from ckpt_engine.manager.views import Replica
+
+    return [Replica.of(replica).model_dump(mode="json") for replica in replicas]
 
 
 def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = True) -> Group:
@@ -158,14 +150,16 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
     )
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
     relays = [_relays(answer, wide)] if answer.holders else []
-    return Group(head, *warnings, _trainers(answer, wide), *relays, _replicas(answer, wide), *_troubles(answer))
+    return Group(
+        head, *warnings, _trainers(answer, wide), *relays, _replicas(answer.replicas, wide), *_troubles(answer)
+    )
 
 
-def show_replicas(answer: manager_pb2.GetStatusResponse) -> None:
-    """Prints the replicas alone, and what troubles them."""
-    answer.ClearField("holders")
+def show_replicas(replicas: Sequence[manager_pb2.ReplicaStatus]) -> None:
+    """Prints these alone, and what troubles them."""
     console = _console()
-    console.print(_replicas(answer, console.width >= WIDE), *_troubles(answer), sep="\n")
+    troubles = _troubles(manager_pb2.GetStatusResponse(replicas=replicas))
+    console.print(_replicas(replicas, console.width >= WIDE), *troubles, sep="\n")
 
 
 def _version(identity: weights_pb2.Identity, wide: bool) -> str:
@@ -283,16 +277,16 @@ def _last_filling(holder: manager_pb2.HolderStatus) -> str:
     return f"version {last.identity.version}: {brought or 'nothing'} in {last.fill_seconds:.3f} s"
 
 
-def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
-    pools = ("pool",) if any(replica.pool for replica in answer.replicas) else ()
+def _replicas(replicas: Sequence[manager_pb2.ReplicaStatus], wide: bool) -> Table:
+    pools = ("pool",) if any(replica.pool for replica in replicas) else ()
     titles: tuple[str, ...] = ("replica", *pools, "state", "version", "last pause")
     if wide:
-        gpus = ("GPUs",) if any(replica.gpus for replica in answer.replicas) else ()
+        gpus = ("GPUs",) if any(replica.gpus for replica in replicas) else ()
         titles = ("replica", *pools, "engine", "mode", "state", "version", "workers", *gpus, "last sync", "last pause")
     table = Table(title="Replicas", title_justify="left", box=None)
     for title in titles:
         table.add_column(title, overflow="fold")
-    for replica in answer.replicas:
+    for replica in replicas:
         state = replica_state(replica)
         outcome = replica.last_outcome if replica.HasField("last_outcome") else None
         cells: dict[str, str | Text] = {
@@ -308,6 +302,6 @@ def _replicas(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
             "last pause": f"{outcome.pause_seconds:.3f} s" if outcome else "",
         }
         table.add_row(*(cells[title] for title in titles))
-    if not answer.replicas:
+    if not replicas:
         table.add_row(Text("none", style="dim"))
     return table

@@ -16,7 +16,7 @@ from ckpt_engine.v1 import manager_pb2
 Lineage = Annotated[str, typer.Argument(help="The run's lineage, as `ckpt-engine trainer list` names it.")]
 
 
-def list_runs(manager: Manager = MANAGER) -> None:
+def list_trainers(manager: Manager = MANAGER) -> None:
     """Show each run, how many of its ranks are connected, and what the manager keeps for whom."""
     answer = ask_manager(manager, lambda client: client.status(), "its status")
     Console().print(*tables(answer))

@@ -41,12 +41,11 @@ class CkptEngineError(Exception):
     @property
     def code(self) -> ErrorCode:
         """What kind of problem it is. A code that this release does not know is INTERNAL."""
-        known = weights_pb2.Problem.Code.items()
-        names = (name for name, number in known if number == self.problem.code and name in ErrorCode.__members__)
-        return ErrorCode(next(names, ErrorCode.INTERNAL))
+        names = {number: name for name, number in weights_pb2.Problem.Code.items()}
+        return ErrorCode.__members__.get(names.get(self.problem.code, ""), ErrorCode.INTERNAL)
 
     def __str__(self) -> str:
-        return f"{weights_pb2.Problem.Code.Name(self.problem.code)}: {self.problem.message}"
+        return f"{self.code}: {self.problem.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
         """For frameworks that raise it again in another process (Ray, multiprocessing): nothing of ours pickles it."""

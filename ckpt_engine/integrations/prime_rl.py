@@ -135,9 +135,8 @@ class Facade:
                     caller.require_any("trainer")
                 return await handler(request)
             except CkptEngineError as error:
-                code = type(error.problem).Code.Name(error.problem.code)
                 log.warning("%s %s: %s", request.method, request.url.path, error.problem.message)
-                body = {"error": {"code": code, "message": error.problem.message}}
+                body = {"error": {"code": error.code, "message": error.problem.message}}
                 return JSONResponse(body, http_status(error.problem))
 
         return answer

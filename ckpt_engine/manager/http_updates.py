@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ckpt_engine.core.problems import internal, invalid
 from ckpt_engine.manager.http_access import CALLER, says_json
 from ckpt_engine.manager.publishers import Publishers, lineage_of
-from ckpt_engine.options import PauseMode, Prefetch, Until, options_message
+from ckpt_engine.options import PauseMode, Prefetch, Until, UpdateOptions, options_message
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2
@@ -45,18 +45,7 @@ class FromDirectory(BaseModel):
             lineage=self.lineage,
             version=self.version,
             check_finite=self.check_finite,
-            options=options_message(
-                {
-                    "pause_mode": self.pause_mode,
-                    "timeout": self.timeout,
-                    "min_replicas": self.min_replicas,
-                    "replicas": self.replicas,
-                    "pool": self.pool,
-                    "prefetch": self.prefetch,
-                    "until": self.until,
-                    "dry_run": self.dry_run,
-                }
-            ),
+            options=options_message(cast(UpdateOptions, self.model_dump(include=set(UpdateOptions.__annotations__)))),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from ckpt_engine.core.arguments import choice
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.names import some
 from ckpt_engine.core.prediction import Rates
@@ -14,21 +15,15 @@ from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.sizes import bytes_of, rate_of
 from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
+from ckpt_engine.options import PREFETCH, UNTIL
 from ckpt_engine.planning import foresight
 from ckpt_engine.planning.model import Model, read_model
 from ckpt_engine.planning.places import Cluster, place
 from ckpt_engine.planning.roles import role_of
 from ckpt_engine.planning.splits import EVERYWHERE, VOCABULARY_MULTIPLE, Fsdp, Parallel, Split, parallel
 from ckpt_engine.planning.update import Holding, Question
-from ckpt_engine.v1 import manager_pb2
 
 FILES = "files"
-PREFETCH = {
-    "auto": manager_pb2.PREFETCH_AUTO,
-    "always": manager_pb2.PREFETCH_ALWAYS,
-    "never": manager_pb2.PREFETCH_NEVER,
-}
-UNTIL = {"installed": manager_pb2.UNTIL_INSTALLED, "held": manager_pb2.UNTIL_HELD}
 MOST = 8192
 """Of ranks and of workers in all: more would take minutes, and say what a plan of fewer says."""
 
@@ -90,8 +85,8 @@ def question_of(asked: Asked) -> Question:
         readers="host" if asked.cpu else "gpu",
         relays=asked.relays,
         everything=asked.everything,
-        prefetch=PREFETCH[asked.prefetch],
-        until=UNTIL[asked.until],
+        prefetch=choice("--prefetch", asked.prefetch, PREFETCH),
+        until=choice("--until", asked.until, UNTIL),
         relay_memory=bytes_of(asked.relay_memory, "--relay-memory") if asked.relay_memory else None,
         host_memory=bytes_of(asked.host_memory, "--host-memory") if asked.host_memory else None,
     )

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-
-from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel
+from ckpt_engine.client import Client
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, error, not_found, precondition
 from ckpt_engine.extras import require
@@ -127,15 +125,8 @@ class Publisher:
         return still
 
     def _status(self) -> manager_pb2.GetStatusResponse:
-        try:
-            with open_blocking_channel(self._address) as channel:
-                request = manager_pb2.GetStatusRequest()
-                status: manager_pb2.GetStatusResponse = ManagerStub(channel).GetStatus(
-                    request, timeout=self._deadlines.status
-                )
-                return status
-        except grpc.RpcError as failed:
-            raise error_of(failed) from failed
+        with Client(self._address, deadlines=self._deadlines) as client:
+            return client.status()
 
 
 def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatusResponse) -> bool:
