@@ -66,7 +66,8 @@ class Visit:
         self._begun = False  # whether a token has come
         self._admitted: Identity | None = None  # by the gate that let it in
         self._taken: set[Identity] = set()  # that the replica went back to, or is about to
-        self._named: set[Identity] = set()  # else told of the replica; a late word if older than what the gate named
+        self._named: set[Identity] = set()  # else told of the replica; late words if older than what the gate named, or
+        # of the run before
         member.visits.add(self)
         member.prefills += resumed
         self.hear(member.told, None)
@@ -102,7 +103,7 @@ class Visit:
     def held(self) -> tuple[Identity | None, Identity | None]:
         """The lowest and the highest of them."""
         first = self._admitted
-        known = self._taken | {each for each in self._named if first is None or each.version >= first.version}
+        known = self._taken | {each for each in self._named if first is None or not _goes_back(first, each)}
         if first is not None:
             known.add(first)
         rooted = sorted(known, key=_root, reverse=True)  # of two words for one version the one that says more
@@ -384,4 +385,4 @@ def _goes_back(before: Identity | None, after: Identity) -> bool:
     """Whether a replica that held `before` goes back, or over to another run, when it takes `after`."""
     if before is None:
         return False
-    return before.lineage != after.lineage or after.version < before.version
+    return bool(before.lineage and before.lineage != after.lineage) or after.version < before.version

@@ -268,6 +268,24 @@ def test_a_late_word_is_no_news_and_another_run_is() -> None:
     assert visit.held() == (Identity(1, "another", "ab"), Identity(3, "run", "cd"))
 
 
+@pytest.mark.parametrize("heard", ["before", "after"])
+def test_a_late_word_of_the_run_before_is_no_news_whatever_its_number(heard: str) -> None:
+    """The gate holds the first version of a new run before the manager's word of that comes here."""
+    fleet = fleet_of(told("a", version=4, lineage="run before"))
+    first = Identity(0, "run", "ab")
+    installs = replace(told("a", State.DRAINING, version=4, lineage="run before"), next=first, mode="keep")
+    if heard == "before":
+        fleet.tell([installs])
+    visit = Visit(fleet.members["a"])
+    visit.let_in(first)
+    fleet.tell([installs])
+    assert visit.held() == (first, first)
+    fleet.tell([told("a", version=0)])
+    assert visit.held() == (first, first)
+    fleet.tell([told("a", version=9, lineage="another")])
+    assert visit.held() == (first, Identity(9, "another", "ab"))
+
+
 def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:
     fleet = fleet_of(told("a"))
     member = fleet.members["a"]

@@ -382,14 +382,26 @@ def test_a_request_inside_two_engines_that_died_is_given_up_by_name(world: World
         replica.registered()
     world.version += 1
     assert world.trainer.update_weights(version=world.version).ok
-    thread, found = ask_in_the_background(world, LONG)
-    for _ in range(2):
-        (victim,) = eventually("it runs", 60, lambda: running_among_the_living(world))
-        psutil.Process(victim.workers()[0].ppid()).kill()
-    thread.join(120)
-    problem = found[0].json()
-    assert (found[0].status_code, problem["reason"]) == (502, "poisoned")
-    (choice,) = problem["choices"]
+    found: list[Any] = []
+
+    async def stream() -> None:
+        """Kills an engine once it has made tokens, and then the next one."""
+        killed: list[int] = []
+        async with httpx.AsyncClient(timeout=120) as client:
+            async for each in events(client, f"{world.gateway.url}/v1/completions", LONG):
+                found.append(each)
+                if len(killed) < 2 and isinstance(each, dict) and "error" not in each:
+                    for victim in running_among_the_living(world):
+                        server = psutil.Process(victim.workers()[0].ppid())
+                        if server.pid not in killed:
+                            killed.append(server.pid)
+                            server.kill()
+
+    asyncio.run(stream())
+    *_, last, done = found
+    assert done == "[DONE]"
+    assert last["error"]["reason"] == "poisoned"
+    (choice,) = last["error"]["choices"]
     assert_right(world, PROMPT, choice["token_ids"], len(choice["token_ids"]))
     assert [leg["ended"] for leg in choice["ckpt_engine"]["legs"]] == ["broken", "broken"]
 

@@ -13,11 +13,11 @@ import pytest
 
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Key
+from ckpt_engine.machines.events import Key, Stop
 from ckpt_engine.machines.manager import holdings, reconcile
 from ckpt_engine.machines.manager.absences import Ranks
 from ckpt_engine.machines.manager.claims import Claims
-from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, LateReplicas
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall
@@ -47,6 +47,18 @@ def a_rank_that_leaves_its_call_is_not_read(patch: Patch) -> None:
 def a_rank_that_leaves_after_the_intent_is_not_read(patch: Patch) -> None:
     """Replicas are told once more to read what it may be training on."""
     patch.setattr(Install, "_changing", lambda self: set())
+
+
+def a_rank_that_was_cut_off_in_its_call_is_not_read_when_it_is_back(patch: Patch) -> None:
+    """One that was not there when it was looked whether it lives counts as dead for good."""
+    original = Ranks.back
+
+    def back(self: Ranks, trainer: Trainer) -> None:
+        left = set(self.left)
+        original(self, trainer)
+        self.left = left
+
+    patch.setattr(Ranks, "back", back)
 
 
 # ------------------------------------------------------------------------------------------------- commits and attempts
@@ -210,7 +222,44 @@ def a_rank_leaves_before_the_intent(story: Story) -> None:
     assert not results
 
 
-def a_rank_leaves_after_the_intent(story: Story, name: str = "") -> None:
+def a_rank_calls_off(story: Story) -> None:
+    """Its caller has pressed Ctrl-C."""
+    story.leave()
+
+
+def a_rank_is_cut_off(story: Story) -> None:
+    """Its connection breaks, and with it its call; it dials again."""
+    (rank,) = story.groups[0].trainers
+    assert story.cluster.manager is not None
+    (known,) = story.cluster.manager.machine._members.trainers.values()
+    cut_off(story, rank.name)
+    rank.break_streams()
+    story.leave()
+    assert known.peer is None
+    cut_off(story, rank.name, False)
+    members = story.cluster.manager.machine._members
+    story.until(lambda: all(each.peer is not None for each in members.trainers.values()))
+
+
+def a_rank_says_goodbye(story: Story) -> None:
+    """Its caller has pressed Ctrl-C, and left the block that closes the trainer."""
+    (rank,) = story.groups[0].trainers
+    rank.feed(Stop("closed"))
+    story.leave()
+
+
+def a_rank_dies_and_another_process_is_that_rank(story: Story) -> None:
+    assert story.cluster.manager is not None
+    trainers = story.cluster.manager.machine._members.trainers
+    before = {each.session_id for each in trainers.values()}
+    story.restart_rank(story.groups[0], 0)
+    story.leave()
+    story.until(lambda: before.isdisjoint(each.session_id for each in trainers.values()))
+
+
+def a_rank_leaves_after_the_intent(
+    story: Story, name: str = "", how: Callable[[Story], None] = a_rank_calls_off
+) -> None:
     """A replica has not heard of its install by then."""
     name = name or story.replica().name
     group = next(iter(story.groups), None) or story.ranks()
@@ -219,9 +268,13 @@ def a_rank_leaves_after_the_intent(story: Story, name: str = "") -> None:
     story.until(phase_is(story, "recording"))
     cut_off(story, name)
     story.until(phase_is(story, "installing"))
-    story.leave()
+    how(story)
     cut_off(story, name, False)
     story.until(phase_is(story, "idle"), 5.0)
+
+
+def a_rank_is_cut_off_after_the_intent(story: Story) -> None:
+    a_rank_leaves_after_the_intent(story, how=a_rank_is_cut_off)
 
 
 def a_word_of_what_the_ledger_has_lost(story: Story) -> None:
@@ -379,6 +432,7 @@ RULES: dict[Mistake, Callable[[Story], None]] = {
     only_what_stays_sealed_is_read_outside_its_call: a_replica_comes_late_to_live_memory,
     a_rank_that_leaves_its_call_is_not_read: a_rank_leaves_before_the_intent,
     a_rank_that_leaves_after_the_intent_is_not_read: a_rank_leaves_after_the_intent,
+    a_rank_that_was_cut_off_in_its_call_is_not_read_when_it_is_back: a_rank_is_cut_off_after_the_intent,
     a_word_teaches_what_its_replica_is_to_serve: a_word_of_what_the_ledger_has_lost,
     no_attempt_goes_back_behind_a_word: a_ledger_knows_an_older_version,
     a_replica_is_to_serve_the_newest_commit_for_it: a_run_takes_a_replica_over,
@@ -420,16 +474,29 @@ def test_a_call_ends_today_while_a_lost_replica_reads() -> None:
     assert story.invariants.mechanism.excused[Today.LOST_READER]
 
 
-def test_what_has_not_begun_keeps_what_it_serves_when_a_rank_leaves_after_the_intent_and_lives() -> None:
+@pytest.mark.parametrize("how", [a_rank_calls_off, a_rank_is_cut_off, a_rank_says_goodbye], ids=name_of)
+def test_what_has_not_begun_keeps_what_it_serves_when_a_rank_leaves_after_the_intent_and_lives(
+    how: Callable[[Story], None],
+) -> None:
     story = Story()
     agent, group = story.replica(), story.ranks()
     assert story.trained(group).ok
     before = story.held_by(agent)
-    a_rank_leaves_after_the_intent(story, agent.name)
+    a_rank_leaves_after_the_intent(story, agent.name, how)
     assert story.held_by(agent) == before
     assert outcomes(story.last_report()) == {agent.name: OLD}
     assert "rank 0 left its call" in story.last_report().replicas[0].problem.message
+    if how is not a_rank_says_goodbye:
+        assert story.trained(group).ok
+
+
+def test_another_process_of_a_rank_that_died_after_the_intent_turns_nothing_back() -> None:
+    """Memory of the dead does not change. (Here it is gone, so that its reader says so.)"""
+    story = Story()
+    agent, group = story.replica(), story.ranks()
     assert story.trained(group).ok
+    a_rank_leaves_after_the_intent(story, agent.name, a_rank_dies_and_another_process_is_that_rank)
+    assert "rank 0 of run is gone" in story.last_report().replicas[0].problem.message
 
 
 def test_a_word_of_what_the_ledger_has_lost_decides_what_its_replica_is_to_serve_and_no_other() -> None:

@@ -151,6 +151,8 @@ class Ranks:
         self._goal = course.goal
         self._refuse = refuse
         self.relays: UpdateRelays | None = None
+        ranks = course.state.members.ranks(self._goal.lineage)
+        self._sessions = {rank: trainer.session_id for rank, trainer in ranks.items()}  # of the processes that seal
         self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
         # no intent is recorded meanwhile
         self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
@@ -167,8 +169,8 @@ class Ranks:
             self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
     def timer(self, rank: int) -> None:
-        """A rank's call was cancelled some time ago. If its process lives, that was meant, and its weights may change
-        from now on; those of a dead one do not."""
+        """A rank's call was cancelled some time ago. If its process is connected, that was meant, and its weights may
+        change from now on; those of a dead one do not. One that was only cut off comes back."""
         self.undecided.discard(rank)
         trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
         if trainer is None or trainer.peer is None:
@@ -176,18 +178,28 @@ class Ranks:
         if self._course.refusable:
             self._refuse(_cancelled(rank))
         else:
-            self.left.add(rank)
+            self._leaves(trainer)
 
     def back(self, trainer: Trainer) -> None:
         """A rank said hello, or published."""
+        if not self._course.refusable and trainer.rank not in self._goal.calls:
+            self._leaves(trainer)
         tables = {source.rank: source.table for source in self._goal.published.sources}
         if self._goal.sealed is None and trainer.table != tables.get(trainer.rank):
             did = "took back what it had published" if trainer.table is None else "published another table"
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
-    def gone(self, member: Trainer | Holder) -> None:
-        """Goes on, or refuses, without a source that is read and will not come back."""
+    def gone(self, member: Trainer | Holder, alive: bool) -> None:
+        """Goes on, or refuses, without a source that is read and will not come back. alive: it was connected, and said
+        so itself or was sent away."""
+        if alive and isinstance(member, Trainer) and not self._course.refusable:
+            self._leaves(member)
         self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
+
+    def _leaves(self, trainer: Trainer) -> None:
+        """A rank lives, and waits for the update no more: its weights may change."""
+        if self._goal.sealed is None and trainer.session_id == self._sessions.get(trainer.rank):
+            self.left.add(trainer.rank)
 
     def _without(self, problem: weights_pb2.Problem) -> bool:
         """Whether the update goes on, without the trainer."""

@@ -257,7 +257,7 @@ class ManagerMachine:
         self._state.set_timer(LeaseEnd(peer), self._deadlines.lease)
         self._forgetting.back(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
-            self._updates.gone(member, now)
+            self._updates.gone(member, now, alive=False)
         if isinstance(member, Trainer):
             self._publications.taken_back(known, member.table)
             self._publications.offered(member)
@@ -289,7 +289,7 @@ class ManagerMachine:
             self._drifts.since.pop(member.name, None)
         member.peer = None
         self._gone(member, now)
-        self._updates.gone(member, now)
+        self._updates.gone(member, now, alive=peer is not None)
         self._publications.taken_back(member, None)
         self._publications.prune()
         self._forgetting.prune()

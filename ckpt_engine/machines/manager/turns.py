@@ -114,10 +114,10 @@ class Updates:
         for update in self.all():
             update.member_lost(member, now)
 
-    def gone(self, member: Member, now: float) -> None:
-        """Notes that a member will not come back."""
+    def gone(self, member: Member, now: float, alive: bool) -> None:
+        """Notes that a member will not come back. alive: its process was connected until now."""
         for update in self.all():
-            update.member_gone(member, now)
+            update.member_gone(member, now, alive)
 
     def outrun(self) -> None:
         """Notes that members have seen higher epochs."""

@@ -549,8 +549,9 @@ class Update:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
 
-    def member_gone(self, member: Member, now: float) -> None:
-        """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time."""
+    def member_gone(self, member: Member, now: float, alive: bool) -> None:
+        """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time.
+        alive: its process was connected until now."""
         if isinstance(member, Holder) and self.relays is not None:
             self.relays.gone(member.source, "it left while it was being filled", now)
             self._go_on(now)
@@ -561,9 +562,11 @@ class Update:
                 self._parts.absences.leave_out(member, now)
                 self._go_on(now)
         else:
-            self._parts.ranks.gone(member)
+            self._parts.ranks.gone(member, alive)
             if isinstance(member, Trainer):
                 self._parts.collective.gone(member)
+                if alive:
+                    self._job.send(now)
                 self._go_on(now)
 
     # -- messages, results and timers
@@ -604,7 +607,7 @@ class Update:
                 self._parts.ranks.timer(rank)
                 self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
-                self.member_gone(member, now)
+                self.member_gone(member, now, alive=False)
             case RelayAbsent() | RelayRetry() if self.relays is not None:
                 self.relays.timer(step, now)
                 self._go_on(now)
