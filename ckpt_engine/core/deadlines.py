@@ -56,6 +56,8 @@ class Deadlines:
     arm: what members of a collective that are ready, and paused, wait for the decision to begin.
     resume: resuming an engine; also what an install keeps back for it, and how long an engine that did not take its
         version is left alone before it is told again.
+    stall: installs that have told nothing new for so long (and for `quiesce`, in which nothing is told) are asked to
+        go back; `resume` later nothing waits for them any more, unless they read a trainer's live memory.
     report: what an update keeps back of its deadline for outcomes to travel and the report to be stored.
     update: a whole update, when the caller sets no timeout.
     catch_up: bringing one late replica to the latest version. What waits for it waits no longer than `resume` after it
@@ -123,6 +125,7 @@ class Deadlines:
     quiesce: float = 60.0
     arm: float = 30.0
     resume: float = 15.0
+    stall: float = 120.0
     report: float = 2.0
     update: float = 600.0
     catch_up: float = 300.0

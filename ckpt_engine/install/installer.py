@@ -212,6 +212,7 @@ class _Run:
         self._stop_at = time.monotonic() + order.deadline_seconds
         self.plan: ReadyPlan | None = None
         self._total = 0
+        self._stage: manager_pb2.Stage = manager_pb2.STAGE_TRANSFER
         self._as_loaded: set[int] = set()
         self._verified: set[int] = set()
         self._by_loader: list[str] = []
@@ -259,11 +260,13 @@ class _Run:
         report, recording = self.report, plan.resolved.recording
         trace("worker.install", "install")
         started = time.monotonic()
+        self._stage = manager_pb2.STAGE_INSTALL
         self._target.post_load()
-        await_device(self._in_time)
+        await_device(self._works)
         report.install_seconds += time.monotonic() - started
         self._in_time()
         trace("worker.install", "verify")
+        self._stage = manager_pb2.STAGE_VERIFY
         self._verified = self._verify(resident, recording, expected)
         more = len(self._by_loader) - _NAMED
         report.by_loader.extend([*self._by_loader[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
@@ -292,7 +295,7 @@ class _Run:
         started = time.monotonic()
         ready.copy(self._on_bytes)
         copied = time.monotonic()
-        ready.fill(self._in_time)
+        ready.fill(self._works)
         self.report.transfer_seconds += copied - started
         self.report.install_seconds += time.monotonic() - copied
 
@@ -352,14 +355,14 @@ class _Run:
         report, started = self.report, time.monotonic()
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds
         yield
-        await_device(self._in_time)
+        await_device(self._works)
         told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
         report.install_seconds += time.monotonic() - started - told
 
     def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
         """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""
         started = time.monotonic()
-        wrong = ready.wrong(expected, self._in_time)
+        wrong = ready.wrong(expected, self._works)
         self.report.verify_seconds += time.monotonic() - started
         if wrong:
             raise _differs(recording, wrong)
@@ -367,9 +370,13 @@ class _Run:
 
     def _on_bytes(self, count: int) -> None:
         self.report.bytes += count
+        self._works()
+
+    def _works(self) -> None:
+        """Tells that it goes on, also where no bytes are counted: an install that tells nothing counts as stopped."""
         self._in_time()
         if self._on_progress is not None:
-            self._on_progress(manager_pb2.STAGE_TRANSFER, self.report.bytes, self._total)
+            self._on_progress(self._stage, self.report.bytes, self._total)
 
     def _in_time(self) -> None:
         if time.monotonic() > self._stop_at:

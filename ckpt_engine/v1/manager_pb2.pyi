@@ -667,18 +667,20 @@ class SleepWakeDone(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("fence", "stage", "bytes_done", "bytes_total", "goes_back")
+    __slots__ = ("fence", "stage", "bytes_done", "bytes_total", "goes_back", "steps")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     GOES_BACK_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     stage: Stage
     bytes_done: int
     bytes_total: int
     goes_back: bool
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., goes_back: bool = ...) -> None: ...
+    steps: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., goes_back: bool = ..., steps: _Optional[int] = ...) -> None: ...
 
 class StageSeconds(_message.Message):
     __slots__ = ("stage", "seconds")

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.slow
 def test_an_update_does_not_wait_for_a_late_replica_with_a_stopped_worker(
     tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next update has 30 s, and whoever is brought up may take 300."""
-    monkeypatch.setenv(ENVIRONMENT, "resume=3")
+    """The next update has 30 s, and bringing it up may take 300. The update that meets the stopped worker ends as soon
+    as that has told nothing new for 15 s: it has no order yet, so it keeps what it serves."""
+    monkeypatch.setenv(ENVIRONMENT, "resume=3 quiesce=10 stall=15")
     torch.set_num_threads(1)
     models = [
         make_tiny_qwen3(tmp_path / f"{seed}", seed, vocabulary=PADDED_VOCABULARY, weights=False) for seed in (1, 2)
@@ -39,9 +40,11 @@ def test_an_update_does_not_wait_for_a_late_replica_with_a_stopped_worker(
         worker = hung.workers()[1]
         worker.send_signal(signal.SIGSTOP)
         try:
-            first = trainer.update_weights(version=1, timeout=60.0)
+            first = trainer.update_weights(version=1, timeout=120.0)
             assert outcomes(first)["well"] == "new_serving"
-            assert outcomes(first)["hung"] != "new_serving"
+            (stopped,) = (each for each in first.replicas if each.name == "hung")
+            assert stopped.outcome == "old_serving", stopped
+            assert "no install has told anything new for 15 s" in str(stopped.problem)
             eventually("it is brought up", 60, lambda: "bringing up hung" in cluster.status().phase)
             second = trainer.update_weights(version=2, timeout=30.0)
             assert outcomes(second)["well"] == "new_serving"

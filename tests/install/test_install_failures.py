@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_engine.copy.prepared import PreparedCopy
+from ckpt_engine.core.stages import STAGES
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.transport.base import Availability, Move, OpenedRegions
@@ -349,6 +350,22 @@ def test_too_late_in_the_middle_of_copying_stays_dirty(tmp_path: Path, monkeypat
     assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     assert seen
     assert 0 < seen[-1][0] <= seen[-1][1]
+    checkpoint.close()
+
+
+def test_a_worker_tells_that_it_goes_on_while_it_verifies(tmp_path: Path) -> None:
+    """No bytes are counted then, and whatever tells nothing counts as stopped."""
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint(), seed=1)
+    worker = OneWorker(ModuleTarget(model), tmp_path)
+    worker.prepare(checkpoint)
+    stages: list[manager_pb2.Stage] = []
+    report = worker.installer.install(
+        worker.order(checkpoint), lambda stage, _done, _total: stages.append(stage)
+    ).report
+    assert not report.HasField("problem")
+    assert stages == sorted(stages, key=STAGES.index)
+    assert {manager_pb2.STAGE_TRANSFER, manager_pb2.STAGE_VERIFY} <= set(stages)
     checkpoint.close()
 
 

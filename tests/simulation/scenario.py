@@ -50,6 +50,7 @@ DEADLINES = Deadlines(
     worker_attempt=0.5,
     quiesce=2.0,
     resume=1.5,
+    stall=4.0,
     report=1.0,
     update=20.0,
     arm=3.0,

@@ -40,7 +40,8 @@ class Story(Scenario):
     def __init__(self, far: bool = False, collective: bool = False, nodes: float = 0.0, **deadlines: float) -> None:
         slant = Slant(far=far or collective, collective=float(collective), nodes=nodes)
         super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=slant)
-        self.deadlines = self.cluster.deadlines = replace(self.deadlines, **deadlines)
+        patient = {"stall": 60.0}  # many stories hold an install up, to see what goes on beside it
+        self.deadlines = self.cluster.deadlines = replace(self.deadlines, **patient | deadlines)
         self.start_manager()
 
     def replica(

@@ -242,6 +242,80 @@ def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_stops_read
     assert outcomes(story.update(group)) == {first.name: NEW, late.name: NEW}
 
 
+def stalled(story: Story, monkeypatch: pytest.MonkeyPatch, kind: str, hangs: str) -> tuple[list[Any], list[Any]]:
+    """A call for two replicas, of which the second stops while a worker reads, or while it gets ready; the results so
+    far, and what was asked back. It ends when the first one holds the version."""
+    first, stops = story.replica(), story.replica()
+    group = story.ranks(kind=kind)
+    assert story.trained(group).ok
+    group.train()
+    read, prepare = Engine._read, Engine._get_ready
+
+    def reading(self: Engine, worker: Any, order: Any, end: float) -> Steps:
+        yield 40.0 if self is stops.engine and hangs == "reading" else 0.0
+        yield from read(self, worker, order, end)
+
+    def readying(self: Engine, worker: Any, order: Any) -> Steps:
+        yield 40.0 if self is stops.engine and hangs == "getting ready" else 0.0
+        yield from prepare(self, worker, order)
+
+    if kind == "live":
+        story.engine_again(stops)  # it is to get ready once more, and nothing else brings it weights
+    monkeypatch.setattr(Engine, "_read", reading)
+    monkeypatch.setattr(Engine, "_get_ready", readying)
+    before, abandons = story.held_by(first), sent(story, manager_pb2.Abandon)
+    results = story.call(group.trainers[0], timeout_seconds=18.0)
+    wait_until(story, lambda: story.held_by(first) != before)
+    return results, abandons
+
+
+@pytest.mark.parametrize(
+    ("kind", "hangs", "ends"),
+    [
+        ("snapshot", "reading", QUARANTINED),  # what it reads stays sealed
+        ("live", "reading", None),  # what it reads may change as soon as the call returns
+        ("live", "getting ready", QUARANTINED),  # no order has left, so it goes back; it holds no weights yet
+    ],
+)
+def test_a_worker_that_is_stopped_holds_a_call_to_its_deadline_only_if_it_reads_live_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hangs: str, ends: manager_pb2.Outcome | None
+) -> None:
+    story = Story(stall=4.0)
+    results, abandons = stalled(story, monkeypatch, kind, hangs)
+    first, stops = story.agents
+    story.wait(story.deadlines.stall + story.deadlines.resume + 1.0)
+    assert abandons
+    if ends is None:
+        assert not results
+        story.wait(10.0)
+    assert outcomes(results[0]) == {first: NEW, stops: ends or QUARANTINED}
+    (problem,) = (each.problem.message for each in results[0].replicas if each.replica == stops)
+    assert ("told anything new for 4 s" in problem) == (ends is not None)
+
+
+def test_a_worker_that_reads_slowly_and_tells_how_far_it_is_is_not_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(stall=4.0)
+    first, slow = story.replica(), story.replica()
+    group = story.ranks(kind="snapshot")
+    assert story.trained(group).ok
+    group.train()
+    original = Engine._read
+
+    def read(self: Engine, worker: Any, order: Any, end: float) -> Steps:
+        for number in range(4 if self is slow.engine else 0):
+            yield story.deadlines.stall - 0.5
+            done = min(number, 1)  # later ones only tell that it goes on, as while it verifies
+            progress = worker_pb2.WorkerProgress(fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_done=done)
+            yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
+        yield from original(self, worker, order, end)
+
+    monkeypatch.setattr(Engine, "_read", read)
+    abandons = sent(story, manager_pb2.Abandon)
+    report = story.update(group, seconds=18.0, timeout_seconds=18.0)
+    assert not abandons
+    assert outcomes(report) == {first.name: NEW, slow.name: NEW}
+
+
 def test_who_does_not_prepare_costs_the_others_half_of_the_time(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is stopped does not record its loader; the rest of the time is enough for the others."""
     first, group = story.replica(), story.ranks()

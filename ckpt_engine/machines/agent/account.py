@@ -23,6 +23,7 @@ class Account:
     _stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _shown: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
+    _steps: int = 0  # how often workers have told something
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
     _entered: list[tuple[manager_pb2.Stage, float]] = field(default_factory=list)
     _ordered: dict[int, float] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Account:
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
         """A worker tells how far it is."""
         self._progress[rank] = progress
+        self._steps += 1
         self._shown = later(self._shown, progress.stage)
 
     def ordered(self, rank: int, now: float) -> None:
@@ -67,6 +69,7 @@ class Account:
             stage=self._shown,
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
+            steps=self._steps,
         )
 
     def outcome(

@@ -55,6 +55,7 @@ class CourseTimer(Enum):
     END = auto()  # of its time
     HALF = auto()  # of its time for preparing
     RESEND = auto()  # of what was not answered
+    SILENCE = auto()  # of installs: it begins again with everything new that one tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,6 @@ class Course:
         self.timeline = manager_pb2.Timeline()  # what is known by now of when what happened
         self.not_finite: dict[str, manager_pb2.Sealed] = {}  # by source, answers that named NaN or infinity
         self._phase_end = 0.0
-        self._heard: object = None
 
     @property
     def refusable(self) -> bool:
@@ -183,15 +183,6 @@ class Course:
     def note(self, phase: str, now: float) -> None:
         """Notes a phase for the timeline: it began then, and what went on before has ended."""
         self.timeline.phases.add(name=phase, after=now - self.started)
-
-    def hurry(self, said: manager_pb2.Progress | None, now: float) -> None:
-        """Others wait for this install: it ends when its replica has told nothing new for `resume`, or at its own end.
-        A worker that is stopped tells nothing; one that reads does. said: what was told now; None: nothing yet."""
-        heard = None if said is None else (said.goes_back, said.stage, said.bytes_done)
-        if said is None or heard != self._heard:
-            self._heard = heard
-            left = self.goal.end - self.state.deadlines.report / 2 - now
-            self.timer(CourseTimer.END, min(self.state.deadlines.resume, left))
 
     def left(self, now: float) -> float:
         """Seconds for a task of this phase."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome
@@ -299,6 +300,9 @@ class Commit(Job):
 class Install(Job):
     """The installs: each replica that is prepared is told until it has an outcome; then the report is recorded.
 
+    Installs that stall are asked to go back, so that none of them holds the callers until the deadline. Those that
+    read the trainer's live memory and may still write are waited for all the same.
+
     fence: of the intent. reported: the report, once every replica has an outcome.
     """
 
@@ -307,6 +311,8 @@ class Install(Job):
         self.reported: manager_pb2.UpdateReport | None = None
         self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
+        self._heard: dict[str, manager_pb2.Progress] = {}  # by replica what its install has told last
+        self._asked_back = ""  # why all were asked to go back; empty: they were not
         self._course.awaited[Phase.INSTALLING] = self._named
 
     def begin(self, now: float) -> None:
@@ -325,6 +331,7 @@ class Install(Job):
             # All that remains reads from relays.
             course.answer(self._report(now, held=True))
             course.release()
+        self._listen()
         self.send(now)
 
     def send(self, now: float) -> None:
@@ -345,8 +352,8 @@ class Install(Job):
             self._recipients.abandon(why, ordered)
             for name in sorted(changing - ordered):
                 self._recipients.leave_out(name, unavailable(why, replica=name).problem)
-        if self._course.cut:
-            self._recipients.abandon(self._course.cut)
+        if self._asked_back:
+            self._recipients.abandon(self._asked_back, self._apart())
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an outcome, or how far a replica is."""
@@ -354,12 +361,14 @@ class Install(Job):
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 if self._course.phase is Phase.INSTALLING:
                     self._recipients.take_outcome(body, member.name)
+                    self._listen()
             case manager_pb2.TookPart() if isinstance(member, Trainer) and Fence.of(body.fence) == self.fence:
                 self._collective.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 self._course.progress(member.name, body)
-                if self._course.cut:
-                    self._course.hurry(body, now)
+                if self._heard.get(member.name) != body:
+                    self._heard[member.name] = body
+                    self._listen()
 
     def advance(self, now: float) -> Job | None:
         """Has the report recorded, once every replica has an outcome."""
@@ -374,11 +383,28 @@ class Install(Job):
         self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._course.state.deadlines.report))
         return None
 
-    def cut_short(self, reason: str, now: float) -> None:
+    def ask_back(self, reason: str) -> None:
         """Asks replicas to go back, if no byte was written."""
         if self._course.phase is Phase.INSTALLING:
-            self._recipients.abandon(reason)
-            self._course.hurry(None, now)
+            self._asked_back = reason
+            self._recipients.abandon(reason, self._apart())
+            self._listen()
+
+    def silence(self) -> None:
+        """No install has told anything new for a while. A worker that is stopped tells nothing; one that reads does."""
+        if not self._asked_back:
+            self.ask_back(f"no install has told anything new for {self._patience:g} s")
+            return
+        live = self._live()
+        for name in self._apart() if self._course.phase is Phase.INSTALLING else ():
+            heard = self._heard.get(name, manager_pb2.Progress())
+            if heard.goes_back or name not in live:
+                stage = f"; it was at {enum_word(manager_pb2.Stage, heard.stage)}" if heard.stage else ""
+                message = (
+                    f"{self._asked_back}, so it was asked to go back, and has not answered{stage}; its agent goes on "
+                    f"by itself{self._recipients.says(name)}"
+                )
+                self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def out_of_time(self, seconds: float) -> None:
         """Waits no more, `seconds` after the update began."""
@@ -392,12 +418,28 @@ class Install(Job):
     def _changing(self) -> set[str]:
         """The replicas without an outcome that read memory which may change from now on. (Those of a collective end it
         by their own vote.)"""
+        return self._live() if self.parts.ranks.left else set()
+
+    def _live(self) -> set[str]:
+        """The replicas without an outcome, and of no collective, that read memory of ranks as it is now."""
         goal, relays = self._course.goal, self.parts.relays
-        sealed = goal.held is not None or all(source.stays_sealed for source in goal.published.sources)
-        if sealed or not self.parts.ranks.left:
+        if goal.held is not None or all(source.stays_sealed for source in goal.published.sources):
             return set()
-        others = self._collective.replicas | (set() if relays is None else relays.ways.keys())
-        return set(self._recipients.waiting_for()) - others
+        return set(self._apart()) - (set() if relays is None else relays.ways.keys())
+
+    def _apart(self) -> list[str]:
+        """The replicas without an outcome that are in no collective: that one ends by a vote of its own."""
+        return [name for name in self._recipients.waiting_for() if name not in self._collective.replicas]
+
+    def _listen(self) -> None:
+        """From now on it counts for how long nothing new is told."""
+        seconds = self._course.state.deadlines.resume if self._asked_back else self._patience
+        self._course.timer(CourseTimer.SILENCE, seconds)
+
+    @property
+    def _patience(self) -> float:
+        deadlines = self._course.state.deadlines
+        return max(deadlines.stall, deadlines.quiesce)
 
     def _waiting_for(self) -> list[str] | list[int]:
         """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
@@ -508,7 +550,7 @@ class Update:
         if self.course.refusable:
             self._refuse(Problem(code=Problem.ABORTED, message=reason))
         elif isinstance(self._job, Install):
-            self._job.cut_short(reason, now)
+            self._job.ask_back(reason)
 
     def outrun(self) -> None:
         """Members have seen higher epochs than the ledger had: they would not obey this one."""
@@ -599,6 +641,9 @@ class Update:
                 self._send_missing(now)
             case CourseTimer.END:
                 self._out_of_time(now)
+            case CourseTimer.SILENCE if isinstance(self._job, Install):
+                self._job.silence()
+                self._go_on(now)
             case CourseTimer.HALF if self.phase is Phase.PREPARING and self._parts.recipients.enough:
                 self._phase_over(now)
             case PhaseEnd(phase) if phase is self.phase:
