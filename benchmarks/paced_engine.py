@@ -22,7 +22,7 @@ async def generate(request: Request) -> Response:
     body = await request.json()
     count = (body.get("sampling_params") or {}).get("max_new_tokens", 64)
     seconds = request.app.state.token_seconds
-    return StreamingResponse(_tokens(len(body["input_ids"]), count, seconds), media_type="text/event-stream")
+    return StreamingResponse(_tokens(len(body.get("input_ids") or ()), count, seconds), media_type="text/event-stream")
 
 
 async def _tokens(prompt: int, count: int, seconds: float) -> AsyncIterator[bytes]:
@@ -51,6 +51,12 @@ async def about(_request: Request) -> Response:
     return JSONResponse({**facts, "running": 0, "waiting": 0, "object": "list", "data": [card], "is_generation": True})
 
 
+async def obeys(request: Request) -> Response:
+    """What an agent asks in a pause; nothing follows."""
+    await request.json()
+    return JSONResponse({})
+
+
 def main() -> None:
     """Serves until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -59,6 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     names = "/info /health /ckpt_engine/ready /server_info /get_server_info /model_info /get_model_info /v1/models"
     routes = [Route("/generate", generate, methods=["POST"]), *(Route(name, about) for name in names.split())]
+    routes += [Route(name, obeys, methods=["POST"]) for name in ("/pause", "/stamp", "/resume")]
     app = Starlette(routes=routes)
     app.state.token_seconds = options.token_seconds
     uvicorn.run(app, port=options.port, log_level="error", access_log=False)

@@ -3,7 +3,8 @@ again. Callers may not send such numbers; what engines say of them becomes null,
 infinity is none that anybody could send. Pure.
 
 Python reads and writes them without a word. An engine would take a temperature of NaN, and other callers' parsers
-refuse an answer with one in it, so what cannot be JSON ends here.
+refuse an answer with one in it, so what cannot be JSON ends here. orjson is faster and would replace none of this: it
+reads larger integers as doubles, refuses what engines say, and holds the interpreter meanwhile (docs/performance.md).
 """
 
 from __future__ import annotations
