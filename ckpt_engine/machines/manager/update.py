@@ -311,6 +311,7 @@ class Install(Job):
         self.reported: manager_pb2.UpdateReport | None = None
         self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
+        self._patience = max(self._course.state.deadlines.stall, self._course.state.deadlines.quiesce)  # seconds
         self._heard: dict[str, manager_pb2.Progress] = {}  # by replica what its install has told last
         self._asked_back = ""  # why all were asked to go back; empty: they were not
         self._course.awaited[Phase.INSTALLING] = self._named
@@ -395,10 +396,9 @@ class Install(Job):
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
-        live = self._live()
         for name in self._apart() if self._course.phase is Phase.INSTALLING else ():
             heard = self._heard.get(name, manager_pb2.Progress())
-            if heard.goes_back or name not in live:
+            if heard.goes_back or name not in self._live():
                 stage = f"; it was at {enum_word(manager_pb2.Stage, heard.stage)}" if heard.stage else ""
                 message = (
                     f"{self._asked_back}, so it was asked to go back, and has not answered{stage}; its agent goes on "
@@ -435,11 +435,6 @@ class Install(Job):
         """From now on it counts for how long nothing new is told."""
         seconds = self._course.state.deadlines.resume if self._asked_back else self._patience
         self._course.timer(CourseTimer.SILENCE, seconds)
-
-    @property
-    def _patience(self) -> float:
-        deadlines = self._course.state.deadlines
-        return max(deadlines.stall, deadlines.quiesce)
 
     def _waiting_for(self) -> list[str] | list[int]:
         """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
