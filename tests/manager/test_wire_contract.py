@@ -11,7 +11,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from ckpt_engine import ErrorCode
 from ckpt_engine.manager.errors import grpc_status, http_status
-from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2, worker_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,8 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "proto" / "generate.py"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     made = {path.name: path.read_text() for path in (tmp_path / "ckpt_engine" / "v1").iterdir()}
-    kept = {path.name: path.read_text() for path in (REPOSITORY / "ckpt_engine" / "v1").glob("*_pb2*.py*")}
+    files = [*(REPOSITORY / "ckpt_engine" / "v1").glob("*_pb2*.py*"), REPOSITORY / "ckpt_engine" / "v1/comments.json"]
+    kept = {path.name: path.read_text() for path in files}
     assert sorted(made) == sorted(kept), "run proto/generate.py"
     assert [name for name in made if made[name] != kept[name]] == [], "run proto/generate.py"
 
@@ -47,7 +48,7 @@ def messages(within: Iterable[Descriptor]) -> Iterator[Descriptor]:
         yield from messages(message.nested_types)
 
 
-FILES = (manager_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR)
+FILES = (manager_pb2.DESCRIPTOR, page_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR)
 
 
 def test_values_of_an_enum_carry_its_name() -> None:
