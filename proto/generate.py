@@ -3,17 +3,28 @@
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    ServiceDescriptorProto,
+)
 from grpc_tools import protoc
 
 PROTO = Path(__file__).resolve().parent
 
-MESSAGE, FIELD, NESTED = FileDescriptorProto.MESSAGE_TYPE_FIELD_NUMBER, 2, 3
-"""How source locations name the messages of a file, and the fields and messages within a message."""
+PARTS = {
+    FileDescriptorProto: {"message_type": 4, "enum_type": 5, "service": 6},
+    DescriptorProto: {"field": 2, "nested_type": 3, "enum_type": 4},
+    EnumDescriptorProto: {"value": 2},
+    ServiceDescriptorProto: {"method": 2},
+}
+"""What a file, a message, an enum and a service consist of, and by which number a source location names that."""
 
 
 def generate(output_root: Path) -> None:
@@ -38,25 +49,24 @@ def generate(output_root: Path) -> None:
 
 
 def comments_of(sources: Iterable[FileDescriptorProto]) -> Iterable[tuple[str, str]]:
-    """What is said of each message and field, by its full name: the manager's HTTP interface shows it."""
+    """What is said of each message, field, enum, value, service and call, by its full name: the manager's HTTP
+    interface shows it."""
     for source in sources:
         said = {tuple(each.path): each for each in source.source_code_info.location}
-        for index, message in enumerate(source.message_type):
-            yield from _within(message, f"{source.package}.{message.name}", (MESSAGE, index), said)
+        yield from _within(source, source.package, (), said)
 
 
 def _within(
-    message: DescriptorProto, name: str, path: Sequence[int], said: dict[tuple[int, ...], Any]
+    whole: Any, name: str, path: tuple[int, ...], said: dict[tuple[int, ...], Any]
 ) -> Iterable[tuple[str, str]]:
-    named = [(name, path)]
-    named += [(f"{name}.{each.name}", (*path, FIELD, index)) for index, each in enumerate(message.field)]
-    for full, where in named:
-        place = said.get(tuple(where))
-        words = "" if place is None else f"{place.leading_comments} {place.trailing_comments}"
-        if words.split():
-            yield full, " ".join(words.split())
-    for index, each in enumerate(message.nested_type):
-        yield from _within(each, f"{name}.{each.name}", (*path, NESTED, index), said)
+    for kind, number in PARTS.get(type(whole), {}).items():
+        for index, part in enumerate(getattr(whole, kind)):
+            full, where = f"{name}.{part.name}", (*path, number, index)
+            place = said.get(where)
+            words = "" if place is None else f"{place.leading_comments} {place.trailing_comments}"
+            if words.split():
+                yield full, " ".join(words.split())
+            yield from _within(part, full, where, said)
 
 
 if __name__ == "__main__":

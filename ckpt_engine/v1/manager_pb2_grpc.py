@@ -845,13 +845,15 @@ class CheckpointEngineMembersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Fetches a blob. NOT_FOUND: it is not kept, or not any more.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HasBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Whether a blob is kept.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
