@@ -346,7 +346,8 @@ class Client:
         return self._answer(self._asks.update(version, lineage, epoch))
 
     def updates(self, limit: int = 50, *, before: int | None = None) -> list[manager_pb2.UpdateRecord]:
-        """The last updates, newest first, at most 200. before: only epochs below this one."""
+        """The last updates, newest first, at most 200; fewer if their reports are large. before: only epochs below this
+        one."""
         return self._answer(self._asks.updates(limit, before))
 
     # -- replicas

@@ -52,7 +52,7 @@ def read_json(text: bytes, message: Message) -> None:
     try:
         Parse(text, message)
     except (ParseError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no {message.DESCRIPTOR.name}: {_readable(str(error), message)}") from error
+        raise invalid(f"the body is not a valid {message.DESCRIPTOR.name}: {_readable(str(error), message)}") from error
 
 
 def _readable(said: str, message: Message) -> str:
@@ -66,4 +66,5 @@ def _readable(said: str, message: Message) -> str:
     if value:
         names = [each.name for each in descriptor_pool.Default().FindEnumTypeByName(value[2]).values]
         return f"{value[1]!r} is none of {', '.join(names)}"
+    said = re.sub(r"invalid literal for int\(\) with base 10: ", "must be a whole number, got ", said)
     return said.removeprefix("Failed to load JSON: ").replace("\n", " ").rstrip(".")

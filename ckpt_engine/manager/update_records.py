@@ -21,6 +21,10 @@ MOST = 200
 """Updates in one answer: unless the caller says, and at most."""
 
 
+PAGE_BYTES = 16 << 20
+"""Of one answer, unless a single update has more: clients accept a few times as much in a message."""
+
+
 async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
     """The update that a request names. Raises INVALID_ARGUMENT for a request that names none or several; NOT_FOUND,
     which names what is kept, for one that is not kept."""
@@ -41,15 +45,22 @@ async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record
 async def page(
     ledger: Ledger, refusals: Refusals, request: manager_pb2.ListUpdatesRequest
 ) -> manager_pb2.ListUpdatesResponse:
-    """Whole reports, newest first. Raises INVALID_ARGUMENT for a limit that is too high."""
+    """Whole reports, newest first, fewer than the limit if these are large. Raises INVALID_ARGUMENT for a limit that is
+    too high."""
     limit = request.limit or PAGE
     if limit > MOST:
         raise invalid(f"an answer has at most {MOST} updates, not {limit}: ask for the next ones with before")
     before = min(request.before, EPOCHS) if request.HasField("before") else None
     records = await ledger.history(before, limit + 1)
-    answer = manager_pb2.ListUpdatesResponse(updates=[message(each) for each in records[:limit]])
-    if len(records) > limit:
-        answer.next_before = records[limit - 1].epoch
+    answer, size = manager_pb2.ListUpdatesResponse(), 0
+    for record in records[:limit]:
+        told = message(record)
+        size += told.ByteSize()
+        if answer.updates and size > PAGE_BYTES:
+            break
+        answer.updates.append(told)
+    if len(records) > len(answer.updates):
+        answer.next_before = answer.updates[-1].epoch
     if before is None:
         answer.refused.extend(refusal_message(each) for each in refusals.newest_first(limit))
     return answer

@@ -57,6 +57,7 @@ def test_what_is_read_may_be_as_grpcurl_prints_it() -> None:
         (b'{"options": {"timeout": 3}}', "it has no field 'timeout'; UpdateOptions has pause_mode, timeout_seconds"),
         (b'{"options": {"pause_mode": "keep"}}', "'keep' is none of PAUSE_MODE_UNSPECIFIED, PAUSE_MODE_KEEP"),
         (b'{"options": {"min_replicas": -1}}', "min_replicas field: Value out of range: -1"),
+        (b'{"version": "seven"}', "version field: must be a whole number, got 'seven'"),
         (b'{"version": 1.5}', "Couldn't parse integer: 1.5"),
         (b'{"directory": 1}', "directory field: expected string"),
         (b'{"directory": "a", "directory": "b"}', "duplicate key directory"),

@@ -55,7 +55,7 @@ class World:
         assert told.get("ok"), f"{told}\n{self.replica.tail()}"
         assert told["verified"]
         (replica,) = told["replicas"]
-        assert [each["transport"] for each in replica["transports"]] == ["nccl"]
+        assert {each["transport"] for each in replica["edges"]} == {"nccl"}
         assert told["collective"] == "one is updated by a collective: the trainer publishes for it alone"
         return told
 

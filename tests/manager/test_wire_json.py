@@ -16,6 +16,7 @@ from ckpt_engine import CkptEngineError
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.client import AsyncClient
 from ckpt_engine.core.version import Version
+from ckpt_engine.manager import update_records
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
 from tests.timeline.past_updates import write_past_updates
@@ -110,6 +111,20 @@ async def test_of_several_updates_to_a_version_the_newest_is_meant_and_says_its_
         assert (await client.find_update(2)).epoch == 3, "only one lineage has it"
         running = await client.find_update(3, lineage="run-a")
         assert (running.epoch, running.HasField("report")) == (4, False)
+
+
+async def test_large_reports_come_in_more_pages(past: ManagerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_records, "PAGE_BYTES", 300)
+    epochs, pages = list[int](), 0
+    async with httpx.AsyncClient(base_url=f"http://{past.http_address}", trust_env=False) as client:
+        asked: dict[str, str] = {}
+        while pages == 0 or "before" in asked:
+            answer = (await client.get("/v1/updates", params=asked)).json()
+            epochs += [int(each["epoch"]) for each in answer["updates"]]
+            pages += 1
+            asked = {"before": answer["next_before"]} if "next_before" in answer else {}
+    assert epochs == [9, 4, 3, 2, 1]
+    assert pages > 1
 
 
 @pytest.mark.parametrize(
