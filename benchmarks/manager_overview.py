@@ -142,7 +142,7 @@ class Cluster:
 
     async def _run(self) -> None:
         ledger = await Ledger.open(self._config.ledger or Path())
-        await ledger.record_intent(82, Version.of(IDENTITY), meant=[""])
+        await ledger.record_intent(82, Version.of(IDENTITY), selection=[""])
         await ledger.close()
         async with ManagerServer(self._config) as server:
             shell = server._shell

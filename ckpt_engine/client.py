@@ -22,14 +22,14 @@ from google.protobuf.message import Message
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, open_channel
 from ckpt_engine.connection import checked_address
-from ckpt_engine.core.arguments import checked_count, checked_flag, checked_names, checked_version
+from ckpt_engine.core.arguments import checked_count, checked_epoch, checked_flag, checked_names, checked_version
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError, internal, precondition
 from ckpt_engine.options import Progress, RollbackOptions, UpdateOptions, options_message
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Answer = TypeVar("Answer")
 
@@ -37,17 +37,6 @@ POLL_SECONDS = 0.5
 """Between two looks of `wait_for_replicas`."""
 
 logger = logging.getLogger("ckpt_engine.client")
-
-
-@dataclass(frozen=True)
-class VersionStatus:
-    """A version that can be read somewhere, or that some replica serves."""
-
-    lineage: str
-    version: int
-    root: str  # hex
-    holders: tuple[str, ...]  # relays and other holders that are connected and hold it
-    replicas: tuple[str, ...]  # whose workers hold it
 
 
 @dataclass(frozen=True)
@@ -60,23 +49,24 @@ class Ask(Generic[Answer]):
     read: Callable[[Any], Answer]
 
 
-def held_versions(status: manager_pb2.GetStatusResponse) -> list[VersionStatus]:
+def held_versions(status: manager_pb2.GetStatusResponse) -> list[manager_pb2.VersionStatus]:
     """The versions that connected holders hold or replicas serve, by lineage, the newest first."""
-    found: dict[tuple[str, int, bytes], tuple[list[str], list[str]]] = {}
+    found: dict[tuple[str, int, bytes], manager_pb2.VersionStatus] = {}
+
+    def place(identity: weights_pb2.Identity) -> manager_pb2.VersionStatus:
+        key = (identity.lineage, -identity.version, identity.root)
+        return found.setdefault(key, manager_pb2.VersionStatus(identity=identity))
+
     for holder in status.holders:
         for held in holder.held if holder.connected else ():
-            places = found.setdefault((held.lineage, held.version, held.root), ([], []))
-            places[0].append(f"{holder.kind} {holder.name}")
+            place(held).holders.append(f"{holder.kind} {holder.name}")
     for replica in status.replicas:
         if replica.HasField("identity"):
-            held = replica.identity
-            found.setdefault((held.lineage, held.version, held.root), ([], []))[1].append(replica.name)
-    return [
-        VersionStatus(lineage, version, root.hex(), tuple(sorted(holders)), tuple(sorted(replicas)))
-        for (lineage, version, root), (holders, replicas) in sorted(
-            found.items(), key=lambda each: (each[0][0], -each[0][1])
-        )
-    ]
+            place(replica.identity).replicas.append(replica.name)
+    for each in found.values():
+        each.holders.sort()
+        each.replicas.sort()
+    return [found[key] for key in sorted(found)]
 
 
 class _Asks:
@@ -126,6 +116,21 @@ class _Asks:
         check_seconds("a timeout", seconds)
         request = manager_pb2.WaitForUpdateRequest(lineage=lineage, version=version, timeout_seconds=seconds)
         return Ask("WaitForUpdate", request, seconds + self.limits.call_grace, UpdateReport)
+
+    def update(self, version: int | None, lineage: str, epoch: int | None) -> Ask[manager_pb2.UpdateRecord]:
+        if version is not None:
+            checked_version(version)
+        if epoch is not None:
+            checked_epoch(epoch)
+        request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage, version=version)
+        return Ask("GetUpdate", request, self.limits.status, _as_it_is)
+
+    def updates(self, limit: int, before: int | None) -> Ask[list[manager_pb2.UpdateRecord]]:
+        checked_count("limit", limit, "updates")
+        if before is not None:
+            checked_epoch(before)
+        request = manager_pb2.ListUpdatesRequest(before=before, limit=limit)
+        return Ask("ListUpdates", request, self.limits.status, lambda answer: list(answer.updates))
 
     def sleep(
         self, level: int, replicas: Sequence[str], pool: str, timeout: float | None
@@ -236,9 +241,9 @@ class Client:
         is the pool without a name; none: all."""
         return [each for each in self.status().replicas if pool in (None, each.pool)]
 
-    def versions(self, lineage: str | None = None) -> list[VersionStatus]:
+    def versions(self, lineage: str | None = None) -> list[manager_pb2.VersionStatus]:
         """What can be gone back to or read, and what replicas hold, the newest first. lineage: one run's; none: all."""
-        return [each for each in held_versions(self.status()) if lineage in (None, each.lineage)]
+        return [each for each in held_versions(self.status()) if lineage in (None, each.identity.lineage)]
 
     def watch(self, watcher: str = "") -> Iterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """All replicas by name, now and whenever one changes, for ever: the state, version and URL of each, as gateways
@@ -329,6 +334,21 @@ class Client:
         """The report of the lineage's last update to a version, once that has ended. As `Trainer.wait`, but a manager
         that is away is UNAVAILABLE."""
         return self._answer(self._asks.wait(lineage, version, timeout))
+
+    def find_update(
+        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+    ) -> manager_pb2.UpdateRecord:
+        """The newest update to a version, or the one of an epoch, as the manager's ledger keeps it: what it brought,
+        its `epoch`, and its `report` unless it runs. lineage: with a version; empty: the only one that has it.
+
+        Raises NOT_FOUND, which says what is kept; INVALID_ARGUMENT if several lineages have that version.
+        """
+        return self._answer(self._asks.update(version, lineage, epoch))
+
+    def updates(self, limit: int = 50, *, before: int | None = None) -> list[manager_pb2.UpdateRecord]:
+        """The last updates, newest first, at most 200; fewer if their reports are large. before: only epochs below this
+        one."""
+        return self._answer(self._asks.updates(limit, before))
 
     # -- replicas
 
@@ -437,9 +457,9 @@ class AsyncClient:
         """As `Client.replicas`."""
         return [each for each in (await self.status()).replicas if pool in (None, each.pool)]
 
-    async def versions(self, lineage: str | None = None) -> list[VersionStatus]:
+    async def versions(self, lineage: str | None = None) -> list[manager_pb2.VersionStatus]:
         """As `Client.versions`."""
-        return [each for each in held_versions(await self.status()) if lineage in (None, each.lineage)]
+        return [each for each in held_versions(await self.status()) if lineage in (None, each.identity.lineage)]
 
     async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """As `Client.watch`."""
@@ -495,6 +515,16 @@ class AsyncClient:
     async def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:  # noqa: ASYNC109
         """As `Client.wait`."""
         return await self._answer(self._asks.wait(lineage, version, timeout))
+
+    async def find_update(
+        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+    ) -> manager_pb2.UpdateRecord:
+        """As `Client.find_update`."""
+        return await self._answer(self._asks.update(version, lineage, epoch))
+
+    async def updates(self, limit: int = 50, *, before: int | None = None) -> list[manager_pb2.UpdateRecord]:
+        """As `Client.updates`."""
+        return await self._answer(self._asks.updates(limit, before))
 
     async def sleep(
         self,

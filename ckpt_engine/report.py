@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
@@ -138,25 +139,6 @@ class ReplicaReport:
         found = [TransportUse(name, reason, sum(sizes), len(sizes)) for (name, reason), sizes in uses.items()]
         return tuple(sorted(found, key=lambda use: -use.bytes))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary for JSON."""
-        return {
-            "name": self.name,
-            "outcome": self.outcome,
-            "problem": self.problem,
-            "operator_hold": self.operator_hold,
-            "cannot_load": self.cannot_load,
-            "label_problem": self.label_problem,
-            "verified": self.verified,
-            "bytes": self.bytes,
-            "pause_seconds": self.pause_seconds,
-            "sync_seconds": self.sync_seconds,
-            "transfer_seconds": self.transfer_seconds,
-            "gigabytes_per_second": self.gigabytes_per_second,
-            "stages": self.stages,
-            "transports": [vars(use) for use in self.transports],
-        }
-
 
 @dataclass(frozen=True)
 class RelayReport:
@@ -208,20 +190,6 @@ class RelayReport:
     def problem(self) -> str:
         """Why it does not hold the version, as it says itself; empty if it does."""
         return self.message.filled.problem.message if self.message.HasField("filled") else "it did not answer"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary for JSON."""
-        return {
-            "name": self.name,
-            "replicas": list(self.replicas),
-            "relays": list(self.relays),
-            "upstream": list(self.upstream),
-            "stage": self.stage,
-            "bytes": self.bytes,
-            "bytes_from": self.bytes_from,
-            "seconds": self.seconds,
-            "problem": self.problem,
-        }
 
     def __str__(self) -> str:
         held = self.problem or f"{human_bytes(self.bytes)} in {self.seconds:.2f} s"
@@ -331,29 +299,8 @@ class UpdateReport:
         return self.message.collective
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary for JSON."""
-        return {
-            "ok": self.ok,
-            "held": self.held,
-            "dry_run": self.dry_run,
-            "verified": self.verified,
-            "lineage": self.lineage,
-            "version": self.version,
-            "root": self.root,
-            "epoch": self.epoch,
-            "seconds": self.seconds,
-            "bytes": self.bytes,
-            "tensors": self.message.tensors,
-            "source_copies": self.message.source_copies,
-            "warnings": list(self.warnings),
-            "not_finite": list(self.not_finite),
-            "copied": [vars(copied) for copied in self.copied],
-            "stages": self.stages,
-            "replicas": [replica.to_dict() for replica in self.replicas],
-            "prefetch": self.prefetch,
-            "relays": [relay.to_dict() for relay in self.relays],
-            "collective": self.collective,
-        }
+        """The message as a dictionary for JSON, as `--json` and HTTP have it (docs/protocol.md, "JSON")."""
+        return as_dict(self.message)
 
     def _foreseen(self) -> str:
         """What a dry run found out."""

@@ -157,10 +157,12 @@ def measure(path: Path, replicas: int, engine: str, rounds: int) -> dict[str, An
             clock.points.clear()
             trainer.say(str(seed))
             told = trainer.hear(SECONDS + 30)
-            used = {each["transport"] for replica in told["replicas"] for each in replica["transports"]}
+            used = {each["transport"] for replica in told["replicas"] for each in replica["edges"]}
             assert told["ok"], f"{told}\n{[each.tail() for each in cluster.replicas]}"
             assert used == {"nccl"}, told
-            moved.append(max(replica["transfer_seconds"] for replica in told["replicas"]))
+            moved.append(
+                max(worker["transfer_seconds"] for replica in told["replicas"] for worker in replica["workers"])
+            )
             series.add(
                 call=told["seconds"],
                 pause=max(replica["pause_seconds"] for replica in told["replicas"]),
@@ -173,7 +175,7 @@ def measure(path: Path, replicas: int, engine: str, rounds: int) -> dict[str, An
             "members": replicas + 1,
             "engine": engine,
             "device": torch.cuda.get_device_name(0) if GPU else "cpu",
-            "bytes": told["replicas"][0]["bytes"],
+            "bytes": int(told["replicas"][0]["bytes"]),
             "medians": series.last(rounds),
             "first": series.first(),
             "transfer_of_each_round": moved,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
+from ckpt_engine.core.message_json import as_json_array
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
@@ -20,14 +20,11 @@ def list_replicas(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
     """Show each replica: what it serves and is to serve, and why these differ."""
-    from ckpt_engine.commands.status import (  # takes a while, for which no other command waits
-        replica_dicts,
-        show_replicas,
-    )
+    from ckpt_engine.commands.status import show_replicas  # takes a while, for which no other command waits
 
     found = ask_manager(manager, lambda client: client.replicas(pool), "its status")
     if json_output:
-        typer.echo(json.dumps(replica_dicts(found), indent=2))
+        typer.echo(as_json_array(found))
     else:
         show_replicas(found)
 

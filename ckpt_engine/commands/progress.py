@@ -17,6 +17,7 @@ from rich.progress import (
 )
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2
@@ -88,7 +89,7 @@ def shown(quiet: bool) -> Shown:
 def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
     """Says why there is no report; to be raised."""
     if json_output:
-        typer.echo(json.dumps({"ok": False, "code": error.code, "problem": error.problem.message}))
+        typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
     else:
         typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
     return typer.Exit(1)

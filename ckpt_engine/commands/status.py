@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -20,6 +19,7 @@ from ckpt_engine.client import AsyncClient
 from ckpt_engine.commands.asking import Manager, failed, refusal_of
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
@@ -58,10 +58,10 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
     async with AsyncClient(manager) as client:
         first = await client.status()
         if json_output:
-            typer.echo(json.dumps(as_dict(first), indent=None if watch else 2))
+            typer.echo(as_json(first, None if watch else 2))
             while watch:
                 await asyncio.sleep(WATCH_SECONDS)
-                typer.echo(json.dumps(as_dict(await client.status())))
+                typer.echo(as_json(await client.status()))
         elif not watch:
             _console().print(as_tables(manager, first, _console().width >= WIDE))
         else:
@@ -101,42 +101,6 @@ def _plain(tables: RenderableType) -> str:
     text = io.StringIO()
     Console(file=text, width=PLAIN_WIDTH).print(tables)
     return text.getvalue()
-
-
-def as_dict(answer: manager_pb2.GetStatusResponse) -> dict[str, Any]:
-    """The status for JSON. Replicas look as they do on the manager's HTTP side."""
-    from ckpt_engine.manager.relay_views import Holder
-    from ckpt_engine.manager.views import Gpu, Identity
-
-    return {
-        "cluster": answer.fence.cluster,
-        "epoch": answer.fence.epoch,
-        "phase": answer.phase,
-        "latest": Identity.of(answer.latest).model_dump() if answer.HasField("latest") else None,
-        "software_version": answer.software_version,
-        "warnings": list(answer.warnings),
-        "trainers": [
-            {
-                "lineage": trainer.lineage,
-                "rank": trainer.rank,
-                "world_size": trainer.world_size,
-                "connected": trainer.connected,
-                "published": trainer.published,
-                "description": trainer.description,
-                "gpus": [Gpu.of(gpu).model_dump() for gpu in trainer.gpus],
-            }
-            for trainer in answer.trainers
-        ],
-        "replicas": replica_dicts(answer.replicas),
-        "holders": [Holder.of(holder).model_dump(mode="json") for holder in answer.holders],
-    }
-
-
-def replica_dicts(replicas: Iterable[manager_pb2.ReplicaStatus]) -> list[dict[str, Any]]:
-    """The same of replicas alone."""
-    from ckpt_engine.manager.views import Replica
-
-    return [Replica.of(replica).model_dump(mode="json") for replica in replicas]
 
 
 def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = True) -> Group:

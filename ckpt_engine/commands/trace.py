@@ -29,8 +29,12 @@ ODD_SHOWN = 5
 
 
 def trace(
-    version: Annotated[int, typer.Argument(min=0, help="The version that the update brought, by its number.")],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="What to write; - is standard output.")],
+    version: Annotated[
+        int | None,
+        typer.Argument(min=0, help="The version that the update brought; of several updates to it the newest."),
+    ] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="The update by its epoch, instead of a version.")] = None,
     manager: Manager = MANAGER,
     lineage: Annotated[str, typer.Option(help="Of which run. Default: the only one that has this version.")] = "",
     rates: Annotated[
@@ -52,10 +56,12 @@ def trace(
 
     Exits with 1 and says why if there is no such update, or FILE cannot be written.
     """
+    if (version is None) == (epoch is None):
+        raise typer.BadParameter("name the update by its version, or by its epoch with --epoch: one of the two")
     known = _rates(rates)
     _check(output, force)
     try:
-        report, places = asyncio.run(report_of(manager, version, lineage, wait))
+        report, places = asyncio.run(report_of(manager, version, lineage, wait, epoch))
     except CkptEngineError as error:
         raise failed(manager, error) from error
     except KeyboardInterrupt:

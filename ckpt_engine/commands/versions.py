@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -12,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.client import VersionStatus
 from ckpt_engine.commands.asking import Manager, ask_manager
 from ckpt_engine.commands.lines import Text
+from ckpt_engine.core.message_json import as_json_array
+from ckpt_engine.v1 import manager_pb2
 
 
 def list_versions(
@@ -28,17 +27,18 @@ def list_versions(
     """
     found = ask_manager(manager, lambda client: client.versions(lineage), "its status")
     if json_output:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+        typer.echo(as_json_array(found))
     else:
         Console().print(table(found))
 
 
-def table(versions: Sequence[VersionStatus]) -> Table:
+def table(versions: Sequence[manager_pb2.VersionStatus]) -> Table:
     """One row a version."""
     shown = Table("lineage", "version", "root", "held by", "in replicas", box=None)
     for each in versions:
         held, inside = ", ".join(each.holders), ", ".join(each.replicas)
-        shown.add_row(Text(each.lineage), str(each.version), each.root[:12], Text(held or "-"), Text(inside or "-"))
+        name, root = each.identity, each.identity.root.hex()
+        shown.add_row(Text(name.lineage), str(name.version), root[:12], Text(held or "-"), Text(inside or "-"))
     if not versions:
         shown.add_row(Text("none", style="dim"), "", "", "", "")
     return shown

@@ -14,6 +14,7 @@ from ckpt_engine.core.problems import invalid
 Choice = TypeVar("Choice")
 
 MOST_VERSION = 1 << 63
+MOST_EPOCH = 1 << 64
 MOST_COUNT = 1 << 31
 
 
@@ -26,6 +27,12 @@ def checked_version(version: object) -> None:
     """Refuses what is no version: a version counts steps, from 0."""
     if not (isinstance(version, Integral) and whole(version) and 0 <= int(version) < MOST_VERSION):
         raise invalid(f"version {version!r} is not a count of steps: give a whole number from 0")
+
+
+def checked_epoch(epoch: object) -> None:
+    """Refuses what is no epoch, as reports have it."""
+    if not (isinstance(epoch, Integral) and whole(epoch) and 0 <= int(epoch) < MOST_EPOCH):
+        raise invalid(f"epoch {epoch!r} is not an epoch: give a whole number from 0, as reports say it")
 
 
 def checked_count(what: str, count: object, of: str) -> None:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt_engine.core.message_json import read_json
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.demo.hosts import HostsError, hosts
 from ckpt_engine.demo.recital import Recital, recite
 from ckpt_engine.demo.sites import Wire
 from ckpt_engine.demo.stage import DemoError, Settings, Stage
+from ckpt_engine.report import UpdateReport
+from ckpt_engine.v1 import manager_pb2
 
 LINE_SECONDS = 120.0
 """The longest that the trainer may say nothing: an update, or a training step on a crowded machine."""
@@ -24,10 +27,10 @@ LINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Act:
-    """One update and what the replicas said after it. report: UpdateReport.to_dict() of the trainer. wire: what went
-    through the hosts' interfaces meanwhile."""
+    """One update and what the replicas said after it. report: the trainer's. wire: what went through the hosts'
+    interfaces meanwhile."""
 
-    report: dict[str, Any]
+    report: UpdateReport
     loss: float
     """Before the last optimizer step, nats a byte; NaN if there was none yet."""
     recitals: list[Recital]
@@ -36,8 +39,8 @@ class Act:
     @property
     def verified(self) -> bool:
         """The update was whole and verified, and each replica answered with its version."""
-        served = all(recital.version == self.report["version"] for recital in self.recitals)
-        return bool(self.report["ok"] and self.report["verified"]) and served
+        served = all(recital.version == self.report.version for recital in self.recitals)
+        return self.report.ok and self.report.verified and served
 
     @property
     def matches(self) -> bool:
@@ -74,7 +77,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as a dictionary for JSON."""
-        replicas = [replica for act in self.acts for replica in act.report["replicas"]]
+        replicas = [replica for act in self.acts for replica in act.report.replicas]
         return {
             "ok": self.ok,
             "updates": len(self.acts),
@@ -87,14 +90,14 @@ class Outcome:
             "verified": self.verified,
             "final_text_matches": self.final_text_matches,
             "problem": self.problem,
-            "bytes": self.acts[-1].report["bytes"] if self.acts else 0,
+            "bytes": self.acts[-1].report.bytes if self.acts else 0,
             "timings": {
                 "start_seconds": round(self.start_seconds, 3),
                 "play_seconds": round(self.play_seconds, 3),
                 "stop_seconds": round(self.stop_seconds, 3),
-                "update_seconds": [round(act.report["seconds"], 4) for act in self.acts],
-                "sync_seconds_worst": round(max((r["sync_seconds"] for r in replicas), default=0.0), 4),
-                "pause_seconds_worst": round(max((r["pause_seconds"] for r in replicas), default=0.0), 4),
+                "update_seconds": [round(act.report.seconds, 4) for act in self.acts],
+                "sync_seconds_worst": round(max((r.sync_seconds for r in replicas), default=0.0), 4),
+                "pause_seconds_worst": round(max((r.pause_seconds for r in replicas), default=0.0), 4),
             },
         }
 
@@ -174,11 +177,14 @@ async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) 
                 raise DemoError(f"the update was not made: {line['problem']}")
             loss = line["loss"]
             show.state(f"training: step {line['step']}, loss {loss:.3f}")
-        if not line["report"]["ok"]:
+        message = manager_pb2.UpdateReport()
+        read_json(line["report"].encode(), message)
+        report = UpdateReport(message)
+        if not report.ok:
             raise DemoError(f"the update is not whole:\n{line['table']}")
         wire = Wire.now(stage.sites).since(before)
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
-        act = Act(line["report"], loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
+        act = Act(report, loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)
         show.act(act)
         outcome.play_seconds = time.monotonic() - began

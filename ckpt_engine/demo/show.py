@@ -73,12 +73,12 @@ class ConsoleShow:
     def act(self, act: Act) -> None:
         report = act.report
         trained = "untrained" if math.isnan(act.loss) else f"loss {act.loss:.3f}"
-        pause = max(replica["pause_seconds"] for replica in report["replicas"])
+        pause = max(replica.pause_seconds for replica in report.replicas)
         self._console.print(
             Text.assemble(
-                (f"version {report['version']}", "bold"),
-                f"  {trained}; {human_bytes(report['bytes'])} to {len(report['replicas'])} replicas in "
-                f"{report['seconds']:.2f} s, paused for {pause:.3f} s, ",
+                (f"version {report.version}", "bold"),
+                f"  {trained}; {human_bytes(report.bytes)} to {len(report.replicas)} replicas in "
+                f"{report.seconds:.2f} s, paused for {pause:.3f} s, ",
                 ("verified", "green") if act.verified else ("NOT VERIFIED", "bold red"),
             )
         )
@@ -111,7 +111,7 @@ class ConsoleShow:
 
 
 def _on_the_wire(act: Act) -> str:
-    model = act.report["bytes"] // len(act.report["replicas"])
+    model = act.report.bytes // len(act.report.replicas)
     counts = (
         f"{name} sent {human_bytes(sent)}, received {human_bytes(received)}"
         for name, (sent, received) in act.wire.counts.items()
@@ -137,17 +137,17 @@ def _table(outcome: Outcome) -> Table:
     table = Table(*titles, box=None, pad_edge=False)
     for act in outcome.acts:
         recited = {recital.replica: recital.matching for recital in act.recitals}
-        for number, replica in enumerate(act.report["replicas"]):
+        for number, replica in enumerate(act.report.replicas):
             table.add_row(
-                str(act.report["version"]) if number == 0 else "",
+                str(act.report.version) if number == 0 else "",
                 ("-" if math.isnan(act.loss) else f"{act.loss:.3f}") if number == 0 else "",
-                replica["name"],
-                human_bytes(replica["bytes"]),
-                f"{replica['sync_seconds']:.3f} s",
-                f"{replica['pause_seconds']:.3f} s",
-                f"{replica['gigabytes_per_second']:.2f}",
-                ", ".join(dict.fromkeys(use["transport"] for use in replica["transports"])),
-                Text("yes", style="green") if replica["verified"] else Text("NO", style="bold red"),
-                f"{recited.get(replica['name'], 0)} of {task.CONTINUATION_BYTES}",
+                replica.name,
+                human_bytes(replica.bytes),
+                f"{replica.sync_seconds:.3f} s",
+                f"{replica.pause_seconds:.3f} s",
+                f"{replica.gigabytes_per_second:.2f}",
+                ", ".join(dict.fromkeys(use.transport for use in replica.transports)),
+                Text("yes", style="green") if replica.verified else Text("NO", style="bold red"),
+                f"{recited.get(replica.name, 0)} of {task.CONTINUATION_BYTES}",
             )
     return table

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine.core.message_json import as_json
 from ckpt_engine.demo import task
 from ckpt_engine.demo.stage import LINE_MARK, TURNS
 
@@ -101,7 +102,7 @@ def train(
             except CkptEngineError as error:
                 tell(problem=str(error))
                 sys.exit(f"rank {rank}: {error}")
-            tell(report=report.to_dict(), table=str(report))
+            tell(report=as_json(report.message), table=str(report))
             if not report.ok:
                 sys.exit(1)
         tell.wait_for_turn()

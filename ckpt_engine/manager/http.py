@@ -16,20 +16,24 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from ckpt_engine.client import held_versions
 from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
-from ckpt_engine.manager import page_views, update_views, views
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.http_access import CALLER, PROBLEM_TYPE
+from ckpt_engine.manager.http_messages import add_schemas, answer, describes
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, add_operations
 from ckpt_engine.manager.http_page import add_docs, add_page
-from ckpt_engine.manager.http_trace import add_traces
+from ckpt_engine.manager.http_trace import Epoch, Lineage, Version, add_traces
 from ckpt_engine.manager.http_updates import add_updates
 from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import Metrics
 from ckpt_engine.manager.publishers import Publishers
-from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.manager.update_records import MOST, PAGE, found, message, page, refusal_message
+from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
+
+Limit = Annotated[int, Query(ge=1, le=MOST)]
 
 TAGS = [
     {"name": "look", "description": "What is there, and what happened. Everybody with a grant may."},
@@ -41,8 +45,10 @@ TAGS = [
 ABOUT = (
     "What the manager of ckpt-engine shows and does over HTTP. The page at [/](/) shows the same to people. Where the "
     "manager asks for tokens, send `Authorization: Bearer TOKEN` with everything but `/healthz`. Errors are problem "
-    "documents (RFC 9457): `detail` says what is wrong and what to do, `code` is the gRPC status. What changes "
-    "something wants `content-type: application/json`, and is refused to pages of other sites."
+    "documents (RFC 9457): `detail` says what is wrong and what to do, `code` is the gRPC status. All else is the "
+    "protobuf JSON of the messages in `proto/ckpt_engine/v1`: 64-bit integers are strings, bytes are base64, and "
+    "messages that are not set are left out. What changes something wants `content-type: application/json`, and is "
+    "refused to pages of other sites."
 )
 
 
@@ -72,6 +78,7 @@ def build_app(manager: Shown) -> FastAPI:
         redoc_url=None,
     )
     _answer_errors(app)
+    add_schemas(app)
     add_page(app)
     add_docs(app)
     _add_looks(app, manager)
@@ -94,25 +101,38 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         tags=["watch"],
         summary="The manager answers",
         description="Needs no token. `degraded`: it works, and an operator should read the warnings.",
+        **describes(manager_pb2.Health),
     )
-    async def healthz() -> views.Health:
+    async def healthz() -> Response:
         status = manager.status(replicas=False)
-        return views.Health(
+        health = manager_pb2.Health(
             status="degraded" if status.warnings else "ok",
             cluster=status.fence.cluster,
             phase=status.phase,
             software_version=status.software_version,
-            warnings=list(status.warnings),
+            warnings=status.warnings,
         )
+        return await answer(health)
+
+    @app.get(
+        "/v1/status",
+        tags=["look"],
+        summary="All members, what each replica serves and is to serve, and what goes on",
+        description="As the call `GetStatus`, and `ckpt-engine status --json`.",
+        **describes(manager_pb2.GetStatusResponse),
+    )
+    async def status() -> Response:
+        return await answer(manager.status())
 
     overviews = Overviews(manager)
 
     @app.get(
         "/v1/overview",
         tags=["look"],
-        response_model=page_views.Overview,
-        summary="Everything that is there, in a line each",
-        description="What goes on and who is waited for, runs, relays and replicas. The page asks for it each second.",
+        summary="For the page: everything that is there, in a line each",
+        description="What goes on and who is waited for, runs, relays and replicas. The page asks for it each second. "
+        "It changes with the page: programs read `/v1/status`.",
+        **describes(page_pb2.PageOverview),
     )
     async def overview(request: Request) -> Response:
         return Response(overviews.told(request.scope[CALLER]), media_type="application/json")
@@ -124,19 +144,32 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
     @app.get(
         "/v1/replicas",
         tags=["look"],
-        response_model=views.ReplicaList,
         summary="All replicas",
         description="With their workers, GPUs and last outcomes: large, where there are many.",
+        **describes(manager_pb2.ListReplicasResponse),
     )
     async def replicas() -> Response:
-        return Response(lists.told(), media_type="application/json")
+        return Response(await lists.told(), media_type="application/json")
 
-    @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica")
-    async def replica(name: str) -> views.Replica:
+    @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica", **describes(manager_pb2.ReplicaStatus))
+    async def replica(name: str) -> Response:
         known = {replica.name: replica for replica in manager.status().replicas}
         if name not in known:
             raise not_found(f"no replica is called {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
-        return views.Replica.of(known[name])
+        return await answer(known[name])
+
+    @app.get(
+        "/v1/versions",
+        tags=["look"],
+        summary="Versions that can be read or gone back to, and what replicas hold, the newest first",
+        description="As `ckpt-engine version list`.",
+        **describes(manager_pb2.ListVersionsResponse),
+    )
+    async def versions(
+        lineage: Annotated[str | None, Query(description="of one run; none: of all")] = None,
+    ) -> Response:
+        held = [each for each in held_versions(manager.status()) if lineage in (None, each.identity.lineage)]
+        return await answer(manager_pb2.ListVersionsResponse(versions=held))
 
 
 def _add_history(app: FastAPI, manager: Shown) -> None:
@@ -145,14 +178,15 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
     @app.get(
         "/v1/history",
         tags=["look"],
-        summary="Updates and refusals in a line each, newest first",
-        description="Stages, outcomes counted, and percentiles of the pauses, without edges and workers.",
+        summary="For the page: updates and refusals in a line each, newest first",
+        description="Stages, outcomes counted, and percentiles of the pauses, without edges and workers. It changes "
+        "with the page: programs read `/v1/updates`.",
+        **describes(page_pb2.PageHistory),
     )
-    async def history(limit: Annotated[int, Query(ge=1, le=200)] = 50) -> page_views.History:
-        return page_views.History(
-            updates=await lines.newest(limit),
-            refused=[update_views.Refused.of(refusal) for refusal in manager.refusals.newest_first(limit)],
-        )
+    async def history(limit: Limit = PAGE) -> Response:
+        newest = await lines.newest(limit)
+        refused = [refusal_message(each) for each in manager.refusals.newest_first(limit)]
+        return await answer(page_pb2.PageHistory(updates=newest, refused=refused))
 
     @app.get(
         "/v1/updates",
@@ -160,35 +194,40 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
         summary="The history of updates, newest first",
         description="Whole reports, a page at a time. The first page also has the updates that were refused since the "
         "manager started.",
+        **describes(manager_pb2.ListUpdatesResponse),
     )
     async def updates(
-        before: Annotated[int | None, Query(ge=0, le=1 << 62, description="only epochs below this one")] = None,
-        limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    ) -> update_views.UpdatePage:
-        records = await manager.ledger.history(before, limit + 1)
-        shown = [update_views.Update.of(record) for record in records[:limit]]
-        refused = [] if before is not None else manager.refusals.newest_first(limit)
-        return update_views.UpdatePage(
-            updates=shown,
-            next_before=shown[-1].epoch if len(records) > limit else None,
-            refused=[update_views.Refused.of(refusal) for refusal in refused],
-        )
+        before: Annotated[int | None, Query(ge=0, lt=1 << 64, description="only epochs below this one")] = None,
+        limit: Limit = PAGE,
+    ) -> Response:
+        request = manager_pb2.ListUpdatesRequest(before=before, limit=limit)
+        return await answer(await page(manager.ledger, manager.refusals, request))
 
     @app.get(
         "/v1/updates/{epoch}",
         tags=["look"],
-        summary="One update",
-        description="Per replica its outcome, stages, pause, workers and edges: which bytes came whence, how and why.",
+        summary="One update, by its epoch",
+        description="Per replica its outcome, stages, pause, workers and edges: which bytes came whence, how and why. "
+        "404 names the updates that are kept last.",
+        **describes(manager_pb2.UpdateRecord),
     )
-    async def update(epoch: int) -> update_views.Update:
-        record = await manager.ledger.record(epoch) if 0 <= epoch < 1 << 62 else None
-        if record is None:
-            raise not_found(f"no update with epoch {epoch} reached the point of installing")
-        return update_views.Update.of(record)
+    async def update(epoch: Epoch) -> Response:
+        return await answer(message(await found(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch))))
+
+    @app.get(
+        "/v1/versions/{version}/update",
+        tags=["look"],
+        summary="The newest update to a version",
+        description="The same as by its epoch, which it says. 404 names the versions that are kept last.",
+        **describes(manager_pb2.UpdateRecord),
+    )
+    async def update_to(version: Version, lineage: Lineage = "") -> Response:
+        request = manager_pb2.GetUpdateRequest(lineage=lineage, version=version)
+        return await answer(message(await found(manager.ledger, request)))
 
 
 def _answer_errors(app: FastAPI) -> None:
-    def answer(problem: weights_pb2.Problem, status: int | None = None) -> JSONResponse:
+    def refusal(problem: weights_pb2.Problem, status: int | None = None) -> JSONResponse:
         document = problem_document(problem)
         if status is not None:
             document["status"] = status
@@ -196,14 +235,14 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(CkptEngineError)
     async def known(request: Request, error: CkptEngineError) -> JSONResponse:
-        return answer(error.problem)
+        return refusal(error.problem)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         words = "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
-        return answer(invalid(words).problem, 422)
+        return refusal(invalid(words).problem, 422)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
         make = not_found if error.status_code == 404 else invalid
-        return answer(make(f"{request.method} {request.url.path}: {error.detail}").problem, error.status_code)
+        return refusal(make(f"{request.method} {request.url.path}: {error.detail}").problem, error.status_code)

@@ -1,4 +1,5 @@
-"""What an operator does about one replica, over HTTP: the calls to retry, hold, release and evict it in words."""
+"""What an operator does about one replica, over HTTP: the calls to retry, hold, release and evict it. The body is the
+call's request without the name, which the path has."""
 
 from __future__ import annotations
 
@@ -6,13 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, Request, Response
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.machines.manager.operators import REASON_CHARACTERS
-from ckpt_engine.manager.http_access import CALLER, says_json
-from ckpt_engine.manager.views import OperatorHold
+from ckpt_engine.manager.http_access import CALLER
+from ckpt_engine.manager.http_messages import answer, body, describes
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2
 
@@ -32,55 +31,19 @@ OperatorResponse: TypeAlias = (
 )
 
 
-class Nothing(BaseModel):
-    """An empty object: a body in JSON is what a page of another site cannot send unasked."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Eviction(BaseModel):
-    """Why a replica is taken out."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    reason: str = Field("", max_length=REASON_CHARACTERS, description="for the log of its agent")
-
-
-class HoldAsked(BaseModel):
-    """Why a replica is held."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    reason: str = Field("", max_length=REASON_CHARACTERS, description="for people; empty: that of an earlier hold")
-
-
-class Retried(BaseModel):
-    """A replica is brought up."""
-
-    message: str = Field(description="what happens now, for people")
-
-
-class Released(BaseModel):
-    """A replica is not held any more."""
-
-    message: str = Field(description="what happens now, for people")
-
-
-class Evicted(BaseModel):
-    """A replica was taken out."""
-
-    was_connected: bool = Field(description="false: its agent was not connected, so its engine stays as it is")
-
-
 def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[OperatorResponse]]) -> None:
     """Adds the routes. operate: raises CkptEngineError."""
 
-    def check(request: Request, name: str, what: str) -> None:
-        if not says_json(request.headers):
-            raise invalid("send the body as application/json")
+    async def operated(request: Request, name: str, kind: type[OperatorRequest]) -> Response:
+        message = await body(request, kind)
+        if message.name not in ("", name):
+            raise invalid(f"the path is of replica {name!r} and the body names {message.name!r}: leave name out")
+        message.name = name
         caller: Caller = request.scope[CALLER]
         caller.require_any("operator")
+        what = message.DESCRIPTOR.name.removesuffix("ReplicaRequest").lower()
         log.info("%s over HTTP replica=%r caller=%r", what, name, caller.who)
+        return await answer(await operate(message))
 
     @app.post(
         "/v1/replicas/{name:path}/retry",
@@ -88,12 +51,10 @@ def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[
         summary="Bring a quarantined replica to the latest version now",
         description="Attempts that failed are forgotten. Wants the grant `operator`. 409 and why, if it cannot work: "
         "it sleeps, its agent is away, or no source of that version stays sealed. As `ckpt-engine replica retry`.",
+        **describes(manager_pb2.RetryReplicaResponse, manager_pb2.RetryReplicaRequest),
     )
-    async def retry(name: str, body: Nothing, request: Request) -> Retried:
-        check(request, name, "retry")
-        response = await operate(manager_pb2.RetryReplicaRequest(name=name))
-        assert isinstance(response, manager_pb2.RetryReplicaResponse)
-        return Retried(message=response.message)
+    async def retry(name: str, request: Request) -> Response:
+        return await operated(request, name, manager_pb2.RetryReplicaRequest)
 
     @app.post(
         "/v1/replicas/{name:path}/hold",
@@ -102,24 +63,20 @@ def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[
         description="Nothing brings it to what it is to serve; updates and rollbacks leave it out, and are refused if "
         "they name it. It stays held when the manager is restarted. Wants the grant `operator`. As "
         "`ckpt-engine replica hold`.",
+        **describes(manager_pb2.HoldReplicaResponse, manager_pb2.HoldReplicaRequest),
     )
-    async def hold(name: str, body: HoldAsked, request: Request) -> OperatorHold:
-        check(request, name, "hold")
-        response = await operate(manager_pb2.HoldReplicaRequest(name=name, reason=body.reason))
-        assert isinstance(response, manager_pb2.HoldReplicaResponse)
-        return OperatorHold.of(response.hold)
+    async def hold(name: str, request: Request) -> Response:
+        return await operated(request, name, manager_pb2.HoldReplicaRequest)
 
     @app.post(
         "/v1/replicas/{name:path}/release",
         tags=["operate"],
         summary="Let a replica that was held be brought to what it is to serve again",
         description="Wants the grant `operator`. As `ckpt-engine replica release`.",
+        **describes(manager_pb2.ReleaseReplicaResponse, manager_pb2.ReleaseReplicaRequest),
     )
-    async def release(name: str, body: Nothing, request: Request) -> Released:
-        check(request, name, "release")
-        response = await operate(manager_pb2.ReleaseReplicaRequest(name=name))
-        assert isinstance(response, manager_pb2.ReleaseReplicaResponse)
-        return Released(message=response.message)
+    async def release(name: str, request: Request) -> Response:
+        return await operated(request, name, manager_pb2.ReleaseReplicaRequest)
 
     @app.post(
         "/v1/replicas/{name:path}/evict",
@@ -127,9 +84,7 @@ def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[
         summary="Take a replica out: its agent ends for good",
         description="With the agent ends an engine that it launched. The name is free then. Wants the grant "
         "`operator`. As `ckpt-engine replica evict`.",
+        **describes(manager_pb2.EvictReplicaResponse, manager_pb2.EvictReplicaRequest),
     )
-    async def evict(name: str, body: Eviction, request: Request) -> Evicted:
-        check(request, name, "evict")
-        response = await operate(manager_pb2.EvictReplicaRequest(name=name, reason=body.reason))
-        assert isinstance(response, manager_pb2.EvictReplicaResponse)
-        return Evicted(was_connected=response.was_connected)
+    async def evict(name: str, request: Request) -> Response:
+        return await operated(request, name, manager_pb2.EvictReplicaRequest)

@@ -1,22 +1,25 @@
-"""What the page asks for each second, kept so that many pages cost the manager hardly more than one."""
+"""What is asked for again and again, kept as JSON so that many pages cost the manager hardly more than one."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from google.protobuf.message import Message
+
+from ckpt_engine.core.message_json import as_dict, as_json
 from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.page_views import Asker, Everything, UpdateLine
+from ckpt_engine.manager.page_views import asker_of, overview_of, replicas_of, update_line
 from ckpt_engine.manager.refusals import Refusals
-from ckpt_engine.manager.views import Replica as ReplicaView
-from ckpt_engine.manager.views import ReplicaList
 from ckpt_engine.security.grants import Caller
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, page_pb2
 
 OVERVIEW_SECONDS = 0.5
 """How old an overview may be that somebody is told."""
@@ -48,6 +51,22 @@ class Seen(Protocol):
     def holds(self) -> Mapping[str, OperatorHold]: ...
 
 
+class Texts:
+    """The JSON of messages that are told again and again, made anew for those that differ from the last time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[bytes, str]] = {}
+
+    def of(self, messages: Iterable[tuple[str, Message]]) -> str:
+        """All of them as a JSON array; each has a name that stays."""
+        kept = {}
+        for name, message in messages:
+            wire, known = message.SerializeToString(), self._kept.get(name)
+            kept[name] = known if known is not None and known[0] == wire else (wire, as_json(message))
+        self._kept = kept
+        return f"[{','.join(text for _, text in kept.values())}]"
+
+
 class Overviews:
     """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
     manager's loop."""
@@ -55,53 +74,59 @@ class Overviews:
     def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
-        self._built = b""
+        self._holders, self._replicas = Texts(), Texts()
+        self._built = ""
         self._until = 0.0
         self._changes = 0
 
-    def told(self, caller: Caller) -> bytes:
-        """An `Overview`."""
+    def told(self, caller: Caller) -> str:
+        """A `PageOverview`."""
         now, manager = self._clock(), self._manager
         if not self._built or (now >= self._until and manager.changes != self._changes):
             self._changes = manager.changes
             self._until = now + OVERVIEW_SECONDS
-            status = manager.status(replicas=False)
-            found = Everything.of(
-                status,
-                manager.replicas(),
-                manager.watched(),
-                manager.drifts(),
-                manager.holds(),
-                manager.dialled,
-                manager.refusals.count,
-            )
-            self._built = found.model_dump_json().encode()
-        asker = Asker.of(caller).model_dump_json().encode()
-        return b'{"asker":%b,"now":%r,%b' % (asker, time.time(), self._built[1:])
+            self._built = self._everything()
+        return f'{{"asker":{as_json(asker_of(caller))},"now":{time.time()!r},{self._built}}}'
+
+    def _everything(self) -> str:
+        """All but who asks, without the braces around it."""
+        manager = self._manager
+        status, watched = manager.status(replicas=False), manager.watched()
+        replicas = replicas_of(manager.replicas(), watched, manager.drifts(), manager.holds())
+        lists = {
+            "holders": self._holders.of((f"{each.kind} {each.name}", each) for each in status.holders),
+            "replicas": self._replicas.of((each.watched.name, each) for each in replicas),
+        }
+        found = as_dict(overview_of(status, watched, manager.dialled, manager.refusals.count))
+        return ",".join(f'"{name}":{lists.get(name) or json.dumps(value)}' for name, value in found.items())
 
 
 class ReplicaLists:
     """The list of replicas as JSON, built once for as long as nothing changes; if the times of drifts go on, once for
-    all who ask within half a second. On the manager's loop."""
+    all who ask within half a second. On the manager's loop, but for the building."""
 
     def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
-        self._built = b""
+        self._building = asyncio.Lock()
+        self._texts = Texts()
+        self._built = ""
         self._until = 0.0
         self._changes = 0
         self._drifts = False
 
-    def told(self) -> bytes:
-        """A `ReplicaList`."""
-        now, manager = self._clock(), self._manager
-        if not self._built or manager.changes != self._changes or (self._drifts and now >= self._until):
-            self._changes = manager.changes
-            self._until = now + OVERVIEW_SECONDS
-            replicas = manager.status().replicas
-            self._drifts = any(replica.HasField("drift") for replica in replicas)
-            self._built = ReplicaList(replicas=[ReplicaView.of(each) for each in replicas]).model_dump_json().encode()
-        return self._built
+    async def told(self) -> str:
+        """A `ListReplicasResponse`."""
+        async with self._building:
+            now, manager = self._clock(), self._manager
+            if not self._built or manager.changes != self._changes or (self._drifts and now >= self._until):
+                self._changes = manager.changes
+                self._until = now + OVERVIEW_SECONDS
+                replicas = manager.status().replicas
+                self._drifts = any(replica.HasField("drift") for replica in replicas)
+                named = [(replica.name, replica) for replica in replicas]
+                self._built = f'{{"replicas":{await asyncio.to_thread(self._texts.of, named)}}}'
+            return self._built
 
 
 class Lines:
@@ -110,15 +135,15 @@ class Lines:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._kept: dict[int, UpdateLine] = {}
+        self._kept: dict[int, page_pb2.PageUpdate] = {}
         ledger.written = lambda epoch: self._kept.pop(epoch, None)
 
-    async def newest(self, limit: int) -> list[UpdateLine]:
+    async def newest(self, limit: int) -> list[page_pb2.PageUpdate]:
         """The last ones, newest first. Raises as `Ledger.history`."""
         known = dict(self._kept)
         lines = []
         for record in await self._ledger.history(None, limit, known):
-            line = known.get(record.epoch) or UpdateLine.of(record)
+            line = known.get(record.epoch) or update_line(record)
             if record.report is not None:
                 self._kept[record.epoch] = line
             lines.append(line)

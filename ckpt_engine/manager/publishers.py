@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from ckpt_engine.core.arguments import checked_version
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines, check_seconds
 from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
@@ -84,6 +85,8 @@ class Publishers:
                 "the files are: `ckpt-engine update --checkpoint DIR`"
             )
         check_line("a lineage's name", lineage, LINEAGE_BYTES)
+        if request.HasField("version"):
+            checked_version(request.version)
         publisher = self._publisher(lineage)
         said: Said = asyncio.Queue()
         running = asyncio.ensure_future(self._run(publisher, request, seconds, said))

@@ -234,11 +234,13 @@ class ManagerServer:
         self._publishers = publishers
         servicers = []
         if publishers.address:
-            own = ManagerServicer(self._shell, blobs, config.deadlines, Access(ServerSecurity()), publishers)
+            own = ManagerServicer(
+                self._shell, blobs, self.ledger, config.deadlines, Access(ServerSecurity()), publishers
+            )
             await self._start_own(own, publishers.address)
             servicers.append(own)
         self.http_address = await self._start_http() if config.http else ""
-        servicers.append(ManagerServicer(self._shell, blobs, config.deadlines, self._access, publishers))
+        servicers.append(ManagerServicer(self._shell, blobs, self.ledger, config.deadlines, self._access, publishers))
         self.address = await self._start_grpc(servicers)
         log.info(
             "manager started grpc=%s http=%s ledger=%s cluster=%s epoch=%d",

@@ -15,9 +15,11 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, invalid
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent
 from ckpt_engine.machines.wire import unpack
+from ckpt_engine.manager import update_records
 from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import BlobStore, chunks_of, receive
 from ckpt_engine.manager.errors import refuse, stopping
+from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.publishers import Publishers, lineage_of
 from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
@@ -39,9 +41,16 @@ class ManagerServicer(
     """Runs on the manager's event loop; each method is one call of one peer."""
 
     def __init__(
-        self, shell: Shell, blobs: BlobStore, deadlines: Deadlines, access: Access, publishers: Publishers
+        self,
+        shell: Shell,
+        blobs: BlobStore,
+        ledger: Ledger,
+        deadlines: Deadlines,
+        access: Access,
+        publishers: Publishers,
     ) -> None:
         self._access = access
+        self._ledger = ledger
         self._shell = shell
         self._blobs = blobs
         self._deadlines = deadlines
@@ -132,6 +141,24 @@ class ManagerServicer(
     ) -> ProtobufMessage:
         await self._admit(context)
         return await self._answer("wait", lambda call: events.WaitCall(call, request), context)
+
+    async def GetUpdate(  # noqa: N802
+        self, request: manager_pb2.GetUpdateRequest, context: Context
+    ) -> manager_pb2.UpdateRecord:
+        await self._admit(context)
+        try:
+            return update_records.message(await update_records.found(self._ledger, request))
+        except CkptEngineError as error:
+            await refuse(context, error)
+
+    async def ListUpdates(  # noqa: N802
+        self, request: manager_pb2.ListUpdatesRequest, context: Context
+    ) -> manager_pb2.ListUpdatesResponse:
+        await self._admit(context)
+        try:
+            return await update_records.page(self._ledger, self._shell.refusals, request)
+        except CkptEngineError as error:
+            await refuse(context, error)
 
     async def Sleep(self, request: manager_pb2.SleepRequest, context: Context) -> ProtobufMessage:  # noqa: N802
         caller = await self._admit(context, "operator", "trainer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from ckpt_engine.channel import ManagerStub, error_of, open_channel
-from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, not_found
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found
 from ckpt_engine.timeline.predicted import Whereabouts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -16,19 +16,27 @@ LOOK_SECONDS = 1.0
 
 
 async def report_of(
-    manager: str, version: int, lineage: str = "", wait: float | None = None
+    manager: str, version: int | None, lineage: str = "", wait: float | None = None, epoch: int | None = None
 ) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
-    """The report of the last update to a version, and where its workers are now.
+    """The report of the newest update to a version, or of the one of an epoch, and where its workers are now.
 
-    lineage: empty: the only one of which the manager knows such an update, among those of trainers, relays and replicas
-    that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the manager answers;
-    INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; DEADLINE_EXCEEDED if it goes on.
+    lineage: of the version; empty: the only one of which the manager knows such an update, among those of trainers,
+    relays and replicas that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the
+    manager answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one
+    of the epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
     """
     seconds = LOOK_SECONDS if wait is None else wait
     async with open_channel(manager) as channel:
         stub = ManagerStub(channel)
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
+            if epoch is not None:
+                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage)
+                record = await stub.GetUpdate(named, timeout=ASK_SECONDS)
+                if record.HasField("report"):
+                    return record.report, Whereabouts.of(status)
+                # It runs, or the manager ended in the middle, which WaitForUpdate tells apart.
+                lineage, version = record.identity.lineage, record.identity.version
         except grpc.RpcError as error:
             raise error_of(error) from error
         names = [lineage] if lineage else lineages_of(status)
@@ -48,6 +56,10 @@ async def report_of(
     if len(found) > 1:
         several = ", ".join(repr(report.identity.lineage) for report in found)
         raise invalid(f"version {version} is one of several lineages: name one of {several} with --lineage")
+    if epoch not in (None, found[0].fence.epoch):
+        raise aborted(
+            f"update {epoch} has no report; the newest to its version {version} is epoch {found[0].fence.epoch}"
+        )
     return found[0], Whereabouts.of(status)
 
 

@@ -854,6 +854,58 @@ class WaitForUpdateRequest(_message.Message):
     timeout_seconds: float
     def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
+class GetUpdateRequest(_message.Message):
+    __slots__ = ("epoch", "lineage", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lineage: str
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class UpdateRecord(_message.Message):
+    __slots__ = ("epoch", "identity", "time", "report")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    identity: _weights_pb2.Identity
+    time: float
+    report: UpdateReport
+    def __init__(self, epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., time: _Optional[float] = ..., report: _Optional[_Union[UpdateReport, _Mapping]] = ...) -> None: ...
+
+class ListUpdatesRequest(_message.Message):
+    __slots__ = ("before", "limit")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    before: int
+    limit: int
+    def __init__(self, before: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListUpdatesResponse(_message.Message):
+    __slots__ = ("updates", "next_before", "refused")
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[UpdateRecord]
+    next_before: int
+    refused: _containers.RepeatedCompositeFieldContainer[UpdateRefusal]
+    def __init__(self, updates: _Optional[_Iterable[_Union[UpdateRecord, _Mapping]]] = ..., next_before: _Optional[int] = ..., refused: _Optional[_Iterable[_Union[UpdateRefusal, _Mapping]]] = ...) -> None: ...
+
+class UpdateRefusal(_message.Message):
+    __slots__ = ("lineage", "version", "time", "problem")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    version: int
+    time: float
+    problem: _weights_pb2.Problem
+    def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ..., time: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
+
 class RelayReport(_message.Message):
     __slots__ = ("relay", "filled", "replicas", "relays", "upstream", "stage")
     RELAY_FIELD_NUMBER: _ClassVar[int]
@@ -1213,6 +1265,42 @@ class LocateVersionResponse(_message.Message):
     record: BlobRef
     tables: _containers.RepeatedCompositeFieldContainer[BlobRef]
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+
+class VersionStatus(_message.Message):
+    __slots__ = ("identity", "holders", "replicas")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    identity: _weights_pb2.Identity
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., holders: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListVersionsResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    def __init__(self, versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+
+class ListReplicasResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class Health(_message.Message):
+    __slots__ = ("status", "cluster", "phase", "software_version", "warnings")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    status: str
+    cluster: str
+    phase: str
+    software_version: str
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, status: _Optional[str] = ..., cluster: _Optional[str] = ..., phase: _Optional[str] = ..., software_version: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("owner", "bytes")

@@ -65,6 +65,16 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WakeRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.GetUpdate = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/GetUpdate',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetUpdateRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateRecord.FromString,
+                _registered_method=True)
+        self.ListUpdates = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/ListUpdates',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/GetStatus',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.GetStatusRequest.SerializeToString,
@@ -152,6 +162,22 @@ class CheckpointEngineManagerServicer(object):
 
     def Wake(self, request, context):
         """Has replicas take their memory back. Returns when each has done so, or cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUpdate(self, request, context):
+        """Tells how an update went that reached the point of installing: by its epoch, or by lineage and version, of which the
+        newest update is meant. NOT_FOUND: none is kept; the message names those that are. INVALID_ARGUMENT: several lineages
+        have that version, or neither epoch nor version was given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUpdates(self, request, context):
+        """Tells what updates there were, newest first, a page at a time, and which were refused lately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,6 +274,16 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.WakeRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WakeResponse.SerializeToString,
+            ),
+            'GetUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUpdate,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.GetUpdateRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateRecord.SerializeToString,
+            ),
+            'ListUpdates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUpdates,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -453,6 +489,60 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/Wake',
             ckpt__engine_dot_v1_dot_manager__pb2.WakeRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/GetUpdate',
+            ckpt__engine_dot_v1_dot_manager__pb2.GetUpdateRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.UpdateRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUpdates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/ListUpdates',
+            ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.ListUpdatesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -755,13 +845,15 @@ class CheckpointEngineMembersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Fetches a blob. NOT_FOUND: it is not kept, or not any more.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HasBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Whether a blob is kept.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -310,10 +310,6 @@ def test_the_status_shows_what_relays_hold_and_who_filled_them() -> None:
     text = console.export_text()
     for words in ("7 of run", "214.7 GB", "version 7: 16.4 GB from rank 0 in 0.500 s", "disconnected", "7: no room"):
         assert words in text, text
-    first, second = status_command.as_dict(answer)["holders"]
-    assert first["last_filled"]["brought"] == {"rank 0": 16_400_000_000}
-    assert (first["memory_bytes"], first["progress"], second["memory_bytes"]) == (200 << 30, None, None)
-    assert second["last_filled"]["problem"]["message"] == "no room"
 
 
 def test_old_engine_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

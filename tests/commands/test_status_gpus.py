@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 from rich.console import Console
 
 from ckpt_engine.commands import status as status_command
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.machines.events import Message, Peer
 from ckpt_engine.machines.manager.machine import ManagerMachine
+from ckpt_engine.report import gpu_uuid
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 TRAINERS, WORKERS, OTHERS = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
@@ -48,11 +51,13 @@ def told() -> manager_pb2.GetStatusResponse:
 
 
 def test_the_status_names_the_gpus_of_ranks_and_workers() -> None:
-    found = status_command.as_dict(told())
-    assert found["trainers"][0]["gpus"] == [{"uuid": NAMED, "name": "NVIDIA H200", "pci": "0000:19:00.0"}]
-    first, second = (worker["gpus"] for worker in found["replicas"][0]["workers"])
-    assert [gpu["uuid"] for gpu in first] == ["GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"]
-    assert second == [], "another process by now"
+    found = as_dict(told())
+    (gpu,) = found["trainers"][0]["gpus"]
+    assert (gpu["name"], gpu["pci"], gpu["reach"]) == ("NVIDIA H200", "0000:19:00.0", [])
+    assert gpu_uuid(base64.b64decode(gpu["uuid"])) == NAMED
+    (worker,) = found["replicas"][0]["gpus"]  # the other one is another process by now
+    assert worker["rank"] == 0
+    assert [base64.b64decode(gpu["uuid"]) for gpu in worker["gpus"]] == [WORKERS]
 
 
 def test_a_wide_terminal_shows_them_and_a_narrow_one_has_no_room() -> None:

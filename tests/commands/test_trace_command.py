@@ -12,8 +12,10 @@ import grpc
 import pytest
 from click.testing import Result
 
+from ckpt_engine.core.version import Version
+from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.service import ManagerConfig, running_manager
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.ports import free_address
 from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
@@ -39,6 +41,44 @@ def test_an_update_of_long_ago_is_written(run: Run, known: str, tmp_path: Path) 
     assert "told no times: all of it is drawn from durations" in result.output
     assert "± 500.00 ms at most (replica one)" in result.output
     assert [path.name for path in tmp_path.glob("*.json*")] == ["a.json"]
+
+
+def test_an_update_is_named_by_its_epoch_too(run: Run, known: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    result = run("trace", "--epoch", "2", "-o", str(file), "--manager", known)
+    assert result.exit_code == 0, result.output
+    about = read(file.read_text()).about
+    assert (about["lineage"], about["version"], about["epoch"]) == ("run-b", 1, 2)
+    assert "version 1 of run-b (epoch 2)" in result.output
+
+
+@pytest.mark.parametrize("wish", [(), ("1", "--epoch", "1")])
+def test_an_update_is_named_in_one_way(run: Run, wish: tuple[str, ...]) -> None:
+    result = run("trace", *wish, "-o", "a.json", "--manager", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "by its version, or by its epoch with --epoch: one of the two" in flat(result)
+
+
+def test_an_epoch_without_a_report_is_not_mistaken_for_the_next_try(run: Run, config: ManagerConfig) -> None:
+    """Version 3 was tried twice: the manager ended during epoch 4."""
+    assert config.ledger is not None
+    asyncio.run(write_past_updates(config.ledger))
+
+    async def try_again() -> None:
+        ledger = await Ledger.open(config.ledger)
+        identity = weights_pb2.Identity(lineage="run-a", version=3, root=bytes([4]) * 32)
+        await ledger.record_intent(7, Version.of(identity), selection=["one"])
+        fence = weights_pb2.Fence(cluster=ledger.cluster, epoch=7)
+        await ledger.record_outcome(manager_pb2.UpdateReport(fence=fence, identity=identity, ok=True))
+        await ledger.close()
+
+    asyncio.run(try_again())
+    with running_manager(config) as address:
+        ended = run("trace", "--epoch", "4", "-o", "-", "--manager", address)
+        newest = run("trace", "3", "--lineage", "run-a", "-o", "-", "--manager", address)
+    assert ended.exit_code == 1
+    assert "update 4 has no report; the newest to its version 3 is epoch 7" in ended.output
+    assert "version 3 of run-a (epoch 7)" in newest.stderr
 
 
 def test_standard_output_gets_the_trace_alone(run: Run, known: str) -> None:
@@ -70,6 +110,9 @@ def test_a_file_that_is_there_stays(run: Run, known: str, tmp_path: Path) -> Non
         (("1", "--lineage", "run-c"), "no update to version 1 of lineage 'run-c' is known: none of this lineage is"),
         (("3", "--lineage", "run-a"), "the manager ended during update 4 (version 3 of lineage 'run-a')"),
         (("7",), "no update to version 7 of lineage 'run-a' is known"),
+        (("--epoch", "4"), "the manager ended during update 4 (version 3 of lineage 'run-a')"),
+        (("--epoch", "9"), "no update with epoch 9 is kept: the last ones are epoch 4 (version 3 of lineage 'run-a')"),
+        (("--epoch", "1", "--lineage", "run-a"), "an epoch names its update alone: leave the lineage 'run-a' out"),
     ],
 )
 def test_versions_that_nobody_can_tell_of(

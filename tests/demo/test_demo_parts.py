@@ -19,6 +19,8 @@ from ckpt_engine.demo.play import Act, Outcome
 from ckpt_engine.demo.recital import Recital, recite, session_of
 from ckpt_engine.demo.stage import Settings
 from ckpt_engine.gateway.choice import key_of, ranked
+from ckpt_engine.report import UpdateReport
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 EXPECTED = task.text()[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
 
@@ -107,12 +109,19 @@ def test_each_replica_has_a_session_of_its_own() -> None:
 
 
 def act(version: int = 80) -> Act:
-    report = {"ok": True, "verified": True, "version": version, "bytes": 1, "seconds": 0.1, "replicas": []}
-    return Act(report, math.nan, [Recital(name, version, EXPECTED, len(EXPECTED), 0.1) for name in ("a", "b")])
+    identity = weights_pb2.Identity(version=version)
+    report = manager_pb2.UpdateReport(ok=True, verified=True, identity=identity, bytes=1, seconds=0.1)
+    return Act(
+        UpdateReport(report), math.nan, [Recital(name, version, EXPECTED, len(EXPECTED), 0.1) for name in ("a", "b")]
+    )
 
 
 def changed(what: Act, **fields: object) -> Act:
-    return replace(what, report={**what.report, **fields})
+    message = manager_pb2.UpdateReport()
+    message.CopyFrom(what.report.message)
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return replace(what, report=UpdateReport(message))
 
 
 def test_the_demo_succeeds_only_if_everything_did() -> None:

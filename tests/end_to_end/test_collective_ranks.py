@@ -67,7 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterato
 
 
 def outcomes(told: Any) -> dict[str, str]:
-    return {replica["name"]: replica["outcome"] for replica in told["replicas"]}
+    return {replica["replica"]: replica["outcome"] for replica in told["replicas"]}
 
 
 def test_two_ranks_bring_the_weights_to_all_workers(world: World) -> None:
@@ -77,7 +77,7 @@ def test_two_ranks_bring_the_weights_to_all_workers(world: World) -> None:
         assert told.get("ok"), told
         assert told["verified"]
         assert told["collective"] == ("one and two are updated by a collective: the trainer publishes for it alone")
-        assert {each["transport"] for replica in told["replicas"] for each in replica["transports"]} == {"nccl"}
+        assert {each["transport"] for replica in told["replicas"] for each in replica["edges"]} == {"nccl"}
         world.serves(seed, one, two)
 
 
@@ -97,7 +97,7 @@ def test_a_replica_that_comes_late_waits_for_the_next_update(world: World) -> No
         world.cluster.replicas.remove(third)
     told = world.update(12)
     assert {name: outcome for name, outcome in outcomes(told).items() if name != "third"} == {
-        "one": "new_serving",
-        "two": "new_serving",
+        "one": "OUTCOME_NEW_SERVING",
+        "two": "OUTCOME_NEW_SERVING",
     }
     assert told["collective"].startswith("one and two are updated by a collective")

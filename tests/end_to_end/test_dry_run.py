@@ -43,11 +43,11 @@ def test_a_dry_run_tells_what_an_update_then_does(tmp_path: Path, bare_model: Pa
         enough = update("--dry-run", "--json", "--min-replicas", "1")
         assert enough.exit_code == 0, enough.output
         report = json.loads(enough.stdout)
-        assert (report["dry_run"], report["ok"], report["root"]) == (True, True, "")
-        planned = next(each for each in report["replicas"] if each["name"] == "fitting")
-        assert planned["outcome"] == "planned"
-        assert planned["bytes"] > 0
-        assert sum(each["bytes"] for each in planned["transports"]) == planned["bytes"]
+        assert (report["dry_run"], report["ok"], report["identity"]["root"]) == (True, True, "")
+        planned = next(each for each in report["replicas"] if each["replica"] == "fitting")
+        assert planned["outcome"] == "OUTCOME_PLANNED"
+        assert int(planned["bytes"]) > 0
+        assert sum(int(each["bytes"]) for each in planned["edges"]) == int(planned["bytes"])
         assert [each.identity.version for each in cluster.status().replicas if each.HasField("identity")] == []
         assert not cluster.status().HasField("latest")
         missing = update("--dry-run", "--min-replicas", "2")
@@ -57,8 +57,8 @@ def test_a_dry_run_tells_what_an_update_then_does(tmp_path: Path, bare_model: Pa
         done = update("--json", "--min-replicas", "1")
         assert done.exit_code == 0, done.output
         installed = json.loads(done.stdout)
-        assert installed["version"] == 0, "no number was used"
-        assert next(each for each in installed["replicas"] if each["name"] == "fitting")["bytes"] == planned["bytes"]
+        assert installed["identity"]["version"] == "0", "no number was used"
+        assert next(each for each in installed["replicas"] if each["replica"] == "fitting")["bytes"] == planned["bytes"]
         fitting.serving(0)
         assert not other.status.serving  # type: ignore[union-attr]
 

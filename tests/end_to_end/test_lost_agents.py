@@ -47,7 +47,7 @@ def test_a_replica_whose_agent_is_killed_in_its_install_is_told_as_what_it_is(
                 (replica,) = httpx.get(f"http://{http}/v1/replicas", timeout=60).json()["replicas"]
                 (line,) = httpx.get(f"http://{http}/v1/overview", timeout=60).json()["replicas"]
                 status = json.loads(run("status", "--manager", cluster.address, "--json").stdout)
-                assert status["replicas"][0]["state"] == replica["state"]
+                assert all(status["replicas"][0][word] == replica[word] for word in ("connected", "serving"))
                 return replica, line, run("status", "--manager", cluster.address).stdout
 
             beside = attached(cluster, "beside", server.url)
@@ -69,18 +69,20 @@ def test_a_replica_whose_agent_is_killed_in_its_install_is_told_as_what_it_is(
             assert outcomes(report) == {"beside": "quarantined"}
             assert "it was lost while installing" in report.replicas[0].problem
             replica, line, printed = shown()
-            assert (replica["state"], line["state"]) == ("disconnected", "away"), printed
-            assert replica["last_outcome"]["outcome"] == "new_serving", "the outcome of the update before"
+            assert (replica["connected"], line["watched"]["state"]) == (False, "REPLICA_STATE_AWAY"), printed
+            assert replica["last_outcome"]["outcome"] == "OUTCOME_NEW_SERVING", "the outcome of the update before"
 
             again = attached(cluster, "beside", server.url)
             again.serving(1)
             eventually("the report is told anew", 60, lambda: trainer.wait(1).ok)
             assert outcomes(trainer.wait(1)) == {"beside": "new_serving"}
             replica, line, printed = shown()
-            assert (replica["state"], line["state"], line["reason"]) == ("serving", "serving", ""), printed
-            assert replica["identity"]["version"] == line["identity"]["version"] == 1
+            seen = line["watched"]
+            assert (replica["serving"], seen["state"], seen["reason"]) == (True, "REPLICA_STATE_SERVING", ""), printed
+            assert replica["identity"]["version"] == seen["identity"]["version"] == "1"
             (_, updated) = sorted(
-                httpx.get(f"http://{http}/v1/history", timeout=60).json()["updates"], key=lambda each: each["epoch"]
+                httpx.get(f"http://{http}/v1/history", timeout=60).json()["updates"],
+                key=lambda each: int(each["epoch"]),
             )
-            assert updated["outcomes"] == {"new_serving": 1}, updated
+            assert updated["outcomes"] == [{"outcome": "OUTCOME_NEW_SERVING", "replicas": 1}], updated
             assert updated["ok"]

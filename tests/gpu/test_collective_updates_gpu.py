@@ -12,8 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+from google.protobuf.json_format import ParseDict
 
+from ckpt_engine.report import UpdateReport
 from ckpt_engine.trace import ENVIRONMENT
+from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Replica, eventually, generate, running_cluster
 from tests.faults.listener import Held, Listener
 from tests.gpu.collective_trainer import LARGE
@@ -52,7 +55,7 @@ class World:
         assert told.get("ok"), f"{told}\n{self.replica.tail()}"
         assert told["verified"]
         (replica,) = told["replicas"]
-        assert [each["transport"] for each in replica["transports"]] == ["nccl"]
+        assert {each["transport"] for each in replica["edges"]} == {"nccl"}
         assert told["collective"] == "one is updated by a collective: the trainer publishes for it alone"
         return told
 
@@ -80,15 +83,16 @@ def test_how_long_it_takes(two_gpus: Any, tmp_path: Path, capsys: pytest.Capture
     """Figures for people; what is asserted is that all of it went over the collective, verified."""
     with world(tmp_path, "large") as here:
         told = [here.update(seed) for seed in range(1, 12)]
-    replicas = [each["replicas"][0] for each in told]
+    reports = [UpdateReport(ParseDict(each, manager_pb2.UpdateReport())) for each in told]
+    replicas = [each.replicas[0] for each in reports]
     with capsys.disabled():
-        print(f"\n{replicas[0]['bytes'] / 1e9:.2f} GB, first update, then medians of {len(told) - 1}:")
+        print(f"\n{replicas[0].bytes / 1e9:.2f} GB, first update, then medians of {len(told) - 1}:")
         for name in ("pause_seconds", "sync_seconds", "transfer_seconds"):
-            values = [float(each[name]) for each in replicas]
+            values = [float(getattr(each, name)) for each in replicas]
             print(f"  {name}: {values[0] * 1e3:.1f} ms, {statistics.median(values[1:]) * 1e3:.1f} ms")
-        calls = [float(each["seconds"]) for each in told]
+        calls = [each.seconds for each in reports]
         print(f"  whole call: {calls[0] * 1e3:.1f} ms, {statistics.median(calls[1:]) * 1e3:.1f} ms")
-        print(f"  stages of the last: {replicas[-1]['stages']}")
+        print(f"  stages of the last: {replicas[-1].stages}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

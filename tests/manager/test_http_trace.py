@@ -89,7 +89,7 @@ async def test_an_older_update_to_the_same_version_is_had_by_its_epoch(config: M
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [
-        ("/v1/versions/1/trace", 400, "version 1 is one of several lineages: add ?lineage= with one of run-a, run-b"),
+        ("/v1/versions/1/trace", 400, "version 1 is one of several lineages: name one of run-a, run-b as lineage"),
         (
             "/v1/versions/9/trace",
             404,
@@ -97,14 +97,16 @@ async def test_an_older_update_to_the_same_version_is_had_by_its_epoch(config: M
         ),
         ("/v1/versions/9/trace?lineage=run-b", 404, "version 9 of lineage 'run-b' is known: its last ones were to 1"),
         ("/v1/versions/9/trace?lineage=run-c", 404, "none of this lineage is"),
-        (f"/v1/versions/{1 << 70}/trace", 404, "its last ones were to 3, 2, 1"),
+        (f"/v1/versions/{(1 << 63) - 1}/trace", 404, "its last ones were to 3, 2, 1"),
+        (f"/v1/versions/{1 << 70}/trace", 422, "path.version"),
         ("/v1/versions/-1/trace", 404, "no update to version -1 of lineage 'run-a' is known"),
         ("/v1/versions/x/trace", 422, "path.version"),
         ("/v1/versions/3/trace", 409, "the manager ended during epoch 4 (version 3 of lineage 'run-a')"),
         ("/v1/updates/4/trace", 409, "the manager ended during epoch 4 (version 3 of lineage 'run-a')"),
         ("/v1/updates/9/trace", 404, "the last ones are epoch 4 (version 3 of lineage 'run-a'); epoch 3 (version 2"),
-        (f"/v1/updates/{1 << 70}/trace", 404, "is kept: the last ones are epoch 4"),
-        ("/v1/updates/-1/trace", 404, "no update with epoch -1 is kept"),
+        (f"/v1/updates/{(1 << 64) - 1}/trace", 404, "is kept: the last ones are epoch 4"),
+        (f"/v1/updates/{1 << 70}/trace", 422, "path.epoch"),
+        ("/v1/updates/-1/trace", 422, "path.epoch"),
     ],
 )
 async def test_what_has_no_timeline_is_told_with_what_has_one(

@@ -20,21 +20,22 @@ from test_security import Keys, token
 from test_updates import one_update, refused
 
 from ckpt_engine.channel import ManagerStub
+from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.version import Version
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.reconcile import Drift
-from ckpt_engine.machines.manager.status import replica_state
+from ckpt_engine.machines.manager.status import Watched, replica_state
 from ckpt_engine.manager import kept_views
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.http_page import FILES
 from ckpt_engine.manager.kept_views import Lines
 from ckpt_engine.manager.ledger import Ledger, Record
 from ckpt_engine.manager.metrics import Metrics
-from ckpt_engine.manager.page_views import ReplicaLine, UpdateLine, percentile
+from ckpt_engine.manager.page_views import percentile, replicas_of, update_line
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.manager.update_views import Update
+from ckpt_engine.manager.update_records import message
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -198,8 +199,11 @@ async def test_operators_retry_and_evict(client: httpx.AsyncClient, stub: Manage
         answer = await client.post(f"{path}/retry", json={})
         assert answer.status_code in (200, 409), answer.text
         assert answer.json().get("message") or answer.json()["detail"]
-        assert (await client.post(f"{path}/retry", json={"reason": "x"})).status_code == 422
-        assert (await client.post(f"{path}/evict", json={"reason": "x" * 501})).status_code == 422
+        unknown = await client.post(f"{path}/retry", json={"reason": "x"})
+        assert (unknown.status_code, "has no field 'reason'" in unknown.json()["detail"]) == (400, True)
+        other = await client.post(f"{path}/evict", json={"name": "other"})
+        assert (other.status_code, "leave name out" in other.json()["detail"]) == (400, True)
+        assert (await client.post(f"{path}/evict", json={"reason": "x" * 501})).status_code == 400
         answer = await client.post(f"{path}/evict", json={"reason": f"because of {EVIL}"})
         assert answer.json() == {"was_connected": True}
         told = await replica.stream.until(manager_pb2.Refused)
@@ -215,17 +219,17 @@ async def test_operators_hold_and_release(
         replica = ScriptedReplica(stub, name)
         await replica.open()
         path = f"/v1/replicas/{name.replace('/', '%2F')}"
-        assert (await client.get(path)).json()["hold"] is None
-        assert (await client.post(f"{path}/hold", json={"reason": "x" * 501})).status_code == 422
-        assert (await client.post(f"{path}/release", json={"reason": "x"})).status_code == 422
-        held = (await client.post(f"{path}/hold", json={"reason": f"because of {EVIL}"})).json()
+        assert "hold" not in (await client.get(path)).json()
+        assert (await client.post(f"{path}/hold", json={"reason": "x" * 501})).status_code == 400
+        assert (await client.post(f"{path}/release", json={"reason": "x"})).status_code == 400
+        held = (await client.post(f"{path}/hold", json={"reason": f"because of {EVIL}"})).json()["hold"]
         assert held["reason"] == f"because of {EVIL}"
         assert (await client.get(path)).json()["hold"] == held
         assert (await manager.ledger.holds())[name].reason == held["reason"]
         told = ""
         while not told:  # an overview may be half a second old
             overview = (await client.get("/v1/overview")).json()
-            told = next((each["hold"] for each in overview["replicas"] if each["name"] == name), "")
+            told = next((each["hold"] for each in overview["replicas"] if each["watched"]["name"] == name), "")
             await asyncio.sleep(0.05)
         assert told.startswith("held by an operator since 20")
         assert told.endswith(f"(because of {EVIL}): release it with `ckpt-engine replica release {name}`")
@@ -236,7 +240,7 @@ async def test_operators_hold_and_release(
         assert sum(line.endswith(" 1.0") for line in metrics.splitlines() if "replica_held{" in line) == 1
         answer = await client.post(f"{path}/release", json={})
         assert answer.json() == {"message": "released; nothing is meant for it yet"}
-        assert (await client.get(path)).json()["hold"] is None
+        assert "hold" not in (await client.get(path)).json()
         assert await manager.ledger.holds() == {}
 
 
@@ -249,7 +253,7 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     monkeypatch.setattr(kept_views, "OVERVIEW_SECONDS", 0.0)
 
     async def lines() -> dict[str, Any]:
-        return {each["name"]: each for each in (await client.get("/v1/overview")).json()["replicas"]}
+        return {each["watched"]["name"]: each for each in (await client.get("/v1/overview")).json()["replicas"]}
 
     empty = (await client.get("/v1/overview")).json()
     assert (empty["phase"], empty["replicas"], empty["runs"], empty["refused"]) == ("idle", [], [], 0)
@@ -261,9 +265,9 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     for replica in replicas:
         await replica.open()
     await one_update([trainer], replicas, prepares=True)
-    assert {name: (each["state"], each["lag"]) for name, each in (await lines()).items()} == {
-        EVIL: ("serving", 0),
-        "b": ("serving", 0),
+    assert {name: (each["watched"]["state"], each["lag"]) for name, each in (await lines()).items()} == {
+        EVIL: ("REPLICA_STATE_SERVING", "0"),
+        "b": ("REPLICA_STATE_SERVING", "0"),
     }
 
     call = trainer.update()
@@ -274,8 +278,8 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     told = (await client.get("/v1/overview")).json()
     assert told["phase"].endswith("installing")
     assert told["waiting_for"] == ["replica b"]
-    assert (await lines())["b"]["state"] == "updating"
-    assert ((await lines())["b"]["lag"], (await lines())[EVIL]["lag"]) == (1, 0)
+    assert (await lines())["b"]["watched"]["state"] == "REPLICA_STATE_DRAINING"
+    assert ((await lines())["b"]["lag"], (await lines())[EVIL]["lag"]) == ("1", "0")
     replicas[1].workers[0].state = manager_pb2.WORKER_STATE_DIRTY
     reason = f"worker 0 is dirty: {EVIL}"
     order = await replicas[1].stream.until(manager_pb2.Install)
@@ -287,12 +291,14 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     await replicas[1].stream.send(heartbeat=closed)
     await true(lambda: not manager.status().replicas[1].serving, "it is closed")
     shown = (await lines())["b"]
-    assert (shown["state"], shown["reason"], shown["identity"]) == ("quarantined", reason, None)
+    assert (shown["quarantined"], shown["watched"]["reason"], "lag" in shown) == (True, reason, False)
+    assert "identity" not in shown["watched"]
 
     history = (await client.get("/v1/history")).json()
     newest = history["updates"][0]
     assert newest["identity"]["lineage"] == EVIL
-    assert newest["outcomes"] == {"new_serving": 1, "quarantined": 1}
+    outcomes = {each["outcome"]: each["replicas"] for each in newest["outcomes"]}
+    assert outcomes == {"OUTCOME_NEW_SERVING": 1, "OUTCOME_QUARANTINED": 1}
     assert newest["pauses"] == {"replicas": 1, "p50": 0.01, "p99": 0.01, "longest": 0.01}
     assert [(each["replica"], each["message"]) for each in newest["problems"]] == [("b", reason)]
     assert "start some with `ckpt-engine replica`" in history["refused"][0]["problem"]["message"]
@@ -325,24 +331,28 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
     report.replicas[0].problem.code = cast(Any, 88)
     report.replicas[0].stages.add(stage=cast(Any, 99), seconds=1.0)
     record = Record(1, Version("run", 0, b""), 0.0, report)
-    line, whole = UpdateLine.of(record), Update.of(record)
-    assert (line.stages, line.outcomes, line.problems[0].code) == ({"unknown_99": 1.0}, {"unknown_77": 1}, "UNKNOWN_88")
-    assert whole.report is not None
-    assert (whole.report.replicas[0].outcome, whole.report.replicas[0].stages) == ("unknown_77", {"unknown_99": 1.0})
+    for told in (as_dict(update_line(record)), as_dict(message(record))["report"]):
+        assert told["stages"] == [{"stage": 99, "seconds": 1.0}]
+    assert as_dict(update_line(record))["outcomes"] == [{"outcome": 77, "replicas": 1}]
+    assert as_dict(update_line(record))["problems"][0]["code"] == 88
     metrics = Metrics(manager_pb2.GetStatusResponse, BlobStore(1, 1))
     metrics.report(report)
     assert 'ckpt_engine_replica_outcomes_total{outcome="unknown"} 1.0' in metrics.exposition().decode()
 
 
-@pytest.mark.parametrize(("drifts", "state"), [(True, "quarantined"), (False, "closed")])
-def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_serve(drifts: bool, state: str) -> None:
+@pytest.mark.parametrize(("drifts", "quarantined"), [(True, True), (False, False)])
+def test_a_closed_replica_is_quarantined_only_as_long_as_it_lacks_what_it_is_to_serve(
+    drifts: bool, quarantined: bool
+) -> None:
     host = weights_pb2.Host(name="h")
     replica = Replica("a", "session", 1, manager_pb2.MODE_STANDALONE, host, None, 0.0)
     replica.last_outcome = manager_pb2.ReplicaOutcome(replica="a", outcome=manager_pb2.OUTCOME_QUARANTINED)
     seen = manager_pb2.WatchedReplica(name="a", state=manager_pb2.REPLICA_STATE_CLOSED, reason="its worker is dead")
     drift = Drift(Version("run", 0, b""), "it is tried again", 1.0, 5.0) if drifts else None
-    line = ReplicaLine.of(replica, seen, None, drift, None)
-    assert (line.state, line.reason, line.drift) == (state, "its worker is dead", "it is tried again" if drifts else "")
+    now = Watched(Fence("c", 1), {"a": seen}, {}, False)
+    (line,) = replicas_of({"a": replica}, now, {} if drift is None else {"a": drift}, {})
+    assert (line.quarantined, line.watched.reason) == (quarantined, "its worker is dead")
+    assert line.drift == ("it is tried again" if drifts else "")
 
 
 async def answered(replica: ScriptedReplica, beat: int) -> None:
@@ -362,7 +372,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
     def told(caller: Caller) -> dict[str, Any]:
         overview: dict[str, Any] = json.loads(overviews.told(caller))
         asker = overview.pop("asker")
-        assert (asker["who"], asker["operates"]) == (caller.who, caller.may_any("operator"))
+        assert (asker["name"], asker["operates"]) == (caller.who, caller.may_any("operator"))
         return overview
 
     one, other = Caller("one", ()), Caller("other", everything=True)
@@ -377,7 +387,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
     assert second["now"] > first["now"]
     assert ({**second, "now": 0}, len(built)) == ({**first, "now": 0}, 1)
     now[0] += 0.2
-    assert [(each["name"], each["state"]) for each in told(one)["replicas"]] == [("a", "serving")]
+    assert [each["watched"]["state"] for each in told(one)["replicas"]] == ["REPLICA_STATE_SERVING"]
     assert len(built) == 2
     for number, (serving, expected) in enumerate([(True, 2), (True, 2), (False, 3), (False, 3)], 10):
         beat = manager_pb2.ReplicaHeartbeat(sequence=number, workers=replica.workers, serving=serving)
@@ -385,7 +395,9 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
         await answered(replica, number)
         now[0] += 0.6
         for caller in (one, other):
-            assert told(caller)["replicas"][0]["state"] == ("serving" if serving else "closed")
+            assert told(caller)["replicas"][0]["watched"]["state"] == (
+                "REPLICA_STATE_SERVING" if serving else "REPLICA_STATE_CLOSED"
+            )
         assert len(built) == expected, "what changes nothing is not looked at"
 
 
@@ -416,7 +428,7 @@ async def test_replicas_are_copied_once_for_all_who_look_while_nothing_changes(
         found = (await client.get("/metrics")).text.splitlines()
         (counted,) = (line.split('"')[3] for line in found if "replica_state{" in line and line.endswith(" 1.0"))
         (told,) = (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).replicas
-        return {listed["state"], counted, replica_state(told)}
+        return {"serving" if listed["serving"] else "closed", counted, replica_state(told)}
 
     copied.clear()
     for number, (serving, copies) in enumerate([(True, 1), (True, 1), (False, 2), (False, 2)], 10):
@@ -463,7 +475,7 @@ async def test_the_times_of_drifts_go_on_while_nothing_changes(
     lists = kept_views.ReplicaLists(manager, lambda: now[0])
     for passed, expected in ((0.0, 100.0), (0.4, 100.0), (0.2, 100.6)):
         now[0] += passed
-        (listed,) = json.loads(lists.told())["replicas"]
+        (listed,) = json.loads(await lists.told())["replicas"]
         assert listed["drift"]["seconds"] == pytest.approx(expected)
         (told,) = manager.status().replicas
         assert (told.drift.seconds, told.drift.next_attempt_seconds) == pytest.approx((now[0], 200 - now[0]))
@@ -476,12 +488,12 @@ async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path
         lines = Lines(ledger)
         identity = weights_pb2.Identity(lineage="run", root=b"r")
         await ledger.record_intent(1, Version.of(identity))
-        assert [each.ok for each in await lines.newest(9)] == [None]
+        assert [each.HasField("ok") for each in await lines.newest(9)] == [False]
         report = manager_pb2.UpdateReport(identity=identity)
         report.fence.epoch = 1
         await ledger.record_outcome(report)
         (first,) = await lines.newest(9)
-        assert first.ok is False
+        assert (first.HasField("ok"), first.ok) == (True, False)
         (again,) = await lines.newest(9)
         assert again is first
         assert [each.report for each in await ledger.history(None, 9, [1])] == [None]

@@ -1,17 +1,20 @@
 """The generated code in the repository is what the wire contract generates, and its codes are those that are told."""
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from ckpt_engine import ErrorCode
 from ckpt_engine.manager.errors import grpc_status, http_status
-from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
+from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2, worker_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -20,9 +23,50 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "proto" / "generate.py"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=120)
     made = {path.name: path.read_text() for path in (tmp_path / "ckpt_engine" / "v1").iterdir()}
-    kept = {path.name: path.read_text() for path in (REPOSITORY / "ckpt_engine" / "v1").glob("*_pb2*.py*")}
+    files = [*(REPOSITORY / "ckpt_engine" / "v1").glob("*_pb2*.py*"), REPOSITORY / "ckpt_engine" / "v1/comments.json"]
+    kept = {path.name: path.read_text() for path in files}
     assert sorted(made) == sorted(kept), "run proto/generate.py"
     assert [name for name in made if made[name] != kept[name]] == [], "run proto/generate.py"
+
+
+def test_whatever_anybody_may_call_is_explained() -> None:
+    """Each call of the public service, each message, field, enum and value that it leads to, and those of the page."""
+    said = json.loads((REPOSITORY / "ckpt_engine" / "v1" / "comments.json").read_text())
+    service = manager_pb2.DESCRIPTOR.services_by_name["CheckpointEngineManager"]
+    parts: list[Any] = [service, *service.methods]
+    met: dict[str, Any] = {}
+    left: list[Any] = [each for call in service.methods for each in (call.input_type, call.output_type)]
+    left += page_pb2.DESCRIPTOR.message_types_by_name.values()
+    while left:
+        message = left.pop()
+        if message.full_name in met or message.GetOptions().map_entry:
+            continue
+        met[message.full_name] = message
+        parts += [message, *message.fields]
+        left += [field.message_type for field in message.fields if field.message_type]
+        parts += [field.enum_type for field in message.fields if field.enum_type]
+    names = [each.full_name for each in parts]
+    names += [
+        f"{enum.full_name}.{value}"
+        for enum in parts
+        if isinstance(enum, EnumDescriptor)
+        for value in enum.values_by_name
+    ]
+    assert len(met) > 50
+    assert [name for name in names if name not in said] == []
+
+
+def test_no_comment_goes_on_below_what_it_stands_beside() -> None:
+    """protoc, and so every tool that shows comments, takes the next line for what is said of the next field."""
+    for path in (REPOSITORY / "proto").rglob("*.proto"):
+        lines = path.read_text().splitlines()
+        for line, following in pairwise(lines):
+            beside = line.partition("//")[0].strip() != "" and "//" in line
+            own = len(following) - len(following.lstrip())
+            goes_on = following.lstrip().startswith("//") and own > len(line) - len(line.lstrip())
+            assert not (beside and goes_on and not line.split("//")[0].rstrip().endswith("{")), (
+                f"{path.name}: {following}"
+            )
 
 
 def test_the_table_of_codes_is_the_one_that_is_used() -> None:
@@ -47,7 +91,7 @@ def messages(within: Iterable[Descriptor]) -> Iterator[Descriptor]:
         yield from messages(message.nested_types)
 
 
-FILES = (manager_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR)
+FILES = (manager_pb2.DESCRIPTOR, page_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR)
 
 
 def test_values_of_an_enum_carry_its_name() -> None:

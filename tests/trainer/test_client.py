@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ckpt_engine import AsyncClient, CkptEngineError, Client, ErrorCode, Trainer
 from ckpt_engine.cli import app_for
+from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.options import UpdateOptions, options_message, options_of
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import eventually
@@ -49,7 +50,8 @@ def test_a_client_tells_what_there_is_and_operates_replicas(manager: str, replic
         assert client.wait("run", 3).root == report.root
         assert refused(lambda: client.wait("run", 4)).code is ErrorCode.NOT_FOUND
         (seen,) = client.versions("run")
-        assert (seen.version, seen.root, seen.holders, seen.replicas) == (3, report.root, (), ("one",))
+        assert (seen.identity.version, seen.identity.root.hex()) == (3, report.root)
+        assert (list(seen.holders), list(seen.replicas)) == ([], ["one"])
         assert client.versions("other") == []
 
         assert client.hold("one", "a look").reason == "a look"
@@ -78,10 +80,12 @@ def test_commands_list_replicas_and_versions(manager: str, replica: Start) -> No
     with Trainer(manager, lineage="run") as trainer:
         trainer.publish(nn.Linear(6, 4))
         trainer.wait_for_replicas(1)
-        root = trainer.update_weights(3, timeout=60).root
+        identity = trainer.update_weights(3, timeout=60).message.identity
     (told,) = json.loads(run("version", "list", "--lineage", "run", "--json"))
-    assert told == {"lineage": "run", "version": 3, "root": root, "holders": [], "replicas": ["one"]}
-    assert ["run", "3", root[:12], "-", "one"] in [line.split() for line in run("version", "list").splitlines()]
+    assert told == {"identity": as_dict(identity), "holders": [], "replicas": ["one"]}
+    assert ["run", "3", identity.root.hex()[:12], "-", "one"] in [
+        line.split() for line in run("version", "list").splitlines()
+    ]
     assert [each["name"] for each in json.loads(run("replica", "list", "--json"))] == ["one", "two"]
     shown = run("replica", "list", "--pool", "judge")
     assert "two" in shown

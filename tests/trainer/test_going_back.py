@@ -188,9 +188,9 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
     assert unknown.exit_code == 1
     assert "nothing that is connected holds version 7: keeper one holds version 1 of lineage 'run'" in unknown.stderr
     said = json.loads(run("rollback", "--manager", manager, "--version", "1", "--replica", "x", "--json").stdout)
-    assert (said["ok"], said["code"]) == (False, "NOT_FOUND")
+    assert (said["ok"], said["problem"]["code"]) == (False, "NOT_FOUND")
     there = json.loads(run("rollback", "--manager", manager, "--version", "1", "--json").stdout)
-    assert (there["ok"], there["bytes"], there["replicas"][0]["outcome"]) == (True, 0, "new_serving")
+    assert (there["ok"], there["bytes"], there["replicas"][0]["outcome"]) == (True, "0", "OUTCOME_NEW_SERVING")
     assert len(plain.installs) == 1, "it serves that version already"
     client = Client(manager)
     with pytest.raises(CkptEngineError, match="is not a count of steps"):

@@ -54,10 +54,12 @@ def test_checkpoints_are_sent_one_after_the_other(manager: str, reader: PlainRep
     arguments = ("update", "--manager", manager, "--checkpoint", write(tmp_path / "two", 2.0), "--json")
     second = json.loads(run(*arguments).stdout)
     assert second["ok"] is second["verified"] is True
-    assert (second["lineage"], second["version"]) == ("checkpoint", reader.installs[0].identity.version + 1)
+    following = str(reader.installs[0].identity.version + 1)
+    assert (second["identity"]["lineage"], second["identity"]["version"]) == ("checkpoint", following)
     assert torch.equal(reader.weights["a"], torch.full((4, 2), 2.0))
     named = run(*arguments, "--lineage", "other", "--version", "7", "--pause-mode", "abort", "--replica", "plain")
-    assert (json.loads(named.stdout)["lineage"], json.loads(named.stdout)["version"]) == ("other", 7)
+    identity = json.loads(named.stdout)["identity"]
+    assert (identity["lineage"], identity["version"]) == ("other", "7")
 
 
 def test_a_refused_update_says_why(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_a_refused_update_says_why(manager: str, reader: PlainReplica, tmp_path:
     assert not refused.stdout
     missing = run("update", "--manager", manager, "--checkpoint", str(tmp_path / "none"), "--json")
     assert missing.exit_code == 1
-    assert json.loads(missing.stdout)["code"] == "NOT_FOUND"
+    assert json.loads(missing.stdout)["problem"]["code"] == "NOT_FOUND"
     assert json.loads(missing.stdout)["ok"] is False
     assert reader.installs == []
 
@@ -120,16 +122,16 @@ def test_an_update_that_is_not_whole_fails(manager: str, reader: PlainReplica, t
 def test_status_shows_who_is_there_and_what_they_hold(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
     before = json.loads(run("status", "--manager", manager, "--json").stdout)
     assert before["phase"] == "idle"
-    assert before["latest"] is None
-    assert [(each["name"], each["identity"]) for each in before["replicas"]] == [("plain", None)]
+    assert "latest" not in before
+    assert [(each["name"], each.get("identity")) for each in before["replicas"]] == [("plain", None)]
     with Trainer(manager, lineage="run") as trainer:
         trainer.publish({"a": torch.ones(2)})
         version = trainer.update_weights(3).version
         after = json.loads(run("status", "--manager", manager, "--json").stdout)
         shown = run("status", "--manager", manager).stdout
     (held,) = after["replicas"]
-    assert (held["identity"]["lineage"], held["identity"]["version"]) == ("run", version)
-    assert held["last_outcome"]["outcome"] == "new_serving"
+    assert (held["identity"]["lineage"], held["identity"]["version"]) == ("run", str(version))
+    assert held["last_outcome"]["outcome"] == "OUTCOME_NEW_SERVING"
     assert after["latest"] == held["identity"]
     assert ("run", 0, True) in [(each["lineage"], each["rank"], each["published"]) for each in after["trainers"]]
     assert "3 of run" in shown

@@ -288,9 +288,9 @@ def test_two_ranks_in_two_processes_send_their_halves(manager: str, replica: Sta
         said = [rank.answer() for rank in ranks]
         assert [rank.process.wait(300) for rank in ranks] == [0, 0]
     assert said[0] == said[1]
-    assert [(report["version"], report["ok"], report["verified"]) for report in said[0]["reports"]] == [
-        (1, True, True),
-        (2, True, True),
+    assert [(report["identity"]["version"], report["ok"], report["verified"]) for report in said[0]["reports"]] == [
+        ("1", True, True),
+        ("2", True, True),
     ]
     assert said[0]["lineage"].startswith("run-")
     assert "shape" in said[0]["refused"]

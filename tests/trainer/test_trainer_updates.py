@@ -65,7 +65,7 @@ def test_a_module_arrives_and_the_report_says_how(manager: str, replica: StartRe
             assert outcome.transports[0].reason
             assert f"version {version} of run" in str(report)
             assert "new_serving" in str(report)
-            assert report.to_dict()["replicas"][0]["verified"] is True
+            assert report.replicas[0].verified
 
 
 def test_versions_count_by_themselves_and_progress_is_told(manager: str, replica: StartReplica) -> None:

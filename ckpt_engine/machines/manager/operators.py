@@ -54,6 +54,7 @@ def _operate(
         if replica.peer is None:
             raise precondition("its agent is not connected: start it, and it is brought up", replica=replica.name)
         return manager_pb2.RetryReplicaResponse(message=catch_up.retry(replica)), (), None
+    _check_reason(request.reason)
     problem = precondition(f"replica {replica.name!r} was evicted{_why(request.reason)}", replica=replica.name).problem
     return manager_pb2.EvictReplicaResponse(was_connected=replica.peer is not None), (replica,), problem
 
@@ -62,6 +63,7 @@ def _evict_run(
     state: State, request: manager_pb2.EvictTrainerRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
     """Also what the run has left for late replicas is let go."""
+    _check_reason(request.reason)
     lineage = request.lineage
     ranks = list(state.members.ranks(lineage).values())
     contents = [each for each in state.versions.contents.values() if each.identity.lineage == lineage]
@@ -73,6 +75,11 @@ def _evict_run(
     connected = sum(trainer.peer is not None for trainer in ranks)
     problem = aborted(f"the run of lineage {lineage!r} was evicted{_why(request.reason)}").problem
     return manager_pb2.EvictTrainerResponse(ranks=len(ranks), connected=connected), ranks, problem
+
+
+def _check_reason(reason: str) -> None:
+    if len(reason) > REASON_CHARACTERS:
+        raise invalid(f"a reason has at most {REASON_CHARACTERS} characters, got {len(reason)}")
 
 
 def _why(reason: str) -> str:
@@ -153,8 +160,7 @@ class OperatorHolds:
                 return manager_pb2.ReleaseReplicaResponse(message="nothing is to be done: it is not held")
             self._write(name, call, RecordRelease(name, seconds))
             return None
-        if len(request.reason) > REASON_CHARACTERS:
-            raise invalid(f"a reason has at most {REASON_CHARACTERS} characters, got {len(request.reason)}")
+        _check_reason(request.reason)
         if replica is not None and not replica.receives:
             raise precondition("it is colocated: it receives no weights, so nothing is to be held", replica=name)
         if hold is not None and request.reason in ("", hold.reason):

@@ -3,7 +3,17 @@
 import { byId, list, listOr, make, say, show } from "./dom.js";
 import { copyable, operations } from "./operate.js";
 import { badge, cell, table } from "./parts.js";
-import { bytes, counted, named, quoted, seconds } from "./words.js";
+import { bytes, counted, digits, named, quoted, seconds } from "./words.js";
+
+const STATES = {
+  REPLICA_STATE_SERVING: "serving",
+  REPLICA_STATE_DRAINING: "updating",
+  REPLICA_STATE_ASLEEP: "asleep",
+  REPLICA_STATE_AWAY: "away",
+};
+
+/** The one word for a replica. */
+export const stateOf = (replica) => (replica.quarantined ? "quarantined" : STATES[replica.watched.state] ?? "closed");
 
 const TROUBLED = new Set(["quarantined", "closed", "away"]);
 
@@ -17,7 +27,7 @@ export function showNow(overview) {
     element: make("p", { class: "warning" }, each),
     update: () => {},
   }));
-  const nothing = !overview.replicas.length && !overview.runs.length && !overview.relays.length;
+  const nothing = !overview.replicas.length && !overview.runs.length && !overview.holders.length;
   show(byId("first"), nothing);
   if (nothing && !byId("steps").childElementCount) byId("steps").append(...firstSteps(overview.manager));
   showReplicas(overview);
@@ -41,9 +51,9 @@ const replicas = table(["replica", "state", "version", "last pause", "engine", "
 
 function showReplicas(overview) {
   const shown = overview.replicas;
-  const troubled = shown.filter((each) => TROUBLED.has(each.state)).length;
+  const troubled = shown.filter((each) => TROUBLED.has(stateOf(each))).length;
   say(byId("replicas-title"), `Replicas${shown.length ? ` (${shown.length}${troubled ? `, ${troubled} not there` : ""})` : ""}`);
-  listOr(byId("replica-rows"), replicas, shown, (each) => each.name, replicaRow,
+  listOr(byId("replica-rows"), replicas, shown, (each) => each.watched.name, replicaRow,
     () => ["None. Start one with ", make("code", {}, "ckpt-engine replica"), "."], overview);
 }
 
@@ -79,25 +89,26 @@ function replicaRow() {
   }
 
   function update(replica, overview) {
-    say(name, named(replica.name));
-    say(pool, replica.pool ? `pool ${named(replica.pool)}` : "");
-    if (current !== replica.state) {
-      current = replica.state;
+    const { watched } = replica;
+    say(name, named(watched.name));
+    say(pool, watched.pool ? `pool ${named(watched.pool)}` : "");
+    if (current !== stateOf(replica)) {
+      current = stateOf(replica);
       element.className = `entry ${current}`;
       state.replaceChildren(badge(current));
     }
-    say(version, replica.identity ? String(replica.identity.version) : "none");
-    const behind = replica.lag ? counted(replica.lag, "version") : "";
-    say(lag, replica.identity ? `${behind ? `${behind} behind, ` : ""}${named(replica.identity.lineage)}` : "");
-    lag.className = replica.lag > 0 ? "late" : "soft";
+    say(version, watched.identity ? watched.identity.version : "none");
+    const behind = Number(replica.lag ?? 0);
+    say(lag, watched.identity ? `${behind ? `${counted(behind, "version")} behind, ` : ""}${named(watched.identity.lineage)}` : "");
+    lag.className = behind > 0 ? "late" : "soft";
     say(pause, seconds(replica.pause_seconds || null));
-    say(engine, named(replica.engine) || "–");
+    say(engine, named([watched.engine, watched.engine_version].filter(Boolean).join(" ")) || "–");
     say(host, [named(replica.host), replica.workers > 1 ? counted(replica.workers, "worker") : ""].filter(Boolean).join(", "));
-    more.setAttribute("aria-label", `Act on ${named(replica.name)}`);
-    const still = replica.state !== "updating";
-    const said = [still && replica.reason, replica.hold,
-      still && !replica.hold && !replica.unfit && replica.reason !== replica.drift && replica.drift,
-      replica.unfit && `left out of updates: ${replica.unfit}`, replica.label_problem].filter(Boolean).join("; ");
+    more.setAttribute("aria-label", `Act on ${named(watched.name)}`);
+    const still = current !== "updating";
+    const said = [still && watched.reason, replica.hold,
+      still && !replica.hold && !replica.unfit && watched.reason !== replica.drift && replica.drift,
+      replica.unfit && `left out of updates: ${replica.unfit}`, watched.label_problem].filter(Boolean).join("; ");
     say(why, said);
     acts.update(replica, overview);
     fold();
@@ -109,7 +120,7 @@ function replicaRow() {
 const relays = table(["relay", "state", "holds", "last filling"], "relays");
 
 function showRelays(overview) {
-  const shown = overview.relays;
+  const shown = overview.holders;
   listOr(byId("relay-rows"), relays, shown, (each) => `${each.kind} ${each.name}`, relayRow,
     () => "None: replicas read the trainers' memory.");
 }
@@ -122,18 +133,20 @@ function relayRow() {
   let state = "";
   function update(relay) {
     cells[0].replaceChildren(make("strong", { class: "name" }, named(relay.name)),
-      make("small", { class: "soft" }, [relay.kind === "relay" ? "" : relay.kind, relay.host].filter(Boolean).map(named).join(", ")));
-    const part = relay.progress && relay.progress.bytes_total ? relay.progress.bytes_done / relay.progress.bytes_total : null;
+      make("small", { class: "soft" }, [relay.kind === "relay" ? "" : relay.kind, relay.description].filter(Boolean).map(named).join(", ")));
+    const whole = Number(relay.progress?.bytes_total ?? 0);
+    const part = whole ? Number(relay.progress.bytes_done) / whole : null;
+    const last = relay.last_filled;
     const now = !relay.connected ? "away" : part !== null ? `filling, ${Math.floor(100 * part)} %` : "connected";
     if (now !== state) {
       state = now;
       cells[1].replaceChildren(badge(now, now.split(",")[0]));
     }
     cells[2].replaceChildren(make("span", {}, relay.held.map((each) => `${each.version} of ${named(each.lineage)}`).join(", ") || "nothing"),
-      make("small", { class: "soft" }, relay.memory_bytes === null ? "" : `${bytes(relay.memory_bytes)} of memory`));
-    cells[3].replaceChildren(make("span", { class: "number" }, relay.filled_version === null ? "–" : relay.problem ? "failed"
-      : `${bytes(relay.filled_bytes)} in ${seconds(relay.fill_seconds)}`));
-    say(why, [relay.problem && `version ${relay.filled_version}: ${relay.problem}`,
+      make("small", { class: "soft" }, relay.filling ? `${bytes(relay.filling.memory_bytes)} of memory` : ""));
+    cells[3].replaceChildren(make("span", { class: "number" }, !last ? "–" : last.problem ? "failed"
+      : `${bytes(last.bytes)} in ${seconds(last.fill_seconds)}`));
+    say(why, [last?.problem && `version ${last.identity.version}: ${last.problem.message}`,
       relay.slow && `passes nothing on to others: it ${relay.slow}`].filter(Boolean).join("; "));
     show(why.parentElement, why.textContent !== "");
   }
@@ -156,7 +169,7 @@ function runRow() {
     cells[1].replaceChildren(make("span", { class: "number" }, run.world_size === 0 ? "none has a session" : whole ? `${counted(run.world_size, "rank")}, published`
       : `${run.connected} of ${run.world_size} connected, ${run.published} published`));
     cells[2].replaceChildren(make("span", { class: "number" }, run.latest ? `version ${run.latest.version}` : "–"),
-      make("small", { class: "soft" }, run.latest ? `root ${run.latest.root.slice(0, 12)}` : ""));
+      make("small", { class: "soft" }, run.latest ? `root ${digits(run.latest.root)}` : ""));
   }
   return { element, update };
 }

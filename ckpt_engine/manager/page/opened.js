@@ -2,8 +2,8 @@
 
 import { ask, save } from "./asking.js";
 import { make, say } from "./dom.js";
-import { badge, bar, cell, table, total } from "./parts.js";
-import { bytes, named, OUTCOMES, rate, seconds } from "./words.js";
+import { badge, bar, byStage, cell, table, total } from "./parts.js";
+import { bytes, digits, named, outcome as ended, rate, seconds } from "./words.js";
 
 const AT_A_TIME = 16;
 
@@ -19,10 +19,10 @@ export async function opened(place, epoch) {
 
 function inside(update) {
   const report = update.report;
-  const about = [`epoch ${update.epoch}`, `root ${update.identity.root.slice(0, 12)}`];
-  if (report === null) return [make("p", { class: "soft" }, [...about, "it has no report yet"].join(", "))];
+  const about = [`epoch ${update.epoch}`, `root ${digits(update.identity.root)}`];
+  if (!report) return [make("p", { class: "soft" }, [...about, "it has no report yet"].join(", "))];
   about.push(`${report.tensors} tensors`, report.verified ? "verified" : "not verified");
-  const longest = Math.max(...report.replicas.map((each) => total(each.stages)), 1e-9);
+  const longest = Math.max(...report.replicas.map((each) => total(byStage(each.stages))), 1e-9);
   const said = [report.prefetch, report.collective].filter(Boolean);
   return [
     make("div", { class: "line" }, make("p", { class: "soft" }, about.join(", ")), ...trace(update.epoch)),
@@ -54,13 +54,12 @@ function relays(reports) {
   const { element, body } = table(["relay", "brought", "from", "took"], "edges");
   for (const each of reports) {
     const filled = each.filled;
-    const brought = filled === null ? [] : Object.entries(filled.brought);
-    const lines = brought.length ? brought : [["", 0]];
-    for (const [source, count] of lines) {
+    const lines = filled?.brought.length ? filled.brought : [{ source: "", bytes: 0 }];
+    for (const { source, bytes: count } of lines) {
       body.append(make("div", { class: "row", role: "row" },
-        cell("relay", "", named(each.relay)), cell("brought", "number", count ? bytes(count) : "nothing"),
+        cell("relay", "", named(each.relay)), cell("brought", "number", Number(count) ? bytes(count) : "nothing"),
         cell("from", "", named(source) || "–"),
-        cell("took", "number", filled === null ? "no answer" : filled.problem ? filled.problem.message
+        cell("took", "number", !filled ? "no answer" : filled.problem ? filled.problem.message
           : `${seconds(filled.fill_seconds)}, ${rate(filled.bytes, filled.fill_seconds)}`)));
     }
   }
@@ -68,14 +67,15 @@ function relays(reports) {
 }
 
 function replica(outcome, longest) {
+  const stages = byStage(outcome.stages);
   const parts = [
     make("div", { class: "line" }, make("strong", { class: "name" }, named(outcome.replica)),
-      badge(OUTCOMES[outcome.outcome] ?? outcome.outcome),
+      badge(ended(outcome.outcome)),
       make("span", { class: "soft number" }, `paused ${seconds(outcome.pause_seconds)} of ${seconds(outcome.sync_seconds)}, ${bytes(outcome.bytes)}`)),
   ];
-  if (Object.keys(outcome.stages).length) {
-    parts.push(bar(outcome.stages, longest), make("p", { class: "soft number stages" },
-      Object.entries(outcome.stages).map(([stage, time]) => `${stage} ${seconds(time)}`).join(" · ")));
+  if (Object.keys(stages).length) {
+    parts.push(bar(stages, longest), make("p", { class: "soft number stages" },
+      Object.entries(stages).map(([stage, time]) => `${stage} ${seconds(time)}`).join(" · ")));
   }
   for (const problem of [outcome.problem?.message, outcome.label_problem].filter(Boolean)) {
     parts.push(make("p", { class: "bad" }, problem));
@@ -95,7 +95,7 @@ function edges(outcome) {
     const again = before === edge.worker_rank;
     before = edge.worker_rank;
     body.append(make("div", { class: "row", role: "row" },
-      cell("from", "", named(edge.source) || (edge.source_rank === null ? "–" : `rank ${edge.source_rank}`)),
+      cell("from", "", named(edge.source) || (edge.source_rank === undefined ? "–" : `rank ${edge.source_rank}`)),
       cell("to", "", `worker ${edge.worker_rank}`),
       cell("bytes", "number", bytes(edge.bytes)),
       cell("transport", "", edge.transport.replaceAll("_", " ")),

@@ -76,8 +76,8 @@ export function operations() {
   });
 
   function update(replica, overview) {
-    name = replica.name;
-    const broken = (replica.state === "quarantined" || replica.state === "closed") && !replica.hold;
+    name = replica.watched.name;
+    const broken = replica.watched.state === "REPLICA_STATE_CLOSED" && !replica.hold;
     held = replica.hold !== "";
     say(hold, held ? "Release" : "Hold");
     show(buttons, overview.asker.operates);

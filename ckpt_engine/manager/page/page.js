@@ -2,7 +2,7 @@
 
 import { ask, hasToken, Refusal, useToken } from "./asking.js";
 import { byId, make, say, show } from "./dom.js";
-import { showNow } from "./now.js";
+import { showNow, stateOf } from "./now.js";
 import { showPauses } from "./pauses.js";
 import { showLegend, showUpdates } from "./updates.js";
 import { counted, seconds } from "./words.js";
@@ -88,14 +88,14 @@ function forget() {
 
 function showFacts() {
   const states = new Map();
-  for (const each of overview.replicas) states.set(each.state, (states.get(each.state) ?? 0) + 1);
+  for (const each of overview.replicas) states.set(stateOf(each), (states.get(stateOf(each)) ?? 0) + 1);
   const others = [...states].filter(([state]) => state !== "serving").map(([state, count]) => `${count} ${state}`).join(", ");
-  const last = history.updates.find((each) => each.ok !== null);
+  const last = history.updates.find((each) => each.ok !== undefined);
   const newest = history.updates[0];
-  const paused = history.updates.find((each) => each.pauses !== null);
+  const paused = history.updates.find((each) => each.pauses);
   const facts = [
     ["serving", `${states.get("serving") ?? 0} of ${overview.replicas.length}`, others || (overview.replicas.length ? "all of them" : "no replica")],
-    ["newest version", newest ? String(newest.identity.version) : "–", newest ? newest.identity.lineage : "none yet"],
+    ["newest version", newest ? newest.identity.version : "–", newest ? newest.identity.lineage : "none yet"],
     ["last update", last ? seconds(last.seconds) : "–", last ? (last.ok ? "ok" : "partial") : "none yet"],
     ["last pause", paused ? seconds(paused.pauses.p50) : "–", paused ? `p50; p99 ${seconds(paused.pauses.p99)}` : "none yet"],
   ];
@@ -110,7 +110,7 @@ function showFoot() {
   say(byId("about"), `manager ${overview.manager}, cluster ${overview.cluster.slice(0, 8)}, epoch ${overview.epoch}`);
   if (byId("foot").childElementCount) return;
   const may = overview.asker.operates ? "may retry, hold and evict" : "may only look; to retry, hold and evict wants the grant operator";
-  const left = make("span", {}, `ckpt-engine ${overview.software_version}. You are ${overview.asker.who}: ${may}.`);
+  const left = make("span", {}, `ckpt-engine ${overview.software_version}. You are ${overview.asker.name}: ${may}.`);
   const button = make("button", { type: "button", class: "plain" }, "Forget the token");
   button.addEventListener("click", () => {
     useToken("");

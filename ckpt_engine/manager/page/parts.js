@@ -17,6 +17,16 @@ export function badge(word, kind = word) {
   return make("span", { class: `badge ${kind.replaceAll(" ", "-")}` }, word);
 }
 
+/** Seconds by stage, in the order of the stages; equal ones add up. told: StageSeconds. */
+export function byStage(told) {
+  const found = new Map(Object.keys(STAGES).map((stage) => [stage, 0]));
+  for (const { stage, seconds } of told) {
+    const name = typeof stage === "string" ? stage.replace("STAGE_", "").toLowerCase() : `unknown ${stage}`;
+    found.set(name, (found.get(name) ?? 0) + seconds);
+  }
+  return Object.fromEntries([...found].filter(([, time]) => time > 0));
+}
+
 /** A bar of stages. longest: the seconds that its whole width stands for; what is longer fills it and has a torn end. */
 export function bar(stages, longest) {
   const whole = total(stages);
@@ -36,7 +46,7 @@ export const total = (stages) => Object.values(stages).reduce((sum, time) => sum
 /** What the widest bar stands for: the longest of them, but no more than four times the middle one, since the first
  * update records the engines' loaders and would make all others too small to read. */
 export function scaleOf(items) {
-  const totals = items.map((each) => total(each.stages)).filter((time) => time > 0).sort((one, other) => one - other);
+  const totals = items.map((each) => total(byStage(each.stages))).filter((time) => time > 0).sort((one, other) => one - other);
   return totals.length ? Math.min(totals.at(-1), 4 * totals[Math.floor((totals.length - 1) / 2)]) : 1;
 }
 

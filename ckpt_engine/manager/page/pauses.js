@@ -13,7 +13,7 @@ const LINES = [["p50", "half of the replicas were paused no longer"], ["p99", "9
 let drawn = "";
 
 export function showPauses(history) {
-  const points = history.updates.filter((each) => each.pauses !== null).map((each) => ({ ...each.pauses, time: each.time, version: each.identity.version })).reverse();
+  const points = history.updates.filter((each) => each.pauses).map((each) => ({ ...each.pauses, time: each.time, version: each.identity.version })).reverse();
   const place = byId("chart");
   const width = Math.max(240, place.clientWidth - 32);
   const key = JSON.stringify([points, width]);

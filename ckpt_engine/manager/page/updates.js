@@ -2,8 +2,8 @@
 
 import { byId, listOr, make, say, show } from "./dom.js";
 import { opened } from "./opened.js";
-import { badge, bar, scaleOf, STAGES } from "./parts.js";
-import { ago, bytes, clock, counted, moment, named, OUTCOMES, seconds } from "./words.js";
+import { badge, bar, byStage, scaleOf, STAGES } from "./parts.js";
+import { ago, bytes, clock, counted, moment, named, outcome, seconds } from "./words.js";
 
 export function showLegend() {
   byId("legend").append(...Object.entries(STAGES).map(([stage, words]) =>
@@ -60,21 +60,21 @@ function updateRow() {
     say(when, ago(told.time, overview.now));
     when.title = moment(told.time);
     when.dateTime = new Date(told.time * 1000).toISOString();
-    const running = told.ok === null && index === 0 && overview.phase !== "idle";
-    if (scale !== longest) track.replaceChildren(bar(told.stages, longest));
+    const running = told.ok === undefined && index === 0 && overview.phase !== "idle";
+    if (scale !== longest) track.replaceChildren(bar(byStage(told.stages), longest));
     scale = longest;
     const key = JSON.stringify([told.stages, told.ok, running, told.outcomes, told.problems]);
     if (key === drawn) return;
     const corrected = drawn !== "" && !inside.hidden;
     drawn = key;
-    track.replaceChildren(bar(told.stages, longest));
-    say(took, told.ok === null ? "" : `${seconds(told.seconds)}, ${bytes(told.bytes)}`);
-    say(pause, told.pauses === null ? "" : `paused ${seconds(told.pauses.p50)}`
+    track.replaceChildren(bar(byStage(told.stages), longest));
+    say(took, told.ok === undefined ? "" : `${seconds(told.seconds)}, ${bytes(told.bytes)}`);
+    say(pause, !told.pauses ? "" : `paused ${seconds(told.pauses.p50)}`
       + (told.pauses.replicas > 1 ? `, p99 ${seconds(told.pauses.p99)}` : ""));
-    const ended = told.ok === null ? (running ? "runs" : "no report") : !told.ok ? "partial" : told.verified ? "verified" : "ok";
+    const ended = told.ok === undefined ? (running ? "runs" : "no report") : !told.ok ? "partial" : told.verified ? "verified" : "ok";
     state.replaceChildren(badge(ended));
-    const counts = Object.entries(told.outcomes).filter(([outcome]) => outcome !== "new_serving")
-      .map(([outcome, count]) => `${counted(count, "replica")} ${OUTCOMES[outcome] ?? outcome}`);
+    const counts = told.outcomes.filter((each) => each.outcome !== "OUTCOME_NEW_SERVING")
+      .map((each) => `${counted(each.replicas, "replica")} ${outcome(each.outcome)}`);
     const problems = told.problems.map((each) => `${named(each.replica)}: ${each.message}`);
     const nobody = ended === "no report" ? ["the manager ended in the middle of it"] : [];
     why.replaceChildren(...[...nobody, counts.join(", "), ...problems].filter(Boolean).map((words) => make("p", {}, words)),
@@ -93,9 +93,9 @@ function refusedRow(refused) {
     refused.problem.replica ? `replica ${named(refused.problem.replica)}` : ""].filter(Boolean).join("; ");
   const element = make("div", { class: "entry refusal" },
     make("div", { class: "line" },
-      make("strong", { class: "name" }, refused.version === null ? "the next version" : `version ${refused.version}`),
+      make("strong", { class: "name" }, refused.version === undefined ? "the next version" : `version ${refused.version}`),
       make("small", { class: "soft" }, named(refused.lineage)), when,
-      make("span", { class: "badge refused" }, refused.problem.code.replaceAll("_", " ").toLowerCase())),
+      make("span", { class: "badge refused" }, String(refused.problem.code).replaceAll("_", " ").toLowerCase())),
     make("p", {}, refused.problem.message), where ? make("p", { class: "soft" }, where) : null);
   return { element, update: (_, overview) => say(when, ago(refused.time, overview.now)) };
 }

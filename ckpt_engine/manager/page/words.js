@@ -14,7 +14,7 @@ export function seconds(count) {
 }
 
 export function bytes(count) {
-  let size = count;
+  let size = Number(count);
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (size < 1000) return `${unit === "B" ? size.toFixed(0) : size.toFixed(1)}${THIN}${unit}`;
     size /= 1000;
@@ -23,7 +23,7 @@ export function bytes(count) {
 }
 
 export function rate(count, time) {
-  return time > 0 && count > 0 ? `${bytes(count / time)}/s` : "–";
+  return time > 0 && Number(count) > 0 ? `${bytes(Number(count) / time)}/s` : "–";
 }
 
 export function ago(then, now) {
@@ -67,9 +67,17 @@ export function command(what, manager, name) {
   return `ckpt-engine replica ${what} --manager ${quoted(manager)} -- ${quoted(name)}`;
 }
 
-export const OUTCOMES = {
-  new_serving: "new and serving",
-  old_serving: "old and serving",
-  quarantined: "quarantined",
-  not_reached: "not reached",
+const OUTCOMES = {
+  OUTCOME_NEW_SERVING: "new and serving",
+  OUTCOME_OLD_SERVING: "old and serving",
+  OUTCOME_QUARANTINED: "quarantined",
+  OUTCOME_NOT_REACHED: "not reached",
+  OUTCOME_PLANNED: "planned",
 };
+
+export const outcome = (name) => OUTCOMES[name] ?? `outcome ${name}`;
+
+/** The first 12 hexadecimal digits of bytes, which JSON has in base64; people and logs have roots so. */
+export function digits(base64) {
+  return Array.from(atob(base64).slice(0, 6), (letter) => letter.charCodeAt(0).toString(16).padStart(2, "0")).join("");
+}

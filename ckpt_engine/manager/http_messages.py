@@ -1,0 +1,137 @@
+"""Messages of the wire as what HTTP routes take, answer and describe. It decides no message's content, and not its JSON
+form, which is core/message_json.py's: a route names the message, and the interface at `/docs` has its schema, made of
+the protobuf's descriptors and of the comments in the .proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from ckpt_engine.core.message_json import as_json, read_json
+from ckpt_engine.core.problems import invalid
+from ckpt_engine.manager.http_access import says_json
+
+Body = TypeVar("Body", bound=Message)
+
+JSON = "application/json"
+SCHEMAS = "#/components/schemas/"
+PACKAGE = "ckpt_engine.v1."
+
+_TYPES = {
+    FieldDescriptor.CPPTYPE_INT64: {"type": "string", "format": "int64"},
+    FieldDescriptor.CPPTYPE_UINT64: {"type": "string", "format": "uint64"},
+    FieldDescriptor.CPPTYPE_INT32: {"type": "integer", "format": "int32"},
+    FieldDescriptor.CPPTYPE_UINT32: {"type": "integer", "format": "uint32"},
+    FieldDescriptor.CPPTYPE_DOUBLE: {"type": "number", "format": "double"},
+    FieldDescriptor.CPPTYPE_FLOAT: {"type": "number", "format": "float"},
+    FieldDescriptor.CPPTYPE_BOOL: {"type": "boolean"},
+}
+
+
+async def answer(message: Message) -> Response:
+    """A message as a route's answer. A thread makes the text: a report of hundreds of workers takes a while, and the
+    manager has sessions to keep."""
+    return Response(await asyncio.to_thread(as_json, message), media_type=JSON)
+
+
+async def body(request: Request, kind: type[Body]) -> Body:
+    """The message that a request's body holds. Raises INVALID_ARGUMENT for what is none, or is not called JSON."""
+    if not says_json(request.headers):
+        raise invalid("send the body as application/json")
+    message = kind()
+    read_json(await request.body(), message)
+    return message
+
+
+def describes(told: type[Message], asked: type[Message] | None = None) -> dict[str, Any]:
+    """What a route's decorator is given, so that the interface names the messages of its answer and of its body."""
+    content = {JSON: {"schema": {"$ref": SCHEMAS + _name(told.DESCRIPTOR.full_name)}}}
+    description = _comment(told.DESCRIPTOR.full_name) or told.DESCRIPTOR.name
+    described: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {200: {"description": description, "content": content}},
+    }
+    if asked is not None:
+        schema = {"$ref": SCHEMAS + _name(asked.DESCRIPTOR.full_name)}
+        described["openapi_extra"] = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+    return described
+
+
+def add_schemas(app: FastAPI) -> None:
+    """Has the application's interface explain the messages that its routes name, and those within them."""
+    plain = app.openapi
+
+    def explained() -> dict[str, Any]:
+        interface = plain()
+        known = interface.setdefault("components", {}).setdefault("schemas", {})
+        wanted = _named(interface["paths"])
+        while missing := wanted - known.keys():
+            for name in missing:
+                known[name] = _schema(descriptor_pool.Default().FindMessageTypeByName(PACKAGE + name))
+                wanted |= _named(known[name])
+        return interface
+
+    app.openapi = explained  # type: ignore[method-assign]
+
+
+def _named(part: Any) -> set[str]:
+    """The messages that a part of the interface refers to."""
+    return set(re.findall(rf'"\$ref": "{SCHEMAS}([\w.]+)"', json.dumps(part)))
+
+
+def _name(message: str) -> str:
+    return message.removeprefix(PACKAGE)
+
+
+def _schema(message: Descriptor) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "title": _name(message.full_name),
+        "description": _comment(message.full_name),
+        "properties": {field.name: _field(message, field) for field in message.fields},
+        "additionalProperties": False,
+    }
+
+
+def _field(message: Descriptor, field: FieldDescriptor) -> dict[str, Any]:
+    kind = field.message_type
+    schema: dict[str, Any]
+    if kind is not None and kind.GetOptions().map_entry:
+        schema = {"type": "object", "additionalProperties": _type(kind.fields_by_name["value"])}
+    elif field.is_repeated:
+        schema = {"type": "array", "items": _type(field)}
+    else:
+        schema = _type(field)
+    comment = _comment(f"{message.full_name}.{field.name}")
+    return {**schema, "description": comment} if comment else schema
+
+
+def _type(field: FieldDescriptor) -> dict[str, Any]:
+    if field.message_type is not None:
+        return {"$ref": SCHEMAS + _name(field.message_type.full_name)}
+    if field.enum_type is not None:
+        return {"type": "string", "enum": [value.name for value in field.enum_type.values]}
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return {"type": "string", "format": "byte"}
+    return dict(_TYPES.get(field.cpp_type, {"type": "string"}))
+
+
+def _comment(name: str) -> str:
+    return _comments().get(name, "")
+
+
+@cache
+def _comments() -> dict[str, str]:
+    """What the .proto says of each message and field, by its full name (proto/generate.py)."""
+    found: dict[str, str] = json.loads((files("ckpt_engine.v1") / "comments.json").read_text())
+    return found

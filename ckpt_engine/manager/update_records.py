@@ -1,0 +1,108 @@
+"""Updates of the ledger as messages, found by epoch, or by lineage and version. It decides which update is meant, and
+what is said of one that is not kept; gRPC, HTTP and traces ask it.
+"""
+
+from __future__ import annotations
+
+from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
+from ckpt_engine.machines.manager.waits import unknown_version
+from ckpt_engine.manager.ledger import Ledger, Record
+from ckpt_engine.manager.refusals import Refusal, Refusals
+from ckpt_engine.v1 import manager_pb2
+
+NAMED = 4
+"""Updates that are named to a caller which asks for one that is not kept."""
+
+EPOCHS = 1 << 62
+"""Epochs and versions are below it; the ledger could not be asked for greater ones."""
+
+PAGE = 50
+MOST = 200
+"""Updates in one answer: unless the caller says, and at most."""
+
+
+PAGE_BYTES = 16 << 20
+"""Of one answer, unless a single update has more: clients accept a few times as much in a message."""
+
+
+async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
+    """The update that a request names. Raises INVALID_ARGUMENT for a request that names none or several; NOT_FOUND,
+    which names what is kept, for one that is not kept."""
+    if request.HasField("epoch") == request.HasField("version"):
+        raise invalid("name an update by its epoch, or by its version (and lineage): one of the two")
+    if request.HasField("version"):
+        return await _newest_to(ledger, request.version, request.lineage)
+    if request.lineage:
+        raise invalid(f"an epoch names its update alone: leave the lineage {request.lineage!r} out")
+    record = await ledger.record(request.epoch) if request.epoch < EPOCHS else None
+    if record is None:
+        last = [named(each) for each in await ledger.history(None, NAMED)]
+        kept = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
+        raise not_found(f"no update with epoch {request.epoch} is kept: {kept}")
+    return record
+
+
+async def page(
+    ledger: Ledger, refusals: Refusals, request: manager_pb2.ListUpdatesRequest
+) -> manager_pb2.ListUpdatesResponse:
+    """Whole reports, newest first, fewer than the limit if these are large. Raises INVALID_ARGUMENT for a limit that is
+    too high."""
+    limit = request.limit or PAGE
+    if limit > MOST:
+        raise invalid(f"an answer has at most {MOST} updates, not {limit}: ask for the next ones with before")
+    before = min(request.before, EPOCHS) if request.HasField("before") else None
+    records = await ledger.history(before, limit + 1)
+    answer, size = manager_pb2.ListUpdatesResponse(), 0
+    for record in records[:limit]:
+        told = message(record)
+        size += told.ByteSize()
+        if answer.updates and size > PAGE_BYTES:
+            break
+        answer.updates.append(told)
+    if len(records) > len(answer.updates):
+        answer.next_before = answer.updates[-1].epoch
+    if before is None:
+        answer.refused.extend(refusal_message(each) for each in refusals.newest_first(limit))
+    return answer
+
+
+def message(record: Record) -> manager_pb2.UpdateRecord:
+    """As it travels."""
+    return manager_pb2.UpdateRecord(
+        epoch=record.epoch, identity=record.identity.message(), time=record.time, report=record.report
+    )
+
+
+def refusal_message(refusal: Refusal) -> manager_pb2.UpdateRefusal:
+    """As it travels."""
+    return manager_pb2.UpdateRefusal(
+        lineage=refusal.lineage, version=refusal.version, time=refusal.time, problem=refusal.problem
+    )
+
+
+def named(record: Record) -> str:
+    """An update in a sentence."""
+    return f"epoch {record.epoch} (version {record.identity.number} of lineage {record.identity.lineage!r})"
+
+
+def no_report(ledger: Ledger, record: Record) -> CkptEngineError:
+    """Why an update has no report: it runs, or the manager ended in the middle."""
+    if record.epoch <= ledger.epoch:
+        return aborted(f"the manager ended during {named(record)}, so there is no report of it to draw")
+    return precondition(f"{named(record)} has no report yet: ask again when it is over")
+
+
+async def _newest_to(ledger: Ledger, version: int, lineage: str) -> Record:
+    """The newest update to a version that was not for a late replica. lineage: empty: the only one that has it."""
+    kept = await ledger.identities()
+    having = [lineage] if lineage else sorted({each.lineage for each in kept if each.number == version})
+    if len(having) > 1:
+        raise invalid(f"version {version} is one of several lineages: name one of {', '.join(having)} as lineage")
+    unknown = []
+    for each in having or list(dict.fromkeys(each.lineage for each in reversed(kept)))[:NAMED]:
+        last = await ledger.last_update(each, version if 0 <= version < EPOCHS else -1)
+        record = None if last.epoch is None else await ledger.record(last.epoch)
+        if record is not None:
+            return record
+        unknown.append(unknown_version((each, version), last.last).message)
+    raise not_found("; ".join(unknown) or f"no update to version {version} is kept, nor to any other one")
