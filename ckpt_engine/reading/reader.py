@@ -63,7 +63,7 @@ class Reader:
                 found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
                 record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))
             except grpc.RpcError as failed:
-                raise error_of(failed, address) from failed
+                raise error_of(failed, address) from None
         self.lineage, self.version = found.identity.lineage, found.identity.version
         self.root: str = found.identity.root.hex()
         self._recorded = read_record(_parsed(SealedRecord, record), found.identity.root)
