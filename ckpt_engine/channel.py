@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import grpc.aio
@@ -32,23 +31,6 @@ MESSAGE_BYTES = 64 << 20
 
 PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
 """Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
-
-STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProxyType(
-    {
-        weights_pb2.Problem.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-        weights_pb2.Problem.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
-        weights_pb2.Problem.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-        weights_pb2.Problem.ABORTED: grpc.StatusCode.ABORTED,
-        weights_pb2.Problem.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-        weights_pb2.Problem.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-        weights_pb2.Problem.INTERNAL: grpc.StatusCode.INTERNAL,
-        weights_pb2.Problem.DATA_LOSS: grpc.StatusCode.DATA_LOSS,
-        weights_pb2.Problem.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-        weights_pb2.Problem.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
-"""The gRPC status for each Problem code."""
-
 
 NO_PING_MILLISECONDS = 1_000_000_000
 """Between two pings of a connection: eleven days."""

@@ -95,7 +95,7 @@ def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Ex
         typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
     else:
         typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
-    return typer.Exit(1)
+    return typer.Exit(error.exit_status)
 
 
 def interrupted(command: str) -> typer.Exit:

@@ -20,8 +20,8 @@ def rollback(
     version: Annotated[int, typer.Option(min=0, help="The version to go back to, by its number.")],
     manager: Manager = MANAGER,
     lineage: Annotated[
-        str, typer.Option(help="Of which run. Default: the only one of which that version is held.")
-    ] = "",
+        str | None, typer.Option(help="Of which run. Default: the only one of which that version is held.")
+    ] = None,
     pool: Pool = "",
     replica: Annotated[
         list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
