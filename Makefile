@@ -14,7 +14,7 @@ FRAMEWORKS ?= trl verl vllm
 # Tests start some hundred processes: Python files are compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo grpo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
+.PHONY: demo grpo test test-engines test-frameworks test-slow fuzz bench lint format proto api clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
 demo: $(FOR_DEMO)
@@ -87,6 +87,10 @@ format: $(INSTALLED)
 # Regenerates ckpt_engine/v1 from proto/.
 proto: $(INSTALLED)
 	$(BIN)/python proto/generate.py
+
+# The API reference, docs/api.md, from the code.
+api:
+	$(PYTHON) docs/generate_api.py
 
 # torch comes first: later packages are then content with it instead of bringing a build of their own. pip shows what it
 # fetches, since this takes minutes.

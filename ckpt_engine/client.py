@@ -84,7 +84,7 @@ class _Asks:
         self,
         directory: str | os.PathLike[str],
         version: int | None,
-        lineage: str,
+        lineage: str | None,
         check_finite: bool,
         options: UpdateOptions,
     ) -> Ask[manager_pb2.UpdateEvent]:
@@ -94,7 +94,7 @@ class _Asks:
         wishes = options_message(options)
         request = manager_pb2.UpdateFromDirectoryRequest(
             directory=os.fsdecode(directory),
-            lineage=lineage,
+            lineage=lineage or "",
             version=version,
             check_finite=check_finite,
             options=wishes,
@@ -104,10 +104,10 @@ class _Asks:
         seconds = self.limits.start + 2 * whole + 3 * self.limits.call_grace
         return Ask("UpdateFromDirectory", request, seconds, _as_it_is)
 
-    def rollback(self, version: int, lineage: str, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
+    def rollback(self, version: int, lineage: str | None, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
         checked_version(version)
         wishes = options_message(options)
-        request = manager_pb2.RollbackRequest(lineage=lineage, version=version, options=wishes)
+        request = manager_pb2.RollbackRequest(lineage=lineage or "", version=version, options=wishes)
         seconds = (wishes.timeout_seconds or self.limits.update) + self.limits.call_grace
         return Ask("Rollback", request, seconds, _as_it_is)
 
@@ -118,12 +118,12 @@ class _Asks:
         request = manager_pb2.WaitForUpdateRequest(lineage=lineage, version=version, timeout_seconds=seconds)
         return Ask("WaitForUpdate", request, seconds + self.limits.call_grace, UpdateReport)
 
-    def update(self, version: int | None, lineage: str, epoch: int | None) -> Ask[manager_pb2.UpdateRecord]:
+    def update(self, version: int | None, lineage: str | None, epoch: int | None) -> Ask[manager_pb2.UpdateRecord]:
         if version is not None:
             checked_version(version)
         if epoch is not None:
             checked_epoch(epoch)
-        request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage, version=version)
+        request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "", version=version)
         return Ask("GetUpdate", request, self.limits.status, _as_it_is)
 
     def updates(self, limit: int, before: int | None) -> Ask[list[manager_pb2.UpdateRecord]]:
@@ -284,7 +284,7 @@ class Client:
         directory: str | os.PathLike[str],
         version: int | None = None,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         check_finite: bool = False,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
@@ -293,7 +293,7 @@ class Client:
 
         directory: its absolute path, or that of one file, the same on the manager's host and on those of the replicas
         (or of relays); the manager was started with `--allow-directory`. version: none: the lineage's last one plus
-        one. lineage: what it counts in; empty: "directory". check_finite: refuse weights that hold NaN or infinity.
+        one. lineage: what it counts in; none: "directory". check_finite: refuse weights that hold NaN or infinity.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait, and the update goes
         on. options: as for `Trainer.update_weights`, see `UpdateOptions`.
 
@@ -311,13 +311,13 @@ class Client:
         self,
         version: int,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[RollbackOptions],
     ) -> UpdateReport:
         """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
 
-        version: by its number. lineage: of which run; empty: the only one of which that number is held. on_progress:
+        version: by its number. lineage: of which run; none: the only one of which that number is held. on_progress:
         called on this thread with each UpdateProgress; what it raises ends the wait. options: see `RollbackOptions`.
 
         Versions that are sealed later count on above the highest number ever used. Replicas that start late or again
@@ -337,10 +337,10 @@ class Client:
         return self._answer(self._asks.wait(lineage, version, timeout))
 
     def find_update(
-        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+        self, version: int | None = None, *, lineage: str | None = None, epoch: int | None = None
     ) -> manager_pb2.UpdateRecord:
         """The newest update to a version, or the one of an epoch, as the manager's ledger keeps it: what it brought,
-        its `epoch`, and its `report` unless it runs. lineage: with a version; empty: the only one that has it.
+        its `epoch`, and its `report` unless it runs. lineage: with a version; none: the only one that has it.
 
         Raises NOT_FOUND, which says what is kept; INVALID_ARGUMENT if several lineages have that version.
         """
@@ -491,7 +491,7 @@ class AsyncClient:
         directory: str | os.PathLike[str],
         version: int | None = None,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         check_finite: bool = False,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
@@ -504,7 +504,7 @@ class AsyncClient:
         self,
         version: int,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[RollbackOptions],
     ) -> UpdateReport:
@@ -516,7 +516,7 @@ class AsyncClient:
         return await self._answer(self._asks.wait(lineage, version, timeout))
 
     async def find_update(
-        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+        self, version: int | None = None, *, lineage: str | None = None, epoch: int | None = None
     ) -> manager_pb2.UpdateRecord:
         """As `Client.find_update`."""
         return await self._answer(self._asks.update(version, lineage, epoch))

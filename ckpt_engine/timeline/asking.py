@@ -16,11 +16,11 @@ LOOK_SECONDS = 1.0
 
 
 async def report_of(
-    manager: str, version: int | None, lineage: str = "", wait: float | None = None, epoch: int | None = None
+    manager: str, version: int | None, lineage: str | None = None, wait: float | None = None, epoch: int | None = None
 ) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
     """The report of the newest update to a version, or of the one of an epoch, and where its workers are now.
 
-    lineage: of the version; empty: the only one of which the manager knows such an update, among those of trainers,
+    lineage: of the version; none: the only one of which the manager knows such an update, among those of trainers,
     relays and replicas that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the
     manager answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one
     of the epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
@@ -31,7 +31,7 @@ async def report_of(
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
             if epoch is not None:
-                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage)
+                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
                 record = await stub.GetUpdate(named, timeout=ASK_SECONDS)
                 if record.HasField("report"):
                     return record.report, Whereabouts.of(status)

@@ -71,7 +71,7 @@ def test_a_flat_optimizer_is_served_as_it_steps() -> None:
         assert_equal(found, state(model))
         assert torch.equal(torch.cat([found[name].reshape(-1) for name in dict(model.named_parameters())]), flat)
     (copied,) = source.table().copied
-    assert (copied.tensors, copied.nbytes, copied.ranks) == (4, flat.nbytes, 1)
+    assert (copied.tensors, copied.bytes, copied.ranks) == (4, flat.nbytes, 1)
     assert list(copied.names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert "not published" in copied.reason
     assert source.table().stays_sealed
@@ -212,7 +212,7 @@ def test_only_the_tensors_concerned_are_copied() -> None:
 def test_many_copied_tensors_are_counted_and_the_first_ones_named() -> None:
     tensors = {f"t{index:02}": torch.ones(index) for index in range(20)}
     (copied,) = opened(tensors, move=False).table().copied
-    assert (copied.tensors, copied.nbytes) == (19, 4 * sum(range(20)))
+    assert (copied.tensors, copied.bytes) == (19, 4 * sum(range(20)))
     assert list(copied.names) == [f"t{index:02}" for index in range(1, 17)]
 
 
