@@ -312,7 +312,7 @@ class UpdateReport:
         """Two lines: what became of the whole; and each replica that does not serve the version, why, and what to do.
         Of many the count and the first three are named; `details` has all."""
         if self.dry_run:
-            return f"{_whole(self)}\n{_exceptions(self) or self.prefetch or 'all of them can take it'}"
+            return f"{_whole(self)}\n{_exceptions(self) or _one_line(self.prefetch) or 'all of them can take it'}"
         if self.held:
             relays = some([relay.name for relay in self.relays if not relay.problem], _SHOWN) or "no relay"
             return f"{_whole(self)}\nheld by {relays}; `ckpt-engine status` shows how the installs go on"

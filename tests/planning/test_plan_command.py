@@ -199,7 +199,7 @@ def test_mistakes_are_said_in_words(run: Run, arguments: str, says: str) -> None
     assert shown.stderr.count("\n") == 1
     told: dict[str, Any] = json.loads(run(*arguments.split(), "--json").stdout)
     assert told["ok"] is False
-    assert says in told["problem"]
+    assert says in told["problem"]["message"]
 
 
 def test_a_config_without_end_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
