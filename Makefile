@@ -1,19 +1,23 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer: each makes .venv when it is missing or old.
+# `make demo` and `make test` need nothing but Python 3.11 or newer: each makes .venv, or its part of it, when that is
+# missing or old.
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# One environment in two steps: what the demo needs, and on top of that what tests and linters need.
+FOR_DEMO := $(VENV)/.installed-for-demo
 INSTALLED := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 ENGINES ?= vllm sglang routers
 FRAMEWORKS ?= trl verl vllm
 
 # Tests start some hundred processes: Python files are compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo grpo test test-engines test-frameworks test-slow fuzz bench lint format proto clean fault-matrix endurance mutants
+.PHONY: demo grpo test test-engines test-frameworks test-slow fuzz bench lint format proto api clean fault-matrix endurance mutants
 
 demo: DEMO_ENGINE = $(strip $(foreach engine,vllm sglang,$(findstring $(engine),$(ARGS))))
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	@$(if $(DEMO_ENGINE),engines/run $(DEMO_ENGINE) --) $(BIN)/ckpt-engine demo $(ARGS)
 
 # A small model learns by GRPO (TRL) from two replicas behind the gateway; needs no GPU. Ends with a plot.
@@ -84,13 +88,24 @@ format: $(INSTALLED)
 proto: $(INSTALLED)
 	$(BIN)/python proto/generate.py
 
-# torch comes first: later packages are then content with it instead of bringing a build of their own.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: set PYTHON="'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	touch $@
+# The API reference, docs/api.md, from the code.
+api:
+	$(PYTHON) docs/generate_api.py
+
+# torch comes first: later packages are then content with it instead of bringing a build of their own. pip shows what it
+# fetches, since this takes minutes.
+$(FOR_DEMO): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: set PYTHON="'
+	@echo "Installing what the demo needs into $(VENV), once. Most of it is torch."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) --editable ".[demo]"
+	@touch $@
+
+$(INSTALLED): $(FOR_DEMO)
+	@echo "Installing what tests and linters need into $(VENV), once."
+	@$(PIP_INSTALL) --editable ".[dev]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,12 +51,15 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    import os
     from importlib import import_module
 
     if name == "__version__":
         return import_module("ckpt_engine.manager.about").software_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # gRPC writes lines of its own to standard error, beside what our errors say; it reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if name in ("Reader", "Trainer", "pull"):
         import_module("ckpt_engine.extras").require("trainer", "torch", "numpy", what=f"ckpt_engine.{name}")
     return getattr(import_module(_HOMES[name]), name)

@@ -7,9 +7,9 @@ part. Never imported by an engine (it needs grpc).
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import grpc.aio
@@ -21,6 +21,8 @@ from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
+log = logging.getLogger("ckpt_engine.connection")
+
 CHUNK_BYTES = 1 << 20
 """Most bytes of a blob in one message: small enough that heartbeats on the same connection get their turn."""
 
@@ -29,26 +31,6 @@ MESSAGE_BYTES = 64 << 20
 
 PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
 """Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
-
-STATUS_OF_CODE: Mapping[weights_pb2.Problem.Code, grpc.StatusCode] = MappingProxyType(
-    {
-        weights_pb2.Problem.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-        weights_pb2.Problem.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
-        weights_pb2.Problem.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-        weights_pb2.Problem.ABORTED: grpc.StatusCode.ABORTED,
-        weights_pb2.Problem.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-        weights_pb2.Problem.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-        weights_pb2.Problem.INTERNAL: grpc.StatusCode.INTERNAL,
-        weights_pb2.Problem.DATA_LOSS: grpc.StatusCode.DATA_LOSS,
-        weights_pb2.Problem.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-        weights_pb2.Problem.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
-"""The gRPC status for each Problem code, both ways. Any other status counts as INTERNAL."""
-
-_CODE_OF_STATUS = {status: code for code, status in STATUS_OF_CODE.items()}
-_CODE_OF_STATUS[grpc.StatusCode.CANCELLED] = weights_pb2.Problem.ABORTED
-
 
 NO_PING_MILLISECONDS = 1_000_000_000
 """Between two pings of a connection: eleven days."""
@@ -138,7 +120,7 @@ async def put_blob(
             return ref
         stored = await stub.PutBlob(_chunks(ref, data), timeout=timeout_seconds)
     except grpc.RpcError as error:
-        raise error_of(error) from error
+        raise error_of(error) from None
     if stored != ref:
         raise CkptEngineError(
             weights_pb2.Problem(
@@ -162,7 +144,7 @@ async def get_blob(stub: ManagerStub, ref: manager_pb2.BlobRef, timeout_seconds:
             if len(data) > ref.size:
                 break
     except grpc.RpcError as error:
-        raise error_of(error) from error
+        raise error_of(error) from None
     content = bytes(data)
     if blob_ref(content) != ref:
         raise CkptEngineError(
@@ -175,30 +157,38 @@ async def get_blob(stub: ManagerStub, ref: manager_pb2.BlobRef, timeout_seconds:
 
 
 def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
-    """The Problem behind a failed call: the manager's own if it sent one, else made from the gRPC status."""
-    code, details = grpc.StatusCode.UNKNOWN, str(error)
+    """The Problem behind a failed call: the manager's own if it sent one, else what the connection met, in our words.
+    gRPC's own are logged for debugging."""
+    return _manager_problem(error) or _own_problem(error)
+
+
+def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
+    """The failed call as the error that this library raises. Raise it `from None`: gRPC's text would stand in the
+    traceback. address: of the manager, which is named where it has not answered."""
+    answered = _manager_problem(error)
+    if answered is not None and answered.code != weights_pb2.Problem.UNAVAILABLE:
+        return CkptEngineError(answered)
+    problem = answered or _own_problem(error)
+    if address:
+        problem.message = f"manager {address}: {problem.message}"
+    return CkptEngineError(problem)
+
+
+def _manager_problem(error: grpc.RpcError) -> weights_pb2.Problem | None:
     if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
-        code, details = error.code(), error.details() or ""
         pairs: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
         for key, value in pairs:
             if key == PROBLEM_METADATA_KEY and isinstance(value, bytes):
                 return weights_pb2.Problem.FromString(value)
-    known = connection_problem(code, details)
-    if known is not None:
-        return known
-    return weights_pb2.Problem(
-        code=_CODE_OF_STATUS.get(code, weights_pb2.Problem.INTERNAL),
-        message=f"the call to the manager failed: {details or code.name}",
-    )
+    return None
 
 
-def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
-    """The failed call as the error that this library raises. address: of the manager; one that is not reached there is
-    named by it."""
-    problem = problem_of(error)
-    if address and problem.code == weights_pb2.Problem.UNAVAILABLE:
-        problem.message = f"manager {address}: {problem.message}"
-    return CkptEngineError(problem)
+def _own_problem(error: grpc.RpcError) -> weights_pb2.Problem:
+    code, details = grpc.StatusCode.UNKNOWN, str(error)
+    if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        code, details = error.code(), error.details() or ""
+    log.debug("gRPC says %s: %s", code.name, details)
+    return connection_problem(code, details)
 
 
 async def _chunks(ref: manager_pb2.BlobRef, data: bytes) -> AsyncIterator[manager_pb2.BlobChunk]:

@@ -113,7 +113,7 @@ def main() -> None:
     except CkptEngineError as error:
         name = next(iter(word for word in arguments if not word.startswith("-")), "")
         print(f"ckpt-engine {name}: {error.problem.message}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_status)
 
 
 def _operations(wanted: str) -> typer.Typer:

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -24,7 +25,7 @@ from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, op
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.arguments import checked_count, checked_epoch, checked_flag, checked_names, checked_version
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
-from ckpt_engine.core.problems import CkptEngineError, internal, precondition
+from ckpt_engine.core.problems import CkptEngineError, aborted, internal, precondition
 from ckpt_engine.options import Progress, RollbackOptions, UpdateOptions, options_message
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
@@ -83,7 +84,7 @@ class _Asks:
         self,
         directory: str | os.PathLike[str],
         version: int | None,
-        lineage: str,
+        lineage: str | None,
         check_finite: bool,
         options: UpdateOptions,
     ) -> Ask[manager_pb2.UpdateEvent]:
@@ -93,7 +94,7 @@ class _Asks:
         wishes = options_message(options)
         request = manager_pb2.UpdateFromDirectoryRequest(
             directory=os.fsdecode(directory),
-            lineage=lineage,
+            lineage=lineage or "",
             version=version,
             check_finite=check_finite,
             options=wishes,
@@ -103,10 +104,10 @@ class _Asks:
         seconds = self.limits.start + 2 * whole + 3 * self.limits.call_grace
         return Ask("UpdateFromDirectory", request, seconds, _as_it_is)
 
-    def rollback(self, version: int, lineage: str, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
+    def rollback(self, version: int, lineage: str | None, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
         checked_version(version)
         wishes = options_message(options)
-        request = manager_pb2.RollbackRequest(lineage=lineage, version=version, options=wishes)
+        request = manager_pb2.RollbackRequest(lineage=lineage or "", version=version, options=wishes)
         seconds = (wishes.timeout_seconds or self.limits.update) + self.limits.call_grace
         return Ask("Rollback", request, seconds, _as_it_is)
 
@@ -117,12 +118,12 @@ class _Asks:
         request = manager_pb2.WaitForUpdateRequest(lineage=lineage, version=version, timeout_seconds=seconds)
         return Ask("WaitForUpdate", request, seconds + self.limits.call_grace, UpdateReport)
 
-    def update(self, version: int | None, lineage: str, epoch: int | None) -> Ask[manager_pb2.UpdateRecord]:
+    def update(self, version: int | None, lineage: str | None, epoch: int | None) -> Ask[manager_pb2.UpdateRecord]:
         if version is not None:
             checked_version(version)
         if epoch is not None:
             checked_epoch(epoch)
-        request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage, version=version)
+        request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "", version=version)
         return Ask("GetUpdate", request, self.limits.status, _as_it_is)
 
     def updates(self, limit: int, before: int | None) -> Ask[list[manager_pb2.UpdateRecord]]:
@@ -209,7 +210,7 @@ class Client:
         deadlines: Deadlines | None = None,
     ) -> None:
         """address: the manager, host:port; none: CKPT_ENGINE_MANAGER, or 127.0.0.1:50051. security: certificates and a
-        token; none: those of the environment (CKPT_ENGINE_TLS_CA, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
+        token; none: those of the environment (CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
         defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first call.
 
         Raises INVALID_ARGUMENT for what is no address, or cannot be in the environment.
@@ -256,7 +257,7 @@ class Client:
                 if (replicas := watched.take(message)) is not None:
                     yield replicas
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raise error_of(error, self.address) from None
         finally:
             call.cancel()
 
@@ -283,7 +284,7 @@ class Client:
         directory: str | os.PathLike[str],
         version: int | None = None,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         check_finite: bool = False,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
@@ -292,7 +293,7 @@ class Client:
 
         directory: its absolute path, or that of one file, the same on the manager's host and on those of the replicas
         (or of relays); the manager was started with `--allow-directory`. version: none: the lineage's last one plus
-        one. lineage: what it counts in; empty: "directory". check_finite: refuse weights that hold NaN or infinity.
+        one. lineage: what it counts in; none: "directory". check_finite: refuse weights that hold NaN or infinity.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait, and the update goes
         on. options: as for `Trainer.update_weights`, see `UpdateOptions`.
 
@@ -310,13 +311,13 @@ class Client:
         self,
         version: int,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[RollbackOptions],
     ) -> UpdateReport:
         """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
 
-        version: by its number. lineage: of which run; empty: the only one of which that number is held. on_progress:
+        version: by its number. lineage: of which run; none: the only one of which that number is held. on_progress:
         called on this thread with each UpdateProgress; what it raises ends the wait. options: see `RollbackOptions`.
 
         Versions that are sealed later count on above the highest number ever used. Replicas that start late or again
@@ -336,10 +337,10 @@ class Client:
         return self._answer(self._asks.wait(lineage, version, timeout))
 
     def find_update(
-        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+        self, version: int | None = None, *, lineage: str | None = None, epoch: int | None = None
     ) -> manager_pb2.UpdateRecord:
         """The newest update to a version, or the one of an epoch, as the manager's ledger keeps it: what it brought,
-        its `epoch`, and its `report` unless it runs. lineage: with a version; empty: the only one that has it.
+        its `epoch`, and its `report` unless it runs. lineage: with a version; none: the only one that has it.
 
         Raises NOT_FOUND, which says what is kept; INVALID_ARGUMENT if several lineages have that version.
         """
@@ -403,7 +404,7 @@ class Client:
         try:
             return ask.read(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raise error_of(error, self.address) from None
 
     def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
         report: UpdateReport | None = None
@@ -412,7 +413,7 @@ class Client:
             for event in call:
                 report = _told(event, on_progress) or report
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raise error_of(error, self.address) from None
         finally:
             call.cancel()
         return _required(report, ask)
@@ -435,6 +436,7 @@ class AsyncClient:
         self._security = security
         self._channel: grpc.aio.Channel | None = None  # belongs to the loop of the first call
         self._calls: Any = None
+        self._open: set[Any] = set()  # calls that wait
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -446,6 +448,8 @@ class AsyncClient:
     async def close(self) -> None:
         """As `Client.close`."""
         self._closed = True
+        for call in tuple(self._open):  # grpc does not end streams that are read by a generator
+            call.cancel()
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -464,15 +468,10 @@ class AsyncClient:
     async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """As `Client.watch`."""
         watched = _WatchedReplicas()
-        call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
-        try:
+        with self._kept(self._stub.WatchReplicas(self._asks.watch(watcher))) as call:
             async for message in call:
                 if (replicas := watched.take(message)) is not None:
                     yield replicas
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        finally:
-            call.cancel()
 
     async def wait_for_replicas(self, count: int, *, pool: str = "", timeout: float = 600.0) -> list[str]:  # noqa: ASYNC109
         """As `Client.wait_for_replicas`."""
@@ -492,7 +491,7 @@ class AsyncClient:
         directory: str | os.PathLike[str],
         version: int | None = None,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         check_finite: bool = False,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
@@ -505,7 +504,7 @@ class AsyncClient:
         self,
         version: int,
         *,
-        lineage: str = "",
+        lineage: str | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[RollbackOptions],
     ) -> UpdateReport:
@@ -517,7 +516,7 @@ class AsyncClient:
         return await self._answer(self._asks.wait(lineage, version, timeout))
 
     async def find_update(
-        self, version: int | None = None, *, lineage: str = "", epoch: int | None = None
+        self, version: int | None = None, *, lineage: str | None = None, epoch: int | None = None
     ) -> manager_pb2.UpdateRecord:
         """As `Client.find_update`."""
         return await self._answer(self._asks.update(version, lineage, epoch))
@@ -576,22 +575,33 @@ class AsyncClient:
             self._calls = ManagerStub(self._channel)
         return self._calls
 
-    async def _answer(self, ask: Ask[Answer]) -> Answer:
+    @contextmanager
+    def _kept(self, call: Any) -> Iterator[Any]:
+        """The call while it waits, and its failure as our error. Cancelled at the end, and by `close`, which grpc tells
+        as if the task had been."""
+        self._open.add(call)
         try:
-            return ask.read(await getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds))
+            yield call
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raise error_of(error, self.address) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and (task is None or not task.cancelling()):
+                raise aborted(f"manager {self.address}: this client was closed before an answer came") from None
+            raise
+        finally:
+            self._open.discard(call)
+            call.cancel()
+
+    async def _answer(self, ask: Ask[Answer]) -> Answer:
+        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+            return ask.read(await call)
 
     async def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
         report: UpdateReport | None = None
-        call: Any = getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)
-        try:
+        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             async for event in call:
                 report = _told(event, on_progress) or report
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        finally:
-            call.cancel()
         return _required(report, ask)
 
 

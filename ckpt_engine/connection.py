@@ -11,7 +11,7 @@ import grpc
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, SERVER_NAME
+from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, SERVER_NAME, TOKEN_FILE
 from ckpt_engine.v1 import weights_pb2
 
 Problem = weights_pb2.Problem
@@ -23,6 +23,10 @@ _NO_GRPC = (
     "what listens there does not speak gRPC: name the port of `ckpt-engine serve --listen` (50051 unless told "
     "otherwise), not the one of --http"
 )
+_NO_TLS = f"the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key"
+_NO_NAME = "this host name is not known here: check its spelling, and DNS"
+_NO_WAY = "no way leads to this host from here: check the address, and firewalls"
+_CUT = "the connection was lost before an answer came: the manager ended, or the network was cut; try again"
 
 _SAID = (
     ("http1.x server", Problem.INVALID_ARGUMENT, _NO_GRPC),
@@ -30,7 +34,7 @@ _SAID = (
     (
         "SETTINGS frame",
         Problem.UNAVAILABLE,
-        f"nothing was said over the connection; if that stays so, {_NO_GRPC}",
+        f"connections are accepted there, but nothing answers: the manager is stopped or overloaded, or {_NO_GRPC}",
     ),
     ("Handshake read failed", Problem.UNAVAILABLE, f"the TLS handshake got no answer; if it stays so, {_NO_GRPC}"),
     (
@@ -45,16 +49,8 @@ _SAID = (
         f"the manager's certificate is not one that {AUTHORITY} signed for this address; if it names another host, "
         f"set {SERVER_NAME}",
     ),
-    (
-        "WRONG_VERSION_NUMBER",
-        Problem.UNAUTHENTICATED,
-        f"the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key",
-    ),
-    (
-        "PACKET_LENGTH_TOO_LONG",
-        Problem.UNAUTHENTICATED,
-        f"the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key",
-    ),
+    ("WRONG_VERSION_NUMBER", Problem.UNAUTHENTICATED, _NO_TLS),
+    ("PACKET_LENGTH_TOO_LONG", Problem.UNAUTHENTICATED, _NO_TLS),
     (
         "CERTIFICATE_REQUIRED",
         Problem.UNAUTHENTICATED,
@@ -66,32 +62,59 @@ _SAID = (
         "nothing listens there: start the manager (`ckpt-engine serve`), or name its address (--manager or "
         "CKPT_ENGINE_MANAGER)",
     ),
-    ("C-ares", Problem.UNAVAILABLE, "this host name is not known here: check its spelling, and DNS"),
-    ("DNS resolution failed", Problem.UNAVAILABLE, "this host name is not known here: check its spelling, and DNS"),
-    ("No route to host", Problem.UNAVAILABLE, "no way leads to this host from here: check the address, and firewalls"),
-    (
-        "Network is unreachable",
-        Problem.UNAVAILABLE,
-        "no way leads to this host from here: check the address, and firewalls",
-    ),
+    ("C-ares", Problem.UNAVAILABLE, _NO_NAME),
+    ("DNS resolution failed", Problem.UNAVAILABLE, _NO_NAME),
+    ("No route to host", Problem.UNAVAILABLE, _NO_WAY),
+    ("Network is unreachable", Problem.UNAVAILABLE, _NO_WAY),
     (
         "onnection timed out",
         Problem.UNAVAILABLE,
         "the host does not answer: check the address, and firewalls between here and there",
     ),
     (
-        "Socket closed",
+        "failed to connect",
         Problem.UNAVAILABLE,
-        "the connection was closed before an answer came: the manager has just ended, or it serves TLS; then set "
-        f"{AUTHORITY}",
+        "the connection was closed before anything was said over it: the manager has just ended, or it serves TLS; "
+        f"then set {AUTHORITY}",
     ),
     (
-        "Connection reset",
+        "header with status: 5",
         Problem.UNAVAILABLE,
-        "the connection was closed before an answer came",
+        "a proxy or web server answers in the manager's place: check that it reaches the manager, or name the "
+        "manager's own address",
+    ),
+    ("header with status", Problem.INVALID_ARGUMENT, _NO_GRPC),
+    (
+        "deserializ",
+        Problem.INTERNAL,
+        "a message of this call cannot be read: bring caller and manager to one version of ckpt-engine",
+    ),
+    (
+        "larger than max",
+        Problem.FAILED_PRECONDITION,
+        "a message of this call is larger than caller and manager accept: ask for less at once",
     ),
 )
 """What gRPC's text holds, with the code and the words for it; the first that fits."""
+
+_OF_STATUS = {
+    grpc.StatusCode.UNIMPLEMENTED: (
+        Problem.FAILED_PRECONDITION,
+        "the server there does not know this call: it is no manager of ckpt-engine, or an older one",
+    ),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (
+        Problem.DEADLINE_EXCEEDED,
+        "no answer came in time: the manager is busy or stopped, or the network between was cut; try again, with more "
+        "time if it is busy",
+    ),
+    grpc.StatusCode.CANCELLED: (Problem.ABORTED, "the call was cancelled before an answer came"),
+    grpc.StatusCode.UNAVAILABLE: (Problem.UNAVAILABLE, _CUT),
+    grpc.StatusCode.INTERNAL: (Problem.UNAVAILABLE, _CUT),  # as gRPC calls a stream that broke
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (Problem.UNAVAILABLE, "more is asked there than it takes: try again later"),
+    grpc.StatusCode.UNAUTHENTICATED: (Problem.UNAUTHENTICATED, f"the caller is not known there: set {TOKEN_FILE}"),
+    grpc.StatusCode.PERMISSION_DENIED: (Problem.PERMISSION_DENIED, "this caller may not make this call there"),
+}
+"""Where no text fits: what a status without an answer of the manager means."""
 
 
 def checked_address(address: str) -> str:
@@ -112,17 +135,13 @@ def checked_address(address: str) -> str:
     raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as {MANAGER}")
 
 
-def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Problem | None:
-    """What stands behind a failure that is gRPC's own and not the manager's answer; None: something else."""
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Problem(
-            code=Problem.FAILED_PRECONDITION,
-            message="the server there does not know this call: it is no manager of ckpt-engine, or an older one",
-        )
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNKNOWN):
+def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Problem:
+    """What stands behind a failure that is gRPC's own and not the manager's answer. gRPC's text is not repeated."""
+    if code is not grpc.StatusCode.UNIMPLEMENTED:
         for said, kind, words in _SAID:
             if said in details:
                 return Problem(code=kind, message=words)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Problem(code=Problem.DEADLINE_EXCEEDED, message="no answer came in time")
-    return None
+    kind, words = _OF_STATUS.get(
+        code, (Problem.INTERNAL, f"the call failed (gRPC status {code.name}): the manager's log says why")
+    )
+    return Problem(code=kind, message=words)

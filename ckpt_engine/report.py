@@ -12,7 +12,7 @@ from uuid import UUID
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
-from ckpt_engine.core.names import NAMES_SHOWN
+from ckpt_engine.core.names import NAMES_SHOWN, some
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
@@ -24,7 +24,7 @@ class TransportUse:
     transport: str
     reason: str
     """Why it was chosen."""
-    bytes: int
+    nbytes: int
     edges: int
     """How many pairs of source and worker used it."""
 
@@ -36,7 +36,7 @@ class CopiedTensors:
     reason: str
     """The end of a sentence that begins with the tensor: "is an inference tensor"."""
     tensors: int
-    bytes: int
+    nbytes: int
     names: tuple[str, ...]
     """At most 16 of them, of the first rank that has such tensors."""
     rank: int
@@ -46,7 +46,7 @@ class CopiedTensors:
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
         names = ", ".join([*self.names[:NAMES_SHOWN], *["..."] * (self.tensors > NAMES_SHOWN)])
-        size = human_bytes(self.bytes)
+        size = human_bytes(self.nbytes)
         return f"copied by {who}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
 
 
@@ -100,7 +100,7 @@ class ReplicaReport:
         return self.message.label_problem
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that all its workers read, from trainers, files or relays."""
         return self.message.bytes
 
@@ -123,7 +123,7 @@ class ReplicaReport:
     @property
     def gigabytes_per_second(self) -> float:
         """Bytes of all workers by the slowest worker's transfer seconds, in 10^9 bytes a second; 0 if nothing moved."""
-        return self.bytes / self.transfer_seconds / 1e9 if self.transfer_seconds > 0 else 0.0
+        return self.nbytes / self.transfer_seconds / 1e9 if self.transfer_seconds > 0 else 0.0
 
     @property
     def stages(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class ReplicaReport:
         for edge in self.message.edges:
             uses.setdefault((edge.transport, edge.reason), []).append(edge.bytes)
         found = [TransportUse(name, reason, sum(sizes), len(sizes)) for (name, reason), sizes in uses.items()]
-        return tuple(sorted(found, key=lambda use: -use.bytes))
+        return tuple(sorted(found, key=lambda use: -use.nbytes))
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ class RelayReport:
         return self.message.stage
 
     @property
-    def bytes_from(self) -> dict[str, int]:
+    def nbytes_from(self) -> dict[str, int]:
         """Bytes that it brought, by the source that they came from: "rank 0", "relay host-3"."""
         return {each.source: each.bytes for each in self.message.filled.brought}
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the version that it holds; 0 if it was not filled."""
         return self.message.filled.bytes
 
@@ -192,14 +192,15 @@ class RelayReport:
         return self.message.filled.problem.message if self.message.HasField("filled") else "it did not answer"
 
     def __str__(self) -> str:
-        held = self.problem or f"{human_bytes(self.bytes)} in {self.seconds:.2f} s"
+        held = self.problem or f"{human_bytes(self.nbytes)} in {self.seconds:.2f} s"
         source = f" from {', '.join(self.upstream)}" if self.upstream else ""
         return f"{self.name}: {held}{source}, for {', '.join((*self.replicas, *self.relays))}"
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """How one `update_weights` ended. `message` is the manager's report with everything in it; str() is a table."""
+    """How one `update_weights` ended. `message` is the manager's report with everything in it; str() is two lines,
+    `details` a table."""
 
     message: manager_pb2.UpdateReport
 
@@ -240,7 +241,7 @@ class UpdateReport:
         return self.message.seconds
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that all workers of all replicas read together."""
         return self.message.bytes
 
@@ -302,62 +303,166 @@ class UpdateReport:
         """The message as a dictionary for JSON, as `--json` and HTTP have it (docs/protocol.md, "JSON")."""
         return as_dict(self.message)
 
-    def _foreseen(self) -> str:
-        """What a dry run found out."""
-        planned = sum(replica.outcome == "planned" for replica in self.replicas)
-        would = f"an update would bring {human_bytes(self.bytes)} to {planned} of {len(self.replicas)} replicas"
-        lines = [f"dry run of version {self.version} of {self.lineage}: {would}{'' if self.ok else ', NOT OK'}"]
-        for replica in self.replicas:
-            lines.append(f"{replica.name}: {replica.problem or human_bytes(replica.bytes)}")
-            lines += [
-                f"  worker {each.worker_rank} from {each.source}: {human_bytes(each.bytes)} by {each.transport}, "
-                f"{each.reason}"
-                for each in replica.message.edges
-            ]
-        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings), self.prefetch])
+    @property
+    def details(self) -> str:
+        """All of it for people: a line about the whole, a row a replica, each problem and warning, relays, copies."""
+        return _foreseen(self) if self.dry_run else _table(self)
 
     def __str__(self) -> str:
+        """Two lines: what became of the whole; and each replica that does not serve the version, why, and what to do.
+        Of many the count and the first three are named; `details` has all."""
         if self.dry_run:
-            return self._foreseen()
-        serving = sum(replica.ok for replica in self.replicas)
-        state = ("verified" if self.verified else "not verified") if self.ok else "NOT OK"
-        held = sum(replica.operator_hold for replica in self.replicas)
-        misfits = sum(replica.cannot_load for replica in self.replicas)
-        if self.ok and serving + held + misfits < len(self.replicas):
-            state += ", as many as were asked for"
-        if held:
-            state += f", {held} held by an operator"
-        if misfits:
-            state += f", {misfits} with another model"
-        reached = f"{serving} of {len(self.replicas)} replicas"
-        what = f"{human_bytes(self.bytes)} to {reached} in {self.seconds:.2f} s, {state}"
+            return f"{_whole(self)}\n{_exceptions(self) or _one_line(self.prefetch) or 'all of them can take it'}"
         if self.held:
-            what = f"held by relays after {self.seconds:.2f} s, installs go on"
-        head = (
-            f"version {self.version} of {self.lineage} (root {self.root[:12]}, epoch {self.epoch}): "
-            f"{self.message.tensors} tensors, {what}"
-        )
-        titles = ("replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport")
-        rows = [
-            (
-                replica.name,
-                replica.outcome,
-                human_bytes(replica.bytes),
-                f"{replica.sync_seconds:.3f} s",
-                f"{replica.pause_seconds:.3f} s",
-                f"{replica.gigabytes_per_second:.2f}",
-                ", ".join(dict.fromkeys(use.transport for use in replica.transports)) or "-",
-            )
-            for replica in self.replicas
+            relays = some([relay.name for relay in self.relays if not relay.problem], _SHOWN) or "no relay"
+            return f"{_whole(self)}\nheld by {relays}; `ckpt-engine status` shows how the installs go on"
+        return f"{_whole(self)}\n{_exceptions(self) or _slowest(self)}"
+
+
+_SHOWN = 3
+"""Replicas that the two lines name at most."""
+
+_OUTCOMES = {
+    "old_serving": "serves what it did before",
+    "quarantined": "quarantined",
+    "not_reached": "not reached",
+    "planned": "planned",
+}
+"""What became of a replica that does not serve the version, as sentences say it."""
+
+
+def _whole(report: UpdateReport) -> str:
+    """The first of two lines."""
+    name = f"version {report.version} of {report.lineage}"
+    count = len(report.replicas)
+    if report.dry_run:
+        planned = sum(replica.outcome == "planned" for replica in report.replicas)
+        would = f"an update would bring {human_bytes(report.nbytes)} to {planned} of {count} replicas"
+        return f"dry run of {name}: {would}{'' if report.ok else ', NOT OK'}"
+    if report.held:
+        return f"{name}: held by relays after {report.seconds:.2f} s, installs go on"
+    serving = sum(replica.ok for replica in report.replicas)
+    state = _state(report)
+    return f"{name}: {serving} of {count} replicas serve it after {report.seconds:.2f} s, {state}"
+
+
+def _state(report: UpdateReport) -> str:
+    """Whether that is well, and what does not count."""
+    serving = sum(replica.ok for replica in report.replicas)
+    state = ("verified" if report.verified else "not verified") if report.ok else "NOT OK"
+    held = sum(replica.operator_hold for replica in report.replicas)
+    misfits = sum(replica.cannot_load for replica in report.replicas)
+    if report.ok and serving + held + misfits < len(report.replicas):
+        state += ", as many as were asked for"
+    if held:
+        state += f", {held} held by an operator"
+    if misfits:
+        state += f", {misfits} with another model"
+    return state
+
+
+def _exceptions(report: UpdateReport) -> str:
+    """Replicas that do not serve the version (or would not), why, and what to do; then what else was found. Empty: all
+    is well."""
+    away = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
+    shown = [f"{each.name}: {_standing(each)}" for each in away[:_SHOWN]]
+    hidden = len(away) - len(shown)
+    parts = ["; ".join([f"{len(away)} do not: {shown[0]}" if hidden else shown[0], *shown[1:]])] if shown else []
+    if hidden:
+        parts.append(f"and {hidden} more")
+    if away and not report.dry_run:
+        parts.append(_remedy(away))
+    labels = [f"{each.name}: {each.label_problem}" for each in report.replicas if each.label_problem]
+    remarks = [f"warning: {_one_line(each)}" for each in (*report.warnings, *labels)]
+    parts += remarks[:1]
+    hidden += len(remarks) - 1 if remarks else 0
+    if hidden:
+        parts.append("all of it: -v, or report.details")
+    return "; ".join(parts)
+
+
+def _standing(replica: ReplicaReport) -> str:
+    kind = "left alone, held by an operator" if replica.operator_hold else _OUTCOMES.get(replica.outcome, "unknown")
+    return f"{kind} ({_one_line(replica.problem)})" if replica.problem else kind
+
+
+def _remedy(away: Sequence[ReplicaReport]) -> str:
+    """What to do about replicas that do not serve the version: what each may need, said once."""
+    held = [each.name for each in away if each.operator_hold]
+    misfits = [each.name for each in away if each.cannot_load and not each.operator_hold]
+    absent = [each.name for each in away if each.outcome == "not_reached" and each.name not in (*held, *misfits)]
+    others = [each.name for each in away if each.name not in (*held, *misfits, *absent)]
+    remedies = []
+    if others:
+        remedies.append(f"mend that, then `ckpt-engine replica retry {others[0]}`")
+    if absent:
+        remedies.append(f"start {absent[0]} again: it is brought to the version then")
+    if misfits:
+        remedies.append(f"start {misfits[0]} with the model that is published, or in another pool")
+    if held:
+        remedies.append(f"`ckpt-engine replica release {held[0]}` ends the hold")
+    return "; ".join(remedies)
+
+
+def _slowest(report: UpdateReport) -> str:
+    """How it went, where nothing went wrong: the longest pause, and what was moved."""
+    if not report.replicas:
+        return "there was no replica to bring it to"
+    slowest = max(report.replicas, key=lambda replica: replica.pause_seconds)
+    uses = dict.fromkeys(use.transport for replica in report.replicas for use in replica.transports)
+    moved = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
+    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {moved}"
+
+
+def _one_line(words: str) -> str:
+    return " ".join(words.split())
+
+
+def _foreseen(report: UpdateReport) -> str:
+    """What a dry run found out."""
+    lines = [_whole(report)]
+    for replica in report.replicas:
+        lines.append(f"{replica.name}: {replica.problem or human_bytes(replica.nbytes)}")
+        lines += [
+            f"  worker {each.worker_rank} from {each.source}: {human_bytes(each.bytes)} by {each.transport}, "
+            f"{each.reason}"
+            for each in replica.message.edges
         ]
-        said = ((each.name, problem) for each in self.replicas for problem in (each.problem, each.label_problem))
-        problems = [f"{name}: {problem}" for name, problem in said if problem]
-        warnings = [f"warning: {warning}" for warning in self.warnings]
-        relays = [*map(str, self.relays), *([self.prefetch] if self.relays else [])]
-        collective = [] if self.collective.startswith("no collective") else [self.collective]
-        copied = map(str, self.copied)
-        table = _columns([titles, *rows]) if rows or not self.held else []
-        return "\n".join([head, *table, *problems, *warnings, *relays, *filter(None, collective), *copied])
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in report.warnings), report.prefetch])
+
+
+def _table(report: UpdateReport) -> str:
+    """What an update did: a row a replica."""
+    serving = sum(replica.ok for replica in report.replicas)
+    reached = f"{serving} of {len(report.replicas)} replicas"
+    what = f"{human_bytes(report.nbytes)} to {reached} in {report.seconds:.2f} s, {_state(report)}"
+    if report.held:
+        what = f"held by relays after {report.seconds:.2f} s, installs go on"
+    head = (
+        f"version {report.version} of {report.lineage} (root {report.root[:12]}, epoch {report.epoch}): "
+        f"{report.message.tensors} tensors, {what}"
+    )
+    titles = ("replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport")
+    rows = [
+        (
+            replica.name,
+            replica.outcome,
+            human_bytes(replica.nbytes),
+            f"{replica.sync_seconds:.3f} s",
+            f"{replica.pause_seconds:.3f} s",
+            f"{replica.gigabytes_per_second:.2f}",
+            ", ".join(dict.fromkeys(use.transport for use in replica.transports)) or "-",
+        )
+        for replica in report.replicas
+    ]
+    said = ((each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem))
+    problems = [f"{name}: {problem}" for name, problem in said if problem]
+    warnings = [f"warning: {warning}" for warning in report.warnings]
+    relays = [*map(str, report.relays), *([report.prefetch] if report.relays else [])]
+    collective = [] if report.collective.startswith("no collective") else [report.collective]
+    copied = map(str, report.copied)
+    table = _columns([titles, *rows]) if rows or not report.held else []
+    return "\n".join([head, *table, *problems, *warnings, *relays, *filter(None, collective), *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -202,11 +202,13 @@ def updated(
     published = time.perf_counter()
     report = trainer.update_weights(prefetch=prefetch, timeout=240.0)
     ended = time.perf_counter()
-    said = "\n".join([str(report), *(replica.tail() for replica in cluster.replicas), cluster.relays[0].said[-3000:]])
+    said = "\n".join(
+        [report.details, *(replica.tail() for replica in cluster.replicas), cluster.relays[0].said[-3000:]]
+    )
     assert report.ok, said
     assert report.verified, said
     assert {use.transport for each in report.replicas for use in each.transports} == {transport}, said
-    assert all(each.bytes == size for each in report.replicas), said
+    assert all(each.nbytes == size for each in report.replicas), said
     workers = [worker for each in report.replicas for worker in each.message.workers]
     moved = max(worker.transfer_seconds + worker.install_seconds for worker in workers)
     fills = {"fill_seconds": report.relays[0].seconds} if transport == "relay_memory" else {}

@@ -43,7 +43,7 @@ def main() -> None:
                 answer(renewed=True)
             else:
                 report = trainer.update_weights(timeout=60)
-                answer(ok=report.ok, text=str(report), report=MessageToDict(report.message))
+                answer(ok=report.ok, text=report.details, report=MessageToDict(report.message))
 
 
 if __name__ == "__main__":

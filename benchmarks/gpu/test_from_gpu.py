@@ -134,7 +134,7 @@ def test_update_from_live_parameters(
             report = trainer.update_weights(timeout=60)
             assert report.ok, f"{report}\n{replica.tail()}"
             assert report.verified
-            assert report.bytes == BYTES
+            assert report.nbytes == BYTES
             (outcome,) = report.replicas
             (worker,) = outcome.message.workers
             series.add(

@@ -74,7 +74,7 @@ def test_update_of_two_gpus(benchmark: BenchmarkFixture, two_gpus_for: Any, tmp_
         def update() -> None:
             report = trainer.update_weights(timeout=90)
             assert report.ok, f"{report}\n{cluster.replicas[0].tail()}"
-            assert report.bytes == GPUS * BYTES
+            assert report.nbytes == GPUS * BYTES
             workers = [worker for outcome in report.replicas for worker in outcome.message.workers]
             series.add(
                 pause_seconds=max(outcome.pause_seconds for outcome in report.replicas),

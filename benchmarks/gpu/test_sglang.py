@@ -47,7 +47,7 @@ class Both:
         report = self.trainer.update_weights(timeout=60)
         assert report.ok, f"{report}\n{self.replica.tail()}"
         assert report.verified
-        assert report.bytes == BYTES
+        assert report.nbytes == BYTES
         return report
 
 

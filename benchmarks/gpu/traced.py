@@ -164,7 +164,7 @@ def measure(path: Path, output: Path, engine: str, cpu: bool, replica_gpu: int, 
             assert written.returncode == 0, written.stdout + written.stderr
     here = Rates.of(rates, MEASURED)
     found = {
-        "bytes": reports[-1].bytes,
+        "bytes": reports[-1].nbytes,
         "transports": sorted({f"{use.transport}: {use.reason}" for use in reports[-1].replicas[0].transports}),
         "rates_GB_s": rates,
         "by_rates_of_this_machine": table_of(reports[1:], here, places),

@@ -142,7 +142,7 @@ def _ours(trainer: Trainer, replica: Replica, size: int, options: Any) -> Callab
         call = time.perf_counter() - began
         assert report.ok, f"{report}\n{replica.tail()}"
         assert report.verified
-        assert report.bytes == size, f"{report.bytes} of {size} bytes: {report}"
+        assert report.nbytes == size, f"{report.nbytes} of {size} bytes: {report}"
         (outcome,) = report.replicas
         used = {use.transport for use in outcome.transports}
         assert ("relay_memory" in used) == (options["prefetch"] == "always"), used

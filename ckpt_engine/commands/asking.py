@@ -23,8 +23,8 @@ Names = Annotated[
 
 
 def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], what: str) -> Answer:
-    """The answer to one call. Exits with 1 and the reason if it is refused; says after a while that it waits, and
-    `what` for."""
+    """The answer to one call. Exits with the error's status and the reason if it is refused; says after a while that it
+    waits, and `what` for."""
 
     async def answer() -> Answer:
         async with AsyncClient(manager) as client:
@@ -43,7 +43,7 @@ def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, A
 def failed(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
     typer.echo(printable(refusal_of(manager, error)), err=True)
-    return typer.Exit(1)
+    return typer.Exit(error.exit_status)
 
 
 def refusal_of(manager: str, error: CkptEngineError) -> str:

@@ -99,7 +99,7 @@ def gateway(
         bound = listening(settings.listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
-        raise typer.Exit(1) from error
+        raise typer.Exit(error.exit_status) from error
     at = join_address(split_address(listen)[0], bound.getsockname()[1])
     log.info("gateway listens on %s for %s workers=%d", at, manager or ", ".join(settings.replicas), workers)
     end_loading()

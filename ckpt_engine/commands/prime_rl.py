@@ -84,7 +84,7 @@ def prime_rl(
         bound = listening(listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
-        raise typer.Exit(1) from error
+        raise typer.Exit(error.exit_status) from error
     scheme = "http" if certificate is None else "https"
     log.info("prime-rl: admin_base_url = %s://%s/v1", scheme, join_address(host, bound.getsockname()[1]))
     asyncio.run(_serve(Facade(settings).application(), security, bound))

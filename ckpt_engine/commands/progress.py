@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Annotated, Self
 
 import typer
 from rich.console import Console
@@ -18,9 +18,12 @@ from rich.progress import (
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
+from ckpt_engine.core.names import printable
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all of the report: a row a replica.")]
 
 
 class _Lines(AbstractContextManager["_Lines"]):
@@ -92,7 +95,7 @@ def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Ex
         typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
     else:
         typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
-    return typer.Exit(1)
+    return typer.Exit(error.exit_status)
 
 
 def interrupted(command: str) -> typer.Exit:
@@ -101,8 +104,9 @@ def interrupted(command: str) -> typer.Exit:
     return typer.Exit(130)
 
 
-def told(report: UpdateReport, json_output: bool) -> typer.Exit:
-    """Prints the report; to be raised. Its status is 0 only if all is well and verified, or all that was asked for was
-    that relays hold the version, or what an update would do."""
-    typer.echo(json.dumps(report.to_dict()) if json_output else str(report))
+def told(report: UpdateReport, json_output: bool, verbose: bool) -> typer.Exit:
+    """Prints the report, in two lines or all of it (verbose); to be raised. Its status is 0 only if all is well and
+    verified, or all that was asked for was that relays hold the version, or what an update would do."""
+    said = json.dumps(report.to_dict()) if json_output else printable(report.details if verbose else str(report))
+    typer.echo(said)
     return typer.Exit(0 if report.held or (report.ok and (report.verified or report.dry_run)) else 1)

@@ -22,8 +22,8 @@ def pull(
     manager: Manager = MANAGER,
     version: Annotated[int | None, typer.Option(min=0, help="By its number. Default: the latest one.")] = None,
     lineage: Annotated[
-        str, typer.Option(help="Of which run. Default: the only one of which a version can be read.")
-    ] = "",
+        str | None, typer.Option(help="Of which run. Default: the only one of which a version can be read.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")] = False,
 ) -> None:
     """Write the weights of a version into a directory, as safetensors files, each tensor verified.

@@ -11,7 +11,7 @@ from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
 from ckpt_engine.commands.options import waited
-from ckpt_engine.commands.progress import interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.options import RollbackOptions
 
@@ -20,8 +20,8 @@ def rollback(
     version: Annotated[int, typer.Option(min=0, help="The version to go back to, by its number.")],
     manager: Manager = MANAGER,
     lineage: Annotated[
-        str, typer.Option(help="Of which run. Default: the only one of which that version is held.")
-    ] = "",
+        str | None, typer.Option(help="Of which run. Default: the only one of which that version is held.")
+    ] = None,
     pool: Pool = "",
     replica: Annotated[
         list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
@@ -30,6 +30,7 @@ def rollback(
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(callback=waited, help="Of the whole rollback, seconds.")] = None,
+    verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring replicas back to a version that relays still hold. No trainer is needed.
@@ -54,4 +55,4 @@ def rollback(
         raise refused("rollback", error, json_output) from error
     except KeyboardInterrupt:
         raise interrupted("rollback") from None
-    raise told(report, json_output)
+    raise told(report, json_output, verbose)

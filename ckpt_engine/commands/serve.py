@@ -93,7 +93,7 @@ def serve(
         asyncio.run(_serve(config))
     except CkptEngineError as error:
         logging.getLogger("ckpt_engine.manager").error("%s", error.problem.message)
-        raise typer.Exit(1) from error
+        raise typer.Exit(error.exit_status) from error
 
 
 async def _serve(config: ManagerConfig) -> None:

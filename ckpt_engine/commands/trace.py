@@ -36,7 +36,9 @@ def trace(
     ] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="The update by its epoch, instead of a version.")] = None,
     manager: Manager = MANAGER,
-    lineage: Annotated[str, typer.Option(help="Of which run. Default: the only one that has this version.")] = "",
+    lineage: Annotated[
+        str | None, typer.Option(help="Of which run. Default: the only one that has this version.")
+    ] = None,
     rates: Annotated[
         Path | None,
         typer.Option(

@@ -13,7 +13,7 @@ from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
 from ckpt_engine.commands.options import configured_deadlines, waited
-from ckpt_engine.commands.progress import interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
@@ -72,6 +72,7 @@ def update(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what an update would do: nothing is paused or written.")
     ] = False,
+    verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Bring all replicas to the weights of a checkpoint directory: --checkpoint DIR, or --from-directory DIR.
@@ -131,4 +132,4 @@ def update(
         raise refused("update", error, json_output) from error
     except KeyboardInterrupt:
         raise interrupted("update") from None
-    raise told(report, json_output)
+    raise told(report, json_output, verbose)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ckpt_engine.core.collective import Member, arrange
 from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.core.reach import by_collective, name_of
+from ckpt_engine.core.reach import by_collective
+from ckpt_engine.core.relay_remedy import name_of
 from ckpt_engine.v1.weights_pb2 import Host, Problem
 
 

@@ -5,8 +5,10 @@ It decides the codes and how a problem travels as an exception. It does not deci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckpt_engine.v1 import weights_pb2
 
@@ -28,6 +30,31 @@ class ErrorCode(StrEnum):
     PERMISSION_DENIED = "PERMISSION_DENIED"  # the caller is known, and may not do this under this name
 
 
+class Statuses(NamedTuple):
+    """What one code is elsewhere."""
+
+    grpc: str  # the name of a status
+    http: int
+    exit: int  # of a command that ends with it
+
+
+STATUSES: Mapping[ErrorCode, Statuses] = MappingProxyType(
+    {
+        ErrorCode.INVALID_ARGUMENT: Statuses("INVALID_ARGUMENT", 400, 1),
+        ErrorCode.FAILED_PRECONDITION: Statuses("FAILED_PRECONDITION", 409, 1),
+        ErrorCode.NOT_FOUND: Statuses("NOT_FOUND", 404, 1),
+        ErrorCode.ABORTED: Statuses("ABORTED", 409, 1),
+        ErrorCode.UNAVAILABLE: Statuses("UNAVAILABLE", 503, 1),
+        ErrorCode.DEADLINE_EXCEEDED: Statuses("DEADLINE_EXCEEDED", 504, 1),
+        ErrorCode.INTERNAL: Statuses("INTERNAL", 500, 1),
+        ErrorCode.DATA_LOSS: Statuses("DATA_LOSS", 500, 1),
+        ErrorCode.UNAUTHENTICATED: Statuses("UNAUTHENTICATED", 401, 1),
+        ErrorCode.PERMISSION_DENIED: Statuses("PERMISSION_DENIED", 403, 1),
+    }
+)
+"""The one table of codes, in gRPC, HTTP and commands; docs/protocol.md, "Errors", shows it. A command's exit status
+tells only that it was refused (2 is for arguments that cannot be, 130 for an interrupt); its JSON has the code."""
+
 _NAMED_TENSORS = 16
 
 
@@ -41,8 +68,12 @@ class CkptEngineError(Exception):
     @property
     def code(self) -> ErrorCode:
         """What kind of problem it is. A code that this release does not know is INTERNAL."""
-        names = {number: name for name, number in weights_pb2.Problem.Code.items()}
-        return ErrorCode.__members__.get(names.get(self.problem.code, ""), ErrorCode.INTERNAL)
+        return code_of(self.problem)
+
+    @property
+    def exit_status(self) -> int:
+        """That of a command which ends with it."""
+        return STATUSES[self.code].exit
 
     def __str__(self) -> str:
         return f"{self.code}: {self.problem.message}"
@@ -50,6 +81,12 @@ class CkptEngineError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """For frameworks that raise it again in another process (Ray, multiprocessing): nothing of ours pickles it."""
         return _raised_there, (self.problem.SerializeToString(),)
+
+
+def code_of(problem: weights_pb2.Problem) -> ErrorCode:
+    """The problem's code; INTERNAL for one without, or that this release does not know."""
+    names = {number: name for name, number in weights_pb2.Problem.Code.items()}
+    return ErrorCode.__members__.get(names.get(problem.code, ""), ErrorCode.INTERNAL)
 
 
 def _raised_there(problem: bytes) -> CkptEngineError:

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ckpt_engine.core.loopback import is_loopback
+from ckpt_engine.core.relay_remedy import name_of
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
 
@@ -20,6 +21,7 @@ class Verdict(NamedTuple):
     ok: bool
     reason: str
     distance: int = 0
+    relays: tuple[Host, ...] = ()  # hosts that each need a relay for it, by way of which it reaches
 
 
 class Distance(IntEnum):
@@ -50,8 +52,9 @@ def by_process(source: Host, worker: Host) -> Verdict:
     if not same_host(source, worker):
         return Verdict(
             False,
-            f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; start a "
-            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
+            f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; only "
+            "relays read over a network",
+            relays=(source, worker),
         )
     if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
         return Verdict(
@@ -74,8 +77,8 @@ def by_directory(source: Host, worker: Host) -> Verdict:
     if not same_host(source, worker):
         return Verdict(
             False,
-            f"the relay's memory is on host {where}, and the worker runs on host {name_of(worker)}; start a relay on "
-            "that host",
+            f"the relay's memory is on host {where}, and the worker runs on host {name_of(worker)}",
+            relays=(worker,),
         )
     if not source.relay_directory or source.relay_directory != worker.relay_directory:
         return Verdict(
@@ -108,8 +111,9 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
     if not same_host(source, worker):
         return Verdict(
             False,
-            f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; start a "
-            "relay on both hosts (`ckpt-engine relay`), since only relays read over a network",
+            f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; only relays "
+            "read over a network",
+            relays=(source, worker),
         )
     for what, one, other in (
         ("process ids", source.pid_namespace, worker.pid_namespace),
@@ -218,11 +222,6 @@ _DISTANCE_OF_LINK = {
     GpuReach.PCIE: Distance.PCIE,
     GpuReach.PEER: Distance.PEER,
 }
-
-
-def name_of(host: Host) -> str:
-    """A host as messages name it."""
-    return host.name or host.address or (host.boot_id[:8] if host.boot_id else "(unnamed)")
 
 
 def _namespace(host: Host) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
-from ckpt_engine.core.reach import name_of, same_host
+from ckpt_engine.core.reach import same_host
+from ckpt_engine.core.relay_remedy import name_of
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.v1.weights_pb2 import Host
@@ -39,9 +41,11 @@ class RelayReach:
     """The way into each source and relay for each relay, looked for once."""
 
     def __init__(
-        self, origins: Mapping[str, Origin], relays: Mapping[str, Station], choose: Choose = choose_transport
+        self, origins: Mapping[str, Origin], relays: Mapping[str, Station], choose: Choose | None = None
     ) -> None:
-        self._origins, self._relays, self._choose = origins, relays, choose
+        self._origins, self._relays = origins, relays
+        running = frozenset(relay.host.boot_id for relay in relays.values())
+        self._choose = choose or partial(choose_transport, relays=running)
         self._edges: dict[tuple[str, str], Choice | CkptEngineError] = {}
 
     def reads(self, relay: str, other: str) -> bool:

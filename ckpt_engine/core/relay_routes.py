@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.reach import Distance, name_of, same_host
+from ckpt_engine.core.reach import Distance, same_host
 from ckpt_engine.core.relay_reach import Choose, Origin, RelayReach, Station
-from ckpt_engine.core.topology import choose_transport
+from ckpt_engine.core.relay_remedy import name_of, relay_remedy
 
 Name = TypeVar("Name")
 
@@ -62,7 +62,7 @@ def relay_routes(
     relays: Sequence[Station],
     wanted: Collection[str],
     holding: Mapping[str, frozenset[str]],
-    choose: Choose = choose_transport,
+    choose: Choose | None = None,
 ) -> Routes:
     """Routes for all relays that replicas wait for.
 
@@ -92,7 +92,7 @@ class _Routing:
         relays: Sequence[Station],
         wanted: Collection[str],
         holding: Mapping[str, frozenset[str]],
-        choose: Choose,
+        choose: Choose | None,
     ) -> None:
         self._origins = {origin.name: origin for origin in origins}
         self._parts = sorted(set(parts), key=sorted)
@@ -298,7 +298,7 @@ class _Routing:
     def _why_unreached(self, name: str) -> str:
         """Says for people what to start where."""
         relay = self._relays[name]
-        hosts = sorted({name_of(origin.host) for origin in self._origins.values()})
+        hosts = sorted((origin.host for origin in self._origins.values()), key=name_of)
         with_it = [other for other in self._relays if other != name and (self._direct[other] or other in self._holding)]
         if with_it:
             edge = self._reach.edge(with_it[0], name)
@@ -306,7 +306,6 @@ class _Routing:
             return f"it reads no relay that can have the version; {with_it[0]}: {said}"
         if not self._origins.keys() - {name}:
             return "nobody else holds the version"
-        where = " and ".join(f"the host {host}" for host in hosts)
         reasons = _once(
             edge.problem.message
             for origin in self._origins.keys() - {name}
@@ -323,9 +322,10 @@ class _Routing:
             other, why = next(iter(beside.items()))
             which = "it" if other == name else f"it reaches none of the sources; {other}"
             return f"{which} runs on the host of the weights and cannot read them: {why}"
+        running = frozenset(each.host.boot_id for each in self._relays.values())
         return (
-            f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: start a relay "
-            f"on {where}, where the weights are (`ckpt-engine relay`); {reasons[0]}"
+            f"it runs on host {name_of(relay.host)} and reaches none of the sources, and no relay does: "
+            f"{relay_remedy(hosts, running)}, where the weights are; {reasons[0]}"
         )
 
 

@@ -6,11 +6,11 @@ the manager.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.core.reach import name_of
+from ckpt_engine.core.relay_remedy import name_of, relay_remedy
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.v1.weights_pb2 import Host
 
@@ -24,10 +24,13 @@ class Choice(NamedTuple):
     distance: int = 0
 
 
-def choose_transport(source: Host, transport: str, worker: Host, available: Sequence[str]) -> Choice:
+def choose_transport(
+    source: Host, transport: str, worker: Host, available: Sequence[str], relays: Collection[str] | None = None
+) -> Choice:
     """How a worker reads regions of a source that offers them over `transport`.
 
-    available: the transports that the worker's host can use. Raises FAILED_PRECONDITION if the worker cannot use this
+    available: the transports that the worker's host can use. relays: boot ids of hosts on which relays run; None: that
+    is not known here. Raises FAILED_PRECONDITION if the worker cannot use this
     transport at all or it does not reach from there, saying why and what to do.
     """
     kinds = transport_kinds()
@@ -40,7 +43,7 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
     if transport not in available and kind.relays_only:
         raise precondition(
             f"the relay of host {name_of(source)} offers its weights to other relays over {transport}, which no worker "
-            f"reads; start a relay on host {name_of(worker)}"
+            f"reads; {relay_remedy([worker], relays)}"
         )
     if transport not in available:
         raise precondition(
@@ -50,5 +53,6 @@ def choose_transport(source: Host, transport: str, worker: Host, available: Sequ
         )
     verdict = kind.reach(source, worker)
     if not verdict.ok:
-        raise precondition(verdict.reason)
+        remedy = f"; {relay_remedy(verdict.relays, relays)}" if verdict.relays else ""
+        raise precondition(verdict.reason + remedy)
     return Choice(transport, verdict.reason, verdict.distance)

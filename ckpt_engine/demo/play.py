@@ -90,7 +90,7 @@ class Outcome:
             "verified": self.verified,
             "final_text_matches": self.final_text_matches,
             "problem": self.problem,
-            "bytes": self.acts[-1].report.bytes if self.acts else 0,
+            "bytes": self.acts[-1].report.nbytes if self.acts else 0,
             "timings": {
                 "start_seconds": round(self.start_seconds, 3),
                 "play_seconds": round(self.play_seconds, 3),

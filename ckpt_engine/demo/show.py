@@ -77,7 +77,7 @@ class ConsoleShow:
         self._console.print(
             Text.assemble(
                 (f"version {report.version}", "bold"),
-                f"  {trained}; {human_bytes(report.bytes)} to {len(report.replicas)} replicas in "
+                f"  {trained}; {human_bytes(report.nbytes)} to {len(report.replicas)} replicas in "
                 f"{report.seconds:.2f} s, paused for {pause:.3f} s, ",
                 ("verified", "green") if act.verified else ("NOT VERIFIED", "bold red"),
             )
@@ -111,7 +111,7 @@ class ConsoleShow:
 
 
 def _on_the_wire(act: Act) -> str:
-    model = act.report.bytes // len(act.report.replicas)
+    model = act.report.nbytes // len(act.report.replicas)
     counts = (
         f"{name} sent {human_bytes(sent)}, received {human_bytes(received)}"
         for name, (sent, received) in act.wire.counts.items()
@@ -142,7 +142,7 @@ def _table(outcome: Outcome) -> Table:
                 str(act.report.version) if number == 0 else "",
                 ("-" if math.isnan(act.loss) else f"{act.loss:.3f}") if number == 0 else "",
                 replica.name,
-                human_bytes(replica.bytes),
+                human_bytes(replica.nbytes),
                 f"{replica.sync_seconds:.3f} s",
                 f"{replica.pause_seconds:.3f} s",
                 f"{replica.gigabytes_per_second:.2f}",

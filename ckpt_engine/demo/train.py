@@ -102,7 +102,7 @@ def train(
             except CkptEngineError as error:
                 tell(problem=str(error))
                 sys.exit(f"rank {rank}: {error}")
-            tell(report=as_json(report.message), table=str(report))
+            tell(report=as_json(report.message), table=report.details)
             if not report.ok:
                 sys.exit(1)
         tell.wait_for_turn()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from dataclasses import dataclass
 from ckpt_engine.engine.adapter import AdapterAvailability
 
 _ASK_SECONDS = 20.0
+
+_SCRIPT_BYTES = 4096
+"""Of a script that are read: its first two lines are among them."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,23 @@ class Supported:
 
     def refusal(self, version: str) -> str:
         """Why `version` cannot be driven at all; empty: it can, or it is to be checked."""
-        first = self.tested[0].rstrip(".")
         if not _numbers(version):
-            return f"{self.engine} does not tell its version, but {version!r}; it must be {first} or newer"
-        if _numbers(version) < _numbers(first):
-            return f"{self.engine} {version} is too old: it must be {first} or newer"
+            return f"{self.engine} does not tell its version, but {version!r}; {self._supported}"
+        if _numbers(version) < _numbers(self.tested[0]):
+            return f"{self.engine} {version} is not supported; {self._supported}"
         return ""
+
+    def missing(self, python: str) -> str:
+        """Says that the engine is not installed for a Python."""
+        return f"{self.engine} is not installed for {python}; {self._supported}"
+
+    @property
+    def _supported(self) -> str:
+        """What is supported, and what to do."""
+        return (
+            f"it must be {self.tested[0].rstrip('.')} or newer: pip install 'ckpt-engine[{self.module}]', or activate "
+            "the environment that has it"
+        )
 
     def untested(self, version: str) -> str:
         """Says that no test has run `version`; empty: tests have."""
@@ -48,10 +64,9 @@ class Supported:
         return f"{self.engine} {version} is not among the tested versions ({tested})"
 
     def installed(self) -> AdapterAvailability:
-        """What is installed beside us; engines in another environment are found only by running them."""
+        """What is installed beside us; engines in another environment are found only by asking that."""
         if importlib.util.find_spec(self.module) is None:
-            reason = f"{self.module} is not installed in this environment (extra: ckpt-engine[{self.module}])"
-            return AdapterAvailability(False, "", reason)
+            return AdapterAvailability(False, "", self.missing(sys.executable))
         for distribution in self.distributions:
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(distribution)
@@ -62,18 +77,21 @@ class Supported:
         return AdapterAvailability(False, "", reason)
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why what `command` starts cannot be driven, from the metadata of the Python that it runs; empty: it may be.
+        """Why what `command` starts cannot be driven, from the metadata of the Python that it runs, in the words of
+        `installed`; empty: it may be.
 
-        Takes a tenth of a second, in the calling thread. A command whose Python cannot be told is not refused.
+        Takes a tenth of a second, in the calling thread. Nothing is refused if the command's Python cannot be told, or
+        imports the engine from where there is no metadata.
         """
-        python = command[0] if command else ""
-        if not re.fullmatch(r"(.*/)?python[0-9.]*", python):
+        python = _python_of(command[0]) if command else ""
+        if not python:
             return ""
         script = (
-            "import importlib.metadata as m\n"
+            "import importlib.metadata as m, importlib.util as u\n"
             f"for name in {self.distributions!r}:\n"
-            "    try: print(m.version(name)); break\n"
+            "    try: print('version', m.version(name)); break\n"
             "    except m.PackageNotFoundError: pass\n"
+            f"else: print('unknown' if u.find_spec({self.module!r}) else 'missing')\n"
         )
         try:
             asked = subprocess.run(
@@ -81,8 +99,33 @@ class Supported:
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        version = asked.stdout.strip()
-        return self.refusal(version) if asked.returncode == 0 and version else ""
+        match asked.stdout.split() if asked.returncode == 0 else []:
+            case ["version", version]:
+                return self.refusal(version)
+            case ["missing"]:
+                return self.missing(python)
+        return ""
+
+
+def _python_of(program: str) -> str:
+    """The Python that a program is, or that a script which pip installed runs (`vllm`); empty: it cannot be told."""
+    if re.fullmatch(r"(.*/)?python[0-9.]*", program):
+        return program
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read(_SCRIPT_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    if not lines or not lines[0].startswith("#!"):
+        return ""
+    # pip writes the path behind #!, or where that is too long a line for sh below.
+    for line in lines[:2]:
+        if found := re.search(r"/[^'\"]*/python[0-9.]*(?=$|['\"\s])", line):
+            return found[0]
+    return ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ class CompilePlans:
 
     record: what is known of these weights already; then sources digest only what is finer. Fails with DATA_LOSS unless
     it hashes to `root`. collective: replicas that get all that they need over a collective. edges: the result is to
-    tell them.
+    tell them. relays: boot ids of hosts on which relays run, for what is told of replicas that are out of reach.
     """
 
     published: Published
@@ -161,6 +161,7 @@ class CompilePlans:
     root: bytes = b""
     collective: frozenset[str] = frozenset()
     edges: bool = False
+    relays: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

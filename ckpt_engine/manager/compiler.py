@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -18,11 +18,12 @@ from ckpt_engine.core.complete import check_complete
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import by_transport, label
-from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
+from ckpt_engine.core.plan import Choose, PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_blob
 from ckpt_engine.core.sealed_record import Commits, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.machines.events import (
     Combined,
@@ -78,10 +79,12 @@ class _Recent(Generic[Key, Value]):
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """What was compiled. recorded: the record that it was cut along, for a late replica; None: a record is made."""
+    """What was compiled. recorded: the record that it was cut along, for a late replica; None: a record is made.
+    relays: those of the task."""
 
     plans: Plans
     recorded: Commits | None
+    relays: frozenset[str]
 
     @cached_property
     def writer(self) -> RecordWriter:
@@ -196,14 +199,18 @@ class Compiler:
         cutting = b"" if recorded is None else recorded.cutting
         key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
         compiled = self._plans.get(key)
+        if compiled is not None and compiled.unfit and cast(_Planned, compiled.handle).relays != task.relays:
+            compiled = None  # what is told of those that are out of reach goes by where relays run
         if compiled is not None and all(map(self._blobs.has, _blobs_of(compiled))):
             if task.edges:
                 return replace(compiled, edges=self._edges(task, compiled))
             if recorded is None:
                 return compiled
-            return replace(compiled, handle=_Planned(cast(_Planned, compiled.handle).plans, recorded))
+            return replace(compiled, handle=replace(cast(_Planned, compiled.handle), recorded=recorded))
         requests, unfit = self._requests(task)
-        plans = _plans_for_all_that_fit(publication, requests, unfit, () if recorded is None else recorded.boxes)
+        choose = partial(choose_transport, relays=task.relays)
+        along = () if recorded is None else recorded.boxes
+        plans = _plans_for_all_that_fit(publication, requests, unfit, along, choose)
         taking = [each for each in requests if each.collective and _replica(each) not in unfit]
         collective, refused = plan_together(self._blobs, plans, taking) if taking else (None, {})
         unfit |= refused
@@ -222,7 +229,7 @@ class Compiler:
                 for source, atoms in (plans.atoms if recorded is None else finer_atoms(plans, recorded)).items()
             },
             bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
-            handle=_Planned(plans, recorded),
+            handle=_Planned(plans, recorded, task.relays),
             unfit=unfit,
             distances={worker.key: plans.distances[worker.key] for worker in planned},
             collective=collective,
@@ -326,6 +333,7 @@ def _plans_for_all_that_fit(
     requests: Sequence[PlanRequest],
     unfit: dict[str, weights_pb2.Problem],
     along: Sequence[Sequence[Box]],
+    choose: Choose,
 ) -> Plans:
     """Plans for the replicas that are not put into unfit: a worker of theirs cannot be planned for, or their workers
     together leave something out. along: what cells are cut along too."""
@@ -339,7 +347,7 @@ def _plans_for_all_that_fit(
             unfit[name] = error.problem
     refused: dict[Hashable, CkptEngineError] = {}
     fitting = [request for request in requests if _replica(request) not in unfit]
-    plans = compile_plans(publication, publication.table_digests, fitting, along=along, refused=refused)
+    plans = compile_plans(publication, publication.table_digests, fitting, choose, along, refused)
     for request in fitting:
         if request.key in refused:
             unfit.setdefault(_replica(request), refused[request.key].problem)

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from ckpt_engine.channel import PROBLEM_METADATA_KEY, STATUS_OF_CODE
+from ckpt_engine.channel import PROBLEM_METADATA_KEY
 from ckpt_engine.core.enums import enum_word
-from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.core.problems import STATUSES, CkptEngineError, code_of, unavailable
 from ckpt_engine.manager.blobs import ResourceExhaustedError
 from ckpt_engine.v1 import weights_pb2
 
@@ -19,17 +19,6 @@ METADATA_BYTES = 3072
 DETAILS_CHARACTERS = 1000
 """The most that is repeated of a Problem's message as the status's own words."""
 
-_HTTP_STATUS = {
-    weights_pb2.Problem.INVALID_ARGUMENT: 400,
-    weights_pb2.Problem.FAILED_PRECONDITION: 409,
-    weights_pb2.Problem.NOT_FOUND: 404,
-    weights_pb2.Problem.ABORTED: 409,
-    weights_pb2.Problem.UNAVAILABLE: 503,
-    weights_pb2.Problem.DEADLINE_EXCEEDED: 504,
-    weights_pb2.Problem.UNAUTHENTICATED: 401,
-    weights_pb2.Problem.PERMISSION_DENIED: 403,
-}
-
 
 def stopping() -> CkptEngineError:
     """What callers and members hear from a manager that ends."""
@@ -38,12 +27,12 @@ def stopping() -> CkptEngineError:
 
 def grpc_status(problem: weights_pb2.Problem) -> grpc.StatusCode:
     """The status whose meaning is the problem's; INTERNAL for a problem without a code."""
-    return STATUS_OF_CODE.get(problem.code, grpc.StatusCode.INTERNAL)
+    return grpc.StatusCode[STATUSES[code_of(problem)].grpc]
 
 
 def http_status(problem: weights_pb2.Problem) -> int:
     """The HTTP status whose meaning is the problem's."""
-    return _HTTP_STATUS.get(problem.code, 500)
+    return STATUSES[code_of(problem)].http
 
 
 def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:

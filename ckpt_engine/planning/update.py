@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_engine.core.complete import check_complete
@@ -144,7 +145,10 @@ class _Planning:
             PlanRequest(key, offers.needs[key[1]], self._cluster.host(place), self._reads)
             for key, place in self._workers.items()
         ]
-        return compile_plans(offers.publication, offers.publication.table_digests, requests, refused=refused)
+        hosts = range(len(self._cluster.hosts)) if self._question.relays else ()
+        running = frozenset(self._cluster.relay_host(host).boot_id for host in hosts)
+        choose = partial(choose_transport, relays=running)
+        return compile_plans(offers.publication, offers.publication.table_digests, requests, choose, refused=refused)
 
     def _unfit(self, refused: Mapping[object, CkptEngineError]) -> dict[str, str]:
         """Why replicas cannot read the trainer by themselves."""

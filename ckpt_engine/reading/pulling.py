@@ -37,7 +37,7 @@ Progress = Callable[[int, int], object]
 def pull(
     address: str,
     directory: str | os.PathLike[str],
-    lineage: str = "",
+    lineage: str | None = None,
     version: int | None = None,
     *,
     on_progress: Progress | None = None,
@@ -57,7 +57,7 @@ def pull(
         _check_directory(directory)
         with Reader(address, lineage, version, deadlines=deadlines) as reader:
             files = _files(reader)
-            needed = reader.bytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
+            needed = reader.nbytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
             free = shutil.disk_usage(directory.parent).free
             if needed > free:
                 raise precondition(
@@ -85,7 +85,7 @@ def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name in reader.names:
-        more = reader.size(name)
+        more = reader.nbytes_of(name)
         if shards[-1] and size + more > FILE_BYTES:
             shards.append([])
             size = 0
@@ -105,7 +105,7 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
         dtype = dtype_name(reader.dtype(name))
         if dtype not in CODES:
             raise precondition(f"safetensors has no dtype {dtype}", [name])
-        end = at + reader.size(name)
+        end = at + reader.nbytes_of(name)
         entries[name] = {"dtype": CODES[dtype], "shape": list(reader.shape(name)), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -130,7 +130,7 @@ def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
 def _write(
     made: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
 ) -> None:
-    done, total = 0, reader.bytes
+    done, total = 0, reader.nbytes
     for file, (header, names) in files.items():
         with (made / file).open("wb") as written:
             written.write(header)

@@ -41,7 +41,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 class Reader:
     """One version, as long as somebody holds it. Use it as a context manager, or call `close`.
 
-    address: the manager, host:port. lineage: of which run; empty: the only one of which a version can be read. version:
+    address: the manager, host:port. lineage: of which run; none: the only one of which a version can be read. version:
     by its number; none: the lineage's latest one. deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
     lineage, version, root: of what was found. names: of its tensors, sorted.
@@ -51,19 +51,24 @@ class Reader:
     """
 
     def __init__(
-        self, address: str, lineage: str = "", version: int | None = None, *, deadlines: Deadlines | None = None
+        self,
+        address: str,
+        lineage: str | None = None,
+        version: int | None = None,
+        *,
+        deadlines: Deadlines | None = None,
     ) -> None:
         if version is not None:
             checked_version(version)
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
-        request = manager_pb2.LocateVersionRequest(lineage=lineage, version=version)
+        request = manager_pb2.LocateVersionRequest(lineage=lineage or "", version=version)
         with open_blocking_channel(address) as channel:
             stub = ManagerStub(channel)
             try:
                 found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
                 record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))
             except grpc.RpcError as failed:
-                raise error_of(failed, address) from failed
+                raise error_of(failed, address) from None
         self.lineage, self.version = found.identity.lineage, found.identity.version
         self.root: str = found.identity.root.hex()
         self._recorded = read_record(_parsed(SealedRecord, record), found.identity.root)
@@ -85,7 +90,7 @@ class Reader:
         return sorted(self._numbers)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(map(_size, self._specs))
 
@@ -97,7 +102,7 @@ class Reader:
         """Dtype of one tensor, as it is served. Raises NOT_FOUND."""
         return torch_dtype(self._specs[self._number(name)].dtype)
 
-    def size(self, name: str) -> int:
+    def nbytes_of(self, name: str) -> int:
         """Bytes of one tensor. Raises NOT_FOUND."""
         return _size(self._specs[self._number(name)])
 

@@ -66,22 +66,25 @@ class Caller:
     def require(self, role: str, name: str) -> None:
         """Raises PERMISSION_DENIED unless it may act as `role` under `name`."""
         if not self.everything and not any(grant.covers(role, name) for grant in self.grants):
-            raise forbidden(f"{self.who} may not act as {role} {name!r}: {self._may()}")
+            raise forbidden(f"{self.who} may not act as {role} {name!r}: {self._may(f'{role}/{name}')}")
 
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
         if not self.may_any(*roles):
-            raise forbidden(
-                f"{self.who} may not act as {' or '.join(roles)}: {self._may()}; grants are in the file that --tokens "
-                "of the manager names, or in the certificate's common name"
-            )
+            needed = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
+            raise forbidden(f"{self.who} may not act as {' or '.join(roles)}: {self._may(needed)}")
 
     def may_any(self, *roles: str) -> bool:
         """Whether it has a grant of one of these roles, under whatever name."""
         return self.everything or any(grant.role in roles for grant in self.grants)
 
-    def _may(self) -> str:
-        return f"it is granted {', '.join(str(grant) for grant in self.grants) or 'nothing'}"
+    def _may(self, needed: str) -> str:
+        """What it is granted, and what to do."""
+        granted = ", ".join(str(grant) for grant in self.grants) or "nothing"
+        return (
+            f"it is granted {granted}; add {needed} to its line in the manager's tokens file (--tokens), or to the "
+            "common name of its certificate, or call with another one"
+        )
 
 
 EVERYBODY = Caller("everybody", everything=True)

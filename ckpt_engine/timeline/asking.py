@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from ckpt_engine.channel import ManagerStub, error_of, open_channel
-from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found
+from ckpt_engine.core.problems import aborted, deadline, invalid, not_found
 from ckpt_engine.timeline.predicted import Whereabouts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -16,11 +16,11 @@ LOOK_SECONDS = 1.0
 
 
 async def report_of(
-    manager: str, version: int | None, lineage: str = "", wait: float | None = None, epoch: int | None = None
+    manager: str, version: int | None, lineage: str | None = None, wait: float | None = None, epoch: int | None = None
 ) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
     """The report of the newest update to a version, or of the one of an epoch, and where its workers are now.
 
-    lineage: of the version; empty: the only one of which the manager knows such an update, among those of trainers,
+    lineage: of the version; none: the only one of which the manager knows such an update, among those of trainers,
     relays and replicas that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the
     manager answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one
     of the epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
@@ -31,14 +31,14 @@ async def report_of(
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
             if epoch is not None:
-                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage)
+                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
                 record = await stub.GetUpdate(named, timeout=ASK_SECONDS)
                 if record.HasField("report"):
                     return record.report, Whereabouts.of(status)
                 # It runs, or the manager ended in the middle, which WaitForUpdate tells apart.
                 lineage, version = record.identity.lineage, record.identity.version
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, manager) from None
         names = [lineage] if lineage else lineages_of(status)
         if not names:
             raise not_found("it knows no lineage now: name the one that you mean with --lineage")
@@ -49,7 +49,7 @@ async def report_of(
             try:
                 found.append(await stub.WaitForUpdate(request, timeout=seconds + ASK_SECONDS))
             except grpc.RpcError as error:
-                unknown.append(_unknown(error, wait))
+                unknown.append(_unknown(error, wait, manager))
     if not found:
         among = "" if lineage else "; a lineage of which nobody is connected is named with --lineage"
         raise not_found(f"{'; '.join(unknown)}{among}")
@@ -71,11 +71,11 @@ def lineages_of(status: manager_pb2.GetStatusResponse) -> list[str]:
     return sorted(names - {""})
 
 
-def _unknown(failed: grpc.RpcError, wait: float | None) -> str:
+def _unknown(failed: grpc.RpcError, wait: float | None, manager: str) -> str:
     """Why there is no such update; raises what is another reason for having no report."""
-    error = error_of(failed)
+    error = error_of(failed, manager)
     if error.problem.code == weights_pb2.Problem.NOT_FOUND:
         return error.problem.message
     if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:
-        raise deadline(f"{error.problem.message}; --wait SECONDS waits for its end") from error
-    raise CkptEngineError(error.problem) from failed
+        raise deadline(f"{error.problem.message}; --wait SECONDS waits for its end") from None
+    raise error from None

@@ -91,6 +91,7 @@ class OfferingSession:
     ) -> None:
         """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
         self._goodbye_seconds = goodbye_seconds
+        self._address = address
         self._channel = open_channel(address)
         self._stub = ManagerStub(self._channel)
         self._kind = machine.kind
@@ -144,7 +145,7 @@ class OfferingSession:
             async for event in call:
                 on_event(event)
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._address) from None
         except asyncio.CancelledError:
             if self._loop.problem is not None:
                 raise CkptEngineError(self._loop.problem) from None
@@ -172,9 +173,9 @@ class OfferingSession:
                 )
                 return answer
             except grpc.RpcError as error:
-                refused = error_of(error)
+                refused = error_of(error, self._address)
                 if refused.problem.code != weights_pb2.Problem.UNAVAILABLE or left <= WAIT_AGAIN:
-                    raise refused from error
+                    raise refused from None
             await asyncio.sleep(WAIT_AGAIN)
 
     async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
@@ -184,7 +185,7 @@ class OfferingSession:
                 manager_pb2.GetStatusRequest(), timeout=seconds
             )
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._address) from None
         return answer
 
     async def sleep_or_wake(
@@ -196,7 +197,7 @@ class OfferingSession:
                 return list((await self._stub.Sleep(request, timeout=seconds)).results)
             return list((await self._stub.Wake(request, timeout=seconds)).results)
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._address) from None
 
     # ------------------------------------------------------------------------------------------ commands
 

@@ -158,7 +158,7 @@ def test_a_relay_does_not_fill_itself() -> None:
 @pytest.mark.parametrize(
     ("relays", "words"),
     [
-        ([relay("b", "B")], ("start a relay on the host A", "ckpt-engine relay", "are two hosts")),
+        ([relay("b", "B")], ("start a relay on host A", "ckpt-engine relay", "are two hosts")),
         (
             [relay("a", "A", reads="wire"), relay("b", "B")],
             ("a runs on the host of the weights and cannot read them", "a cannot read over memory"),

@@ -72,9 +72,9 @@ def test_a_replica_whose_clock_is_minutes_ahead_is_shown_when_it_was(
     reported = [
         ("relay here", f"replica {one.name}", each.bytes) for one in report.replicas for each in one.message.edges
     ]
-    reported += [(source, "relay here", count) for source, count in report.relays[0].bytes_from.items()]
+    reported += [(source, "relay here", count) for source, count in report.relays[0].nbytes_from.items()]
     assert sorted(edges) == sorted(reported)
-    assert sum(count for _, process, count in edges if process != "relay here") == report.bytes
+    assert sum(count for _, process, count in edges if process != "relay here") == report.nbytes
 
     (sealed,) = begins(file, "digest", "trainer rank 0")
     (filled,) = begins(file, "fill", "relay here")

@@ -66,7 +66,7 @@ def test_different_updates_in_a_row(cluster: Cluster, tmp_path: Path, updates: i
             assert report.verified
             assert report.version == version
             one, two = sorted(report.replicas, key=lambda replica: replica.name)
-            assert one.bytes == total
+            assert one.nbytes == total
             workers = [worker.bytes for worker in two.message.workers]
             assert len(workers) == 2
             assert max(workers) < 0.75 * total, "a worker reads its slices, not the model"
@@ -98,7 +98,7 @@ def test_an_update_can_be_looked_at_as_a_timeline(cluster: Cluster, tmp_path: Pa
         written = CliRunner().invoke(app_for(words), words, catch_exceptions=False)
     assert written.exit_code == 0, written.output
     file = read((tmp_path / "trace.json").read_text())
-    assert sum(said["bytes"] for _, _, said in file.flows) == report.bytes
+    assert sum(said["bytes"] for _, _, said in file.flows) == report.nbytes
     told = [(to.process, to.thread, to.name) for _, to, _ in file.flows]
     assert sorted(told) == [
         ("replica one", "worker 0", "transfer"),

@@ -39,7 +39,9 @@ def _install(folder: Path, version: str) -> None:
 def test_what_is_installed_is_told_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ENGINE.installed()
     assert (found.ok, found.version) == (False, "")
-    assert found.reason.endswith(f"(extra: ckpt-engine[{MODULE}])")
+    assert found.reason == ENGINE.missing(sys.executable)
+    for words in ("Small is not installed", "0.26 or newer", f"pip install 'ckpt-engine[{MODULE}]'"):
+        assert words in found.reason
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / f"{MODULE}.py").touch()
     found = ENGINE.installed()
@@ -66,9 +68,39 @@ def test_a_command_is_refused_by_what_is_installed_where_it_runs(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "-m", MODULE]
-    assert ENGINE.refused_command(command) == ""  # not installed there: starting it says so
+    assert ENGINE.refused_command(command) == ENGINE.installed().reason, "in the doctor's words"
+    (tmp_path / f"{MODULE}.py").touch()
+    assert ENGINE.refused_command(command) == "", "it is there, in a version that nothing tells"
     _install(tmp_path, "0.25.1")
-    assert ENGINE.refused_command(command) == "Small 0.25.1 is too old: it must be 0.26 or newer"
-    assert ENGINE.refused_command(["/no/such/python", "-m", MODULE]) == ""
-    assert ENGINE.refused_command(["small", "serve"]) == ""
-    assert ENGINE.refused_command([]) == ""
+    refused = ENGINE.refused_command(command)
+    for words in ("Small 0.25.1 is not supported", "0.26 or newer", f"pip install 'ckpt-engine[{MODULE}]'"):
+        assert words in refused
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ENGINE.installed().reason == refused, "in the doctor's words"
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    ["#!{python}\n", "#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"],
+    ids=["path", "long path"],
+)
+def test_a_script_that_pip_installed_is_refused_by_the_python_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: str
+) -> None:
+    script = tmp_path / "bin" / "small"
+    script.parent.mkdir()
+    script.write_text(beginning.format(python=sys.executable) + "import small\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "Small is not installed" in ENGINE.refused_command(["small", "serve"])
+    _install(tmp_path, "0.25.1")
+    assert "Small 0.25.1 is not supported" in ENGINE.refused_command(["small", "serve"])
+    assert "Small 0.25.1 is not supported" in ENGINE.refused_command([str(script), "serve"])
+
+
+def test_a_command_whose_python_cannot_be_told_is_not_refused(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("no script")
+    (tmp_path / "words").chmod(0o755)
+    for command in (["/no/such/python", "-m", MODULE], ["small", "serve"], [str(tmp_path / "words")], ["env"], []):
+        assert ENGINE.refused_command(command) == ""

@@ -192,6 +192,21 @@ def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_pl
     assert caught.value.problem.code == weights_pb2.Problem.NOT_FOUND
 
 
+def test_what_is_told_of_a_replica_out_of_reach_goes_by_where_relays_run_now() -> None:
+    blobs = BlobStore()
+    compiler = Compiler(blobs)
+    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    far = weights_pb2.Host(boot_id="far", name="far")
+    away = tuple(replace(worker, host=far) for worker in workers(blobs, published, 1))
+    said = []
+    for running in (frozenset[str](), frozenset({"far"}), frozenset({"far", HOST.boot_id})):
+        compiled = compiler.compile(CompilePlans(published, away, SECONDS, relays=running))
+        said.append(compiled.unfit["replica"].message)
+    assert ["start a relay on host here and on host far" in each for each in said] == [True, False, False]
+    assert ["start a relay on host" in each for each in said] == [True, True, False]
+    assert "a relay runs on host" in said[2]
+
+
 def sealed(compiler: Compiler, blobs: BlobStore, weights: dict[str, torch.Tensor]) -> tuple[Published, Combined]:
     """An update of two ranks, whose worker needs everything."""
     refs = tables(blobs, weights)

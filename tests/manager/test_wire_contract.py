@@ -13,6 +13,9 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from ckpt_engine import ErrorCode
+from ckpt_engine.commands.asking import failed
+from ckpt_engine.commands.progress import refused
+from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.errors import grpc_status, http_status
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2, worker_pb2
 
@@ -70,17 +73,19 @@ def test_no_comment_goes_on_below_what_it_stands_beside() -> None:
 
 
 def test_the_table_of_codes_is_the_one_that_is_used() -> None:
-    """docs/protocol.md, "Errors": code, gRPC status and HTTP status of each."""
+    """docs/protocol.md, "Errors": code, gRPC status, HTTP status and exit status of each."""
     page = (REPOSITORY / "docs" / "protocol.md").read_text().split("\n## Errors\n")[1].split("\n## ")[0]
     told = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) == 4 and cells[0] in ErrorCode.__members__:
-            told[cells[0]] = (cells[1].split(";")[0], int(cells[2]))
+        if len(cells) == 5 and cells[0] in ErrorCode.__members__:
+            told[cells[0]] = (cells[1].split(";")[0], int(cells[2]), int(cells[3]))
     found = {}
     for code in ErrorCode:
         problem = weights_pb2.Problem(code=code.value)
-        found[code.value] = ("the same" if grpc_status(problem).name == code.value else "", http_status(problem))
+        same = "the same" if grpc_status(problem).name == code.value else ""
+        found[code.value] = (same, http_status(problem), failed("m:1", CkptEngineError(problem)).exit_code)
+        assert refused("update", CkptEngineError(problem), False).exit_code == found[code.value][2]
     assert told == found
     assert {*ErrorCode.__members__} == {*weights_pb2.Problem.Code.keys()} - {"CODE_UNSPECIFIED"}
 

@@ -232,7 +232,7 @@ def test_after_a_dry_run_late_replicas_get_what_was_published_before(
     foreseen = bring(manager, checkpoint(root / "other", 2.0), dry_run=True)
     assert (foreseen.dry_run, foreseen.ok) == (True, True)
     assert (foreseen.identity.version, foreseen.identity.root) == (report.identity.version + 1, b"")
-    assert sum(edge.bytes for edge in foreseen.replicas[0].edges) == foreseen.bytes == report.bytes
+    assert sum(edge.bytes for edge in foreseen.replicas[0].edges) == foreseen.nbytes == report.nbytes
     assert len(one.installs) == 1
     late = replica("late")
     eventually("the late replica has it", 60, lambda: late.identity == report.identity)

@@ -1,9 +1,12 @@
-"""docs/python.md names what there is: every public call with its parameters and defaults, every field of a report."""
+"""docs/python.md names what there is: every public call with its parameters and defaults, every field of a report; and
+docs/api.md is what the code says."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +72,16 @@ def test_every_parameter_and_field_is_explained() -> None:
 
 def test_everything_public_is_named() -> None:
     assert [name for name in ckpt_engine.__all__ if f"`{name}`" not in PAGE] == []
+
+
+def test_the_reference_is_what_the_code_says(tmp_path: Path) -> None:
+    """As docs/generate_api.py writes it."""
+    docs = Path(__file__).parents[2] / "docs"
+    subprocess.run([sys.executable, docs / "generate_api.py", tmp_path / "api.md"], check=True, timeout=60)
+    assert (tmp_path / "api.md").read_text() == (docs / "api.md").read_text(), "run `make api`"
+
+
+def test_the_reference_has_all_that_is_exported() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for name in ckpt_engine.__all__:
+        assert name == "__version__" or f"### `{name}`" in page, name

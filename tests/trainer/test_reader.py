@@ -60,7 +60,7 @@ def test_all_tensors_of_the_latest_version_are_read_and_written(
         with Reader(manager) as found:
             assert (found.lineage, found.version, found.root) == ("run", 4, report.root)
             assert found.names == sorted(weights)
-            assert found.bytes == sum(each.nbytes for each in weights.values())
+            assert found.nbytes == sum(each.nbytes for each in weights.values())
             assert (found.shape("layers.0.up"), found.dtype("layers.0.norm")) == ((37, 24), torch.bfloat16)
             assert equal(dict(found.tensors()), weights)
             pairs = list(found.tensors(["scale", "layers.0.norm"]))

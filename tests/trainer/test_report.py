@@ -43,7 +43,7 @@ def test_a_report_tells_each_replica() -> None:
     )  # fmt: skip
     assert (good.name, good.outcome, good.ok, good.verified, good.problem) == ("b", "new_serving", True, True, "")
     assert good.gigabytes_per_second == 1.0
-    assert [(use.transport, use.bytes, use.edges) for use in good.transports] == [
+    assert [(use.transport, use.nbytes, use.edges) for use in good.transports] == [
         ("shared_memory", 2_000_000, 2),
         ("file", 1_000_000, 1),
     ]
@@ -55,8 +55,8 @@ def test_a_worker_with_a_problem_is_not_verified() -> None:
     assert not said.replicas[1].verified
 
 
-def test_as_text_it_is_a_table_with_the_problems_below() -> None:
-    lines = str(report()).splitlines()
+def test_its_details_are_a_table_with_the_problems_below() -> None:
+    lines = report().details.splitlines()
     assert lines[0].startswith("version 4 of run (root 000102030405, epoch 9): 2 tensors, 3.0 MB to 1 of 2 replicas")
     assert "NOT OK" in lines[0]
     assert lines[1].split() == ["replica", "outcome", "bytes", "sync", "pause", "GB/s", "transport"]
@@ -69,7 +69,7 @@ def test_a_report_that_is_ok_without_all_says_so() -> None:
     message = report().message
     message.ok = message.verified = True
     message.replicas[1].outcome = manager_pb2.OUTCOME_NOT_REACHED
-    lines = str(UpdateReport(message)).splitlines()
+    lines = UpdateReport(message).details.splitlines()
     assert lines[0].endswith("to 1 of 2 replicas in 1.50 s, verified, as many as were asked for")
     assert lines[2].split()[:2] == ["a", "not_reached"]
     assert lines[4] == "a: its agent was lost"
@@ -98,7 +98,7 @@ def test_a_held_report_says_what_relays_hold_and_nothing_of_replicas() -> None:
     )
     message.relays.add(relay="relay b", replicas=["r2"])
     said = UpdateReport(message)
-    assert str(said).splitlines() == [
+    assert said.details.splitlines() == [
         "version 4 of run (root , epoch 0): 2 tensors, held by relays after 1.50 s, installs go on",
         "relay a: 3.0 MB in 0.75 s, for r0, r1",
         "relay b: it did not answer, for r2",
@@ -108,6 +108,64 @@ def test_a_held_report_says_what_relays_hold_and_nothing_of_replicas() -> None:
 
 def test_a_collective_is_told_and_that_there_was_none_is_not() -> None:
     message = manager_pb2.UpdateReport(collective="a is updated by a collective: because")
-    assert str(UpdateReport(message)).splitlines()[-1] == "a is updated by a collective: because"
+    assert UpdateReport(message).details.splitlines()[-1] == "a is updated by a collective: because"
     message.collective = "no collective: every replica reads the weights itself or has a relay"
-    assert "collective" not in str(UpdateReport(message))
+    assert "collective" not in UpdateReport(message).details
+
+
+def test_as_text_it_is_two_lines_that_name_what_does_not_serve_and_what_to_do() -> None:
+    whole, exceptions = str(report()).splitlines()
+    assert whole == "version 4 of run: 1 of 2 replicas serve it after 1.50 s, NOT OK"
+    assert exceptions.startswith("a: quarantined (its agent was lost); ")
+    assert "ckpt-engine replica retry a" in exceptions
+
+
+def test_two_lines_stay_two_with_many_replicas_and_long_reasons() -> None:
+    message = report().message
+    message.ok = True
+    message.replicas[1].problem.message = "first\nsecond\n  third"
+    message.warnings.extend(["nothing differs from version 3", "another one"])
+    for number in range(40):
+        lost = message.replicas.add(replica=f"c{number:02}", outcome=manager_pb2.OUTCOME_NOT_REACHED)
+        lost.problem.message = f"reason {number}"
+    lines = str(UpdateReport(message)).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("41 do not: a: quarantined (first second third); c00: not reached (reason 0); c01: ")
+    assert "and 38 more" in lines[1]
+    assert "c02" not in lines[1]
+    assert "nothing differs from version 3" in lines[1]
+    assert "report.details" in lines[1]
+    assert "reason 39" in UpdateReport(message).details
+
+
+def test_two_lines_of_an_update_that_went_well_have_the_longest_pause_and_what_was_moved() -> None:
+    message = report().message
+    message.ok = message.verified = True
+    del message.replicas[1]
+    assert str(UpdateReport(message)).splitlines() == [
+        "version 4 of run: 1 of 1 replicas serve it after 1.50 s, verified",
+        "longest pause 0.500 s (b); 3.0 MB by shared_memory, file",
+    ]
+
+
+def test_two_lines_name_what_an_operator_holds_and_what_has_another_model() -> None:
+    message = report().message
+    message.ok = message.verified = True
+    message.replicas[1].operator_hold = True
+    other = message.replicas.add(replica="z", outcome=manager_pb2.OUTCOME_OLD_SERVING, cannot_load=True)
+    other.problem.message = "it lacks lm_head.weight"
+    _, exceptions = str(UpdateReport(message)).splitlines()
+    assert "ckpt-engine replica release a" in exceptions
+    assert "z: serves what it did before (it lacks lm_head.weight)" in exceptions
+    assert "start z with the model that is published" in exceptions
+    assert "retry" not in exceptions
+
+
+def test_a_dry_run_is_two_lines_too_and_names_what_would_be_left_out() -> None:
+    message = report().message
+    message.dry_run = True
+    message.replicas[0].outcome = manager_pb2.OUTCOME_PLANNED
+    whole, exceptions = str(UpdateReport(message)).splitlines()
+    assert whole == "dry run of version 4 of run: an update would bring 3.0 MB to 1 of 2 replicas, NOT OK"
+    assert exceptions == "a: quarantined (its agent was lost)"
+    assert "worker 0 from" in UpdateReport(message).details

@@ -47,7 +47,7 @@ def reader(manager: str, replica: StartReplica) -> PlainReplica:
 def test_checkpoints_are_sent_one_after_the_other(manager: str, reader: PlainReplica, tmp_path: Path) -> None:
     first = run("update", "--manager", manager, "--checkpoint", write(tmp_path / "one", 1.0))
     assert first.exit_code == 0, first.output
-    assert "of checkpoint (root" in first.stdout
+    assert "version 0 of checkpoint: 1 of 1 replicas serve it" in first.stdout
     assert next(line for line in first.stderr.splitlines() if line.startswith("update: ")) == "update: preparing"
     assert "plain: transfer" in first.stderr.splitlines()
     assert torch.equal(reader.weights["a"], torch.full((4, 2), 1.0))

@@ -89,7 +89,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         return {
             f"{NAME}/update_seconds": report.seconds,
             f"{NAME}/pause_seconds": max((each.pause_seconds or 0.0 for each in report.replicas), default=0.0),
-            f"{NAME}/bytes": float(report.bytes),
+            f"{NAME}/bytes": float(report.nbytes),
         }
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:

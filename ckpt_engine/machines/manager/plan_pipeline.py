@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from ckpt_engine.core.problems import deadline
-from ckpt_engine.core.reach import name_of
+from ckpt_engine.core.relay_remedy import name_of
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines import events

@@ -29,6 +29,7 @@ from ckpt_engine.machines.manager.relay_facts import (
     connected_relays,
     origins_of,
     readers_of,
+    relay_hosts,
     station_of,
 )
 from ckpt_engine.machines.manager.relay_filling import (
@@ -222,7 +223,7 @@ class Prefetch:
 
     def lacking(self) -> dict[str, str]:
         """For each replica, what its relay was not to bring, since it is out of reach."""
-        found = lacking(self._fillings.values(), self._goal.published.sources)
+        found = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
         return {name: self._with_failures(why) for name, why in found.items()}
 
     def _reasons(self) -> str:

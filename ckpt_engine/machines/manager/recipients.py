@@ -162,7 +162,10 @@ class Recipients:
             self.leave_out(replica.name, body.problem)
         else:
             manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
-            problem = with_words(body.problem, f"this is what lineage {self._goal.lineage!r} publishes")
+            other = (
+                f"lineage {self._goal.lineage!r} publishes another model than this engine can load: start it with that"
+            )
+            problem = with_words(body.problem, other)
             self._leave_out_unfit(replica.name, Unfit(problem, replica.boot_ids(), manifest))
 
     def says(self, name: str) -> str:

@@ -48,6 +48,11 @@ def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
     return slow({each.source: each.words.measured for each in holders if each.peer is not None})
 
 
+def relay_hosts(state: State) -> frozenset[str]:
+    """Boot ids of the hosts on which relays run that have a session."""
+    return frozenset(holder.host.boot_id for holder in connected_relays(state))
+
+
 def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
     """The replicas, by relay, with a worker that reaches it."""
     relays = connected_relays(state)

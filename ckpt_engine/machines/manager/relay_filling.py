@@ -7,12 +7,13 @@ byte leaves those that hold the version about once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.problems import deadline
-from ckpt_engine.core.reach import by_network, name_of
+from ckpt_engine.core.reach import by_network
+from ckpt_engine.core.relay_remedy import relay_remedy
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import SourceOffer
@@ -217,11 +218,12 @@ def blobs_of(fillings: Iterable[Filling]) -> list[manager_pb2.BlobRef]:
     return [ref for each in told for ref in (each.record, *each.tables, *each.needs, *each.within)]
 
 
-def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer]) -> dict[str, str]:
-    """What the relay of each replica was not to bring, since it is out of reach."""
-    hosts = {source.source: name_of(source.host) for source in sources}
+def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer], running: Collection[str]) -> dict[str, str]:
+    """What the relay of each replica was not to bring, since it is out of reach. running: boot ids of hosts on which
+    relays run."""
+    hosts = {source.source: source.host for source in sources}
     return {
-        name: f"{each.relay} reaches nobody who has what {source} holds; start a relay on host {hosts[source]}"
+        name: f"{each.relay} reaches nothing that has what {source} holds; {relay_remedy([hosts[source]], running)}"
         for each in fillings
         for source in each.route.lacks[:1]
         for name in each.replicas

@@ -35,7 +35,7 @@ from ckpt_engine.machines.manager.members import Holder, Member, Replica, Traine
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.relay_facts import near_relays
+from ckpt_engine.machines.manager.relay_facts import near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
@@ -166,7 +166,8 @@ class Seal(Job):
         goal, left = self._parts.goal, self._course.left(now)
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
-        self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run))
+        relays = relay_hosts(self._course.state)
+        self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run, relays))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:

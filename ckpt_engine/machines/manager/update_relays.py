@@ -26,7 +26,7 @@ from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import Prefetch, RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_facts import away
+from ckpt_engine.machines.manager.relay_facts import away, relay_hosts
 from ckpt_engine.machines.manager.relay_filling import Filling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -372,8 +372,9 @@ class RelayGroups:
             group.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
             return
         workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in group.replicas)
-        seconds, root = self._course.left(now), self._identity.root
-        group.pipeline.run(CompilePlans(joined.published, workers, seconds, joined.record, root))
+        seconds, root, relays = self._course.left(now), self._identity.root, relay_hosts(self._course.state)
+        task = CompilePlans(joined.published, workers, seconds, joined.record, root, relays=relays)
+        group.pipeline.run(task)
 
     def _seal(self, group: RelayGroup, published: Published, compiled: Compiled, now: float) -> None:
         group.unfit = dict(compiled.unfit)
