@@ -2,10 +2,10 @@
 python -m benchmarks.control_plane_connections [--count N]... [--rounds N] [-o FILE]
 
 What the manager costs, apart from agents: those are light (light_sessions.py says what each does), in a few processes.
-The manager is `ckpt-engine serve` with a ledger on disk; the one trainer rank is light, too: it seals by digesting its
-64 KiB. Timed is its call, from request to report; and then, while nothing runs and heartbeats go on, what statuses and
-scrapes wait for. The processes share the machine's processors, so times are upper bounds; counts of calls, messages and
-connections do not depend on that.
+The manager is `ckpt-engine manager` with a ledger on disk; the one trainer rank is light, too: it seals by digesting
+its 64 KiB. Timed is its call, from request to report; and then, while nothing runs and heartbeats go on, what statuses
+and scrapes wait for. The processes share the machine's processors, so times are upper bounds; counts of calls, messages
+and connections do not depend on that.
 """
 
 from __future__ import annotations

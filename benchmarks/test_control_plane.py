@@ -1,10 +1,10 @@
 """What the control plane takes for an update whose weights take nothing: a model of 64 KiB, and 1, 8 or 64 replicas.
 
 Timed is `Trainer.update_weights`, from call to report. Three processes over gRPC on loopback: the manager
-(`ckpt-engine serve` with a ledger on disk), one real Trainer (this process) whose module lies in shared memory, and all
-replicas together in one (small_replicas.py, which says what of them is real: all but the engine and its HTTP). Sixty-
-four replicas share one interpreter and all processes the machine's processors, so their time is an upper bound: real
-ones have hosts of their own. Counts of calls and messages depend on neither.
+(`ckpt-engine manager` with a ledger on disk), one real Trainer (this process) whose module lies in shared memory, and
+all replicas together in one (small_replicas.py, which says what of them is real: all but the engine and its HTTP).
+Sixty-four replicas share one interpreter and all processes the machine's processors, so their time is an upper bound:
+real ones have hosts of their own. Counts of calls and messages depend on neither.
 
 `extra_info`: p50 and p99 of the rounds in milliseconds (with fewer than 101 rounds p99 is their maximum); medians of
 what the report says of its stages; per update, calls that members begin, messages in both directions without
@@ -46,7 +46,7 @@ WARM_UP = 3
 def manager(path: Path, http: str = "127.0.0.1:0") -> Iterator[str]:
     """A manager's process; gives its address. http: where its HTTP side listens."""
     address = free_address()
-    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", address, "--http", http]
+    command = [sys.executable, "-m", "ckpt_engine", "manager", "--listen", address, "--http", http]
     with (path / "manager.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--ledger", str(path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT

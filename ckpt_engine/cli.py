@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.loading import begin_loading
+from ckpt_engine.commands.renamed import command_now
 from ckpt_engine.manager.about import software_version
 
 COMMANDS = {
-    "serve": "Run the manager, which trainers and replicas connect to.",
-    "replica": "Run the agent of one inference server, and that server.",
+    "manager": "Run the manager, which trainers and replicas connect to.",
+    "agent": "Run the agent of one inference server, and that server.",
     "relay": "Keep weights in this host's memory, ready for its engines.",
-    "trainer": "List the runs that the manager knows, or take one out.",
-    "version": "List the versions that can be read or gone back to.",
     "gateway": "Run one address for generation over all replicas.",
     "prime-rl": "Answer prime-rl's orchestrator for all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
     "rollback": "Bring replicas back to a version that is still held.",
+    "replica": "List replicas, or do something about one.",
+    "version": "List the versions that can be read or gone back to.",
+    "lineage": "List lineages, and what uses each, or end one.",
     "pull": "Write the weights of a version into a directory.",
-    "sleep": "Have replicas give their memory up.",
-    "wake": "Have replicas take their memory back.",
-    "status": "Show trainers, replicas and what they serve.",
+    "status": "Show lineages, trainers, replicas and what they serve.",
     "trace": "Write an update as a timeline that Perfetto shows.",
     "engines": "Show what each engine can do, and what it cannot.",
     "plan": "Tell what an update would do on a cluster, without it.",
@@ -39,26 +41,34 @@ COMMANDS = {
     "demo": "Train a tiny model here and watch replicas follow it.",
 }
 
-
 OPERATIONS = {
-    "replica": ("list", "retry", "hold", "release", "evict"),
-    "trainer": ("list", "evict"),
-    "version": ("list",),
+    "replica": {
+        "list": "Show each replica: what it serves and is to serve.",
+        "retry": "Bring a quarantined replica to the latest version now.",
+        "hold": "Leave a replica as it is, also in updates.",
+        "release": "Let a held replica be updated again.",
+        "evict": "Take a replica out.",
+        "sleep": "Have replicas give their memory up.",
+        "wake": "Have replicas take their memory back.",
+    },
+    "version": {"list": "Show each version, where it is held and served."},
+    "lineage": {
+        "list": "Show each lineage: its ranks, its versions, its replicas.",
+        "evict": "End a run: send its ranks away.",
+        "forget": "Forget a lineage that nothing uses.",
+    },
 }
-"""What an operator does about a replica that runs already, about a run and about a version."""
+"""What is asked about replicas, versions and lineages."""
 
-_SUMMARIES = {
-    "replica list": "Show each replica: what it serves and is to serve.",
-    "replica retry": "Bring a quarantined replica to the latest version now.",
-    "replica hold": "Leave a replica as it is, also in updates.",
-    "replica release": "Let a held replica be updated again.",
-    "replica evict": "Take a replica out.",
-    "trainer list": "Show each run, and what the manager keeps for whom.",
-    "trainer evict": "Forget a run.",
-    "version list": "Show each version, where it is held and served.",
+GLOBAL = {
+    "--manager": True,
+    "--json": False,
+    "--verbose": False,
+    "-v": False,
+    "--log-level": True,
+    "--log-format": True,
 }
-
-_MODULES = {"replica": "operate", "trainer": "trainers", "version": "versions"}
+"""Options that several commands have, and that may therefore stand before a command too; whether one takes a value."""
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -66,35 +76,54 @@ _COMPLETE = "_CKPT_ENGINE_COMPLETE"
 """Set by a shell that asks what could come next; what was typed is then in a variable, not among the arguments."""
 
 
+def command_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that name the command, and what stands behind them: first the options that stood before.
+
+    `--manager A replica --json list x` is `replica list`, and `--manager A --json x`. Without a command there are no
+    words, and what was given stays as it is.
+    """
+    words: list[str] = []
+    moved: list[str] = []
+    at = 0
+    while True:
+        while at < len(arguments) and (name := arguments[at].partition("=")[0]) in GLOBAL:
+            size = 2 if GLOBAL[name] and "=" not in arguments[at] else 1
+            moved += arguments[at : at + size]
+            at += size
+        given = arguments[at] if at < len(arguments) else ""
+        if not words and (not given or given.startswith("-")):
+            return [], list(arguments)
+        if words and (len(words) > 1 or given not in OPERATIONS.get(words[0], ())):
+            return words, [*moved, *arguments[at:]]
+        words.append(given)
+        at += 1
+
+
 def app_for(arguments: Sequence[str]) -> typer.Typer:
     """The application for this command line: with the command that it names, or with all of them to list."""
     app = typer.Typer(
         name="ckpt-engine",
+        cls=_CommandFirst,
         help="Each training step's weights, in every inference server, exactly.",
         context_settings=_HELP,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    wanted = words[0] if words else None
-    behind = set(arguments[arguments.index(wanted) + 1 :][:1]) if wanted is not None else set()
-    if wanted in ("trainer", "version") or (wanted == "replica" and behind & set(OPERATIONS[wanted])):
+    words, _ = command_first(arguments)
+    wanted = words[0] if words else ""
+    if wanted in OPERATIONS:
         app.add_typer(_operations(wanted), name=wanted)
         return app
-    if wanted in OPERATIONS["replica"] and wanted != "list":
-        app.command(wanted, context_settings=_HELP)(_function("operate", wanted))
-        return app
     if wanted in COMMANDS:
-        kind = _BeforeAnother if wanted == "replica" else TyperCommand
-        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(
-            _function(wanted.replace("-", "_"), wanted.replace("-", "_"))
-        )
+        kind = _BeforeAnother if wanted == "agent" else TyperCommand
+        function = wanted.replace("-", "_")
+        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
         return app
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(_only_listed)
-        for operation in OPERATIONS.get(name, ()):
-            app.command(f"{name} {operation}", help=_SUMMARIES[f"{name} {operation}"])(_only_listed)
+        for operation, words_of in OPERATIONS.get(name, {}).items():
+            app.command(f"{name} {operation}", help=words_of)(_only_listed)
     return app
 
 
@@ -111,22 +140,35 @@ def main() -> None:
     try:
         app_for(arguments)()
     except CkptEngineError as error:
-        name = next(iter(word for word in arguments if not word.startswith("-")), "")
-        print(f"ckpt-engine {name}: {error.problem.message}", file=sys.stderr)
+        print(f"{' '.join(('ckpt-engine', *command_first(arguments)[0]))}: {error.problem.message}", file=sys.stderr)
         sys.exit(error.exit_status)
 
 
-def _operations(wanted: str) -> typer.Typer:
-    """`replica retry` and the like; `replica` with anything else behind it runs an agent."""
+class _CommandFirst(TyperGroup):
+    """Reads the options that may stand before a command as if they stood behind it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Exits with 2 for a spelling of before, naming the one of now."""
+        words, behind = command_first(args)
+        renamed = command_now(words, behind)
+        if renamed is not None and not ctx.resilient_parsing:
+            before, now = renamed
+            asked = f"; what is asked about one: `ckpt-engine {before} -h`" if before in OPERATIONS else ""
+            ctx.fail(f"`ckpt-engine {before}` is now `ckpt-engine {now}`{asked}")
+        with _hint(f"Options of a command stand behind it; also before it: {', '.join(GLOBAL)}"):
+            return super().parse_args(ctx, [*words, *behind])
+
+
+def _operations(noun: str) -> typer.Typer:
+    """`replica retry` and the like."""
     operations = typer.Typer(
-        help=COMMANDS[wanted] if wanted == "version" else f"What an operator does about one {wanted}.",
+        help=COMMANDS[noun],
         no_args_is_help=True,
         context_settings=_HELP,
         rich_markup_mode=None,
     )
-    for name in OPERATIONS[wanted]:
-        function = _function(_MODULES[wanted], f"list_{wanted}s" if name == "list" else name)
-        summary = _SUMMARIES[f"{wanted} {name}"]
+    for name, summary in OPERATIONS[noun].items():
+        function = _function(noun, f"list_{noun}s" if name == "list" else name)
         operations.command(name, short_help=summary, context_settings=_HELP)(function)
     return operations
 
@@ -137,12 +179,23 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 def _in_common(
+    context: typer.Context,
+    manager: Annotated[str, typer.Option(metavar="HOST:PORT", help="The manager.")] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and sentences.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of a report.")] = False,
+    log_level: Annotated[Level | None, typer.Option(help="What is worth a line.")] = None,
+    log_format: Annotated[Form | None, typer.Option(help="Of the log's lines.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
-    """Each training step's weights, in every inference server, exactly."""
+    """Each training step's weights, in every inference server, exactly.
+
+    What stands here before a command may as well stand behind it, if the command knows it.
+    """
     if version:
         typer.echo(f"ckpt-engine {software_version()}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.fail("Missing command: `ckpt-engine -h` lists them.")
 
 
 class _BeforeAnother(TyperCommand):
@@ -150,13 +203,20 @@ class _BeforeAnother(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Says of an unknown option where it may belong."""
-        try:
+        with _hint("An argument of the engine stands behind --: -- {name} ..."):
             return super().parse_args(ctx, args)
-        except Exception as error:
+
+
+@contextmanager
+def _hint(where: str) -> Iterator[None]:
+    """Adds to the refusal of an unknown option where it may belong. where: {name} in it is the option."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "NoSuchOption":
             name = getattr(error, "option_name", "")
-            if type(error).__name__ == "NoSuchOption":
-                error.message = f"No such option: {name}. An argument of the engine stands behind --: -- {name} ..."  # type: ignore[attr-defined]
-            raise
+            error.message = f"No such option: {name}. {where.format(name=name)}"  # type: ignore[attr-defined]
+        raise
 
 
 def _only_listed() -> None:

@@ -169,9 +169,14 @@ class _Asks:
         request = manager_pb2.EvictReplicaRequest(name=name, reason=reason)
         return Ask("EvictReplica", request, self.limits.status, lambda answer: bool(answer.was_connected))
 
-    def forget(self, lineage: str, reason: str) -> Ask[manager_pb2.EvictTrainerResponse]:
-        request = manager_pb2.EvictTrainerRequest(lineage=lineage, reason=reason)
-        return Ask("EvictTrainer", request, self.limits.status, _as_it_is)
+    def evict_lineage(self, lineage: str, reason: str) -> Ask[manager_pb2.EvictLineageResponse]:
+        request = manager_pb2.EvictLineageRequest(lineage=lineage, reason=reason)
+        return Ask("EvictLineage", request, self.limits.status, _as_it_is)
+
+    def forget(self, lineage: str, dry_run: bool) -> Ask[list[str]]:
+        checked_flag("dry_run", dry_run)
+        request = manager_pb2.ForgetLineageRequest(lineage=lineage, dry_run=dry_run)
+        return Ask("ForgetLineage", request, self.limits.status, lambda answer: list(answer.effects))
 
     def watch(self, watcher: str) -> manager_pb2.WatchReplicasRequest:
         return manager_pb2.WatchReplicasRequest(watcher=watcher)
@@ -390,10 +395,17 @@ class Client:
         """Takes a replica out: its agent ends for good. Whether that was connected. reason: for its log."""
         return self._answer(self._asks.evict(name, reason))
 
-    def forget(self, lineage: str, reason: str = "") -> manager_pb2.EvictTrainerResponse:
-        """Forgets a run and all that the manager keeps of it; its ranks are sent away. Replicas keep what they
-        serve."""
-        return self._answer(self._asks.forget(lineage, reason))
+    # -- lineages
+
+    def evict_lineage(self, lineage: str, reason: str = "") -> manager_pb2.EvictLineageResponse:
+        """Ends a run: its ranks are sent away for good, and what they published is let go. Replicas keep what they
+        serve. reason: for the ranks' logs."""
+        return self._answer(self._asks.evict_lineage(lineage, reason))
+
+    def forget(self, lineage: str, *, dry_run: bool = False) -> list[str]:
+        """Forgets a lineage, but for the numbers of its versions: nothing is to serve it any more. Returns what comes
+        of it, in sentences. dry_run: only says so. Raises FAILED_PRECONDITION while ranks or replicas use it."""
+        return self._answer(self._asks.forget(lineage, dry_run))
 
     @property
     def _stub(self) -> Any:
@@ -563,9 +575,13 @@ class AsyncClient:
         """As `Client.evict`."""
         return await self._answer(self._asks.evict(name, reason))
 
-    async def forget(self, lineage: str, reason: str = "") -> manager_pb2.EvictTrainerResponse:
+    async def evict_lineage(self, lineage: str, reason: str = "") -> manager_pb2.EvictLineageResponse:
+        """As `Client.evict_lineage`."""
+        return await self._answer(self._asks.evict_lineage(lineage, reason))
+
+    async def forget(self, lineage: str, *, dry_run: bool = False) -> list[str]:
         """As `Client.forget`."""
-        return await self._answer(self._asks.forget(lineage, reason))
+        return await self._answer(self._asks.forget(lineage, dry_run))
 
     @property
     def _stub(self) -> Any:

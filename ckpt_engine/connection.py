@@ -20,7 +20,7 @@ _TARGET = re.compile(r"unix(-abstract)?:.+|dns:///.+:\d+|ipv[46]:.+:\d+")
 _HOST_AND_PORT = re.compile(r"(\[[^\]\s]+\]|[^\s:/\[\]]+):(\d+)")
 
 _NO_GRPC = (
-    "what listens there does not speak gRPC: name the port of `ckpt-engine serve --listen` (50051 unless told "
+    "what listens there does not speak gRPC: name the port of `ckpt-engine manager --listen` (50051 unless told "
     "otherwise), not the one of --http"
 )
 _NO_TLS = f"the manager does not speak TLS: unset {AUTHORITY}, or start it with --certificate and --key"
@@ -59,7 +59,7 @@ _SAID = (
     (
         "Connection refused",
         Problem.UNAVAILABLE,
-        "nothing listens there: start the manager (`ckpt-engine serve`), or name its address (--manager or "
+        "nothing listens there: start the manager (`ckpt-engine manager`), or name its address (--manager or "
         "CKPT_ENGINE_MANAGER)",
     ),
     ("C-ares", Problem.UNAVAILABLE, _NO_NAME),
@@ -124,7 +124,7 @@ def checked_address(address: str) -> str:
         if not _TARGET.fullmatch(address):
             raise invalid(
                 f"the manager's address must be HOST:PORT, not the URL {address!r}: try {rest or MANAGER!r}, with the "
-                "port of `ckpt-engine serve --listen`, not the one of --http"
+                "port of `ckpt-engine manager --listen`, not the one of --http"
             )
         return address
     found = _HOST_AND_PORT.fullmatch(address)

@@ -22,7 +22,7 @@ KEPT_SECONDS = 5
 
 NO_HTTP = (
     "somebody sent what is no HTTP to an HTTP port: trainers, replicas and commands dial the port of `ckpt-engine "
-    "serve --listen`, and https:// needs a certificate"
+    "manager --listen`, and https:// needs a certificate"
 )
 
 

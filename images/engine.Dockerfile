@@ -36,4 +36,4 @@ ENV HOME=/var/lib/ckpt-engine
 VOLUME /var/lib/ckpt-engine
 USER 10001:10001
 ENTRYPOINT ["ckpt-engine"]
-CMD ["replica", "--help"]
+CMD ["agent", "--help"]

@@ -39,7 +39,7 @@ def eventually(what: str, seconds: float, look: Callable[[], T | None]) -> T:
 
 
 class Replica:
-    """One `ckpt-engine replica` process and the engine that it launched."""
+    """One `ckpt-engine agent` process and the engine that it launched."""
 
     def __init__(self, cluster: Cluster, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.cluster, self.name = cluster, name
@@ -181,8 +181,8 @@ class Cluster:
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Replica:
-        """Starts a replica; `arguments` go to the engine, `options` to `ckpt-engine replica`."""
-        command = [*self.before, sys.executable, "-m", "ckpt_engine", "replica", "--manager", self.address]
+        """Starts a replica; `arguments` go to the engine, `options` to `ckpt-engine agent`."""
+        command = [*self.before, sys.executable, "-m", "ckpt_engine", "agent", "--manager", self.address]
         command += ["--engine", kind, "--model", str(model), "--name", name, "--engine-output", *options]
         command += ["--", *arguments]
         # Threads of small models only wait for each other, and two engines share two cores.
@@ -198,7 +198,7 @@ class Cluster:
 
     def start_manager(self, http: str) -> None:
         """On its address and its ledger."""
-        command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", self.address, "--http", http]
+        command = [sys.executable, "-m", "ckpt_engine", "manager", "--listen", self.address, "--http", http]
         with (self.path / "manager.log").open("ab") as log:
             self.manager = subprocess.Popen(
                 [*command, "--ledger", str(self.path / "ledger.sqlite")], stdout=log, stderr=subprocess.STDOUT

@@ -79,7 +79,7 @@ WITHOUT_TENSORS = (
     "ckpt_engine.manager.service",
     "ckpt_engine.agent.session",
     "ckpt_engine.agent.following",
-    "ckpt_engine.commands.replica",
+    "ckpt_engine.commands.agent",
     "ckpt_engine.planning.asked",
     "ckpt_engine.planning.words",
     "ckpt_engine_adapters.reference.driver",

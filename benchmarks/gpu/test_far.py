@@ -53,7 +53,7 @@ class TwoHosts(World):
 
     def replica(self, name: str, host: int) -> None:
         self.start(
-            *(name, host, "replica", "--manager", self.address, "--engine", "reference", "--model", str(self._model)),
+            *(name, host, "agent", "--manager", self.address, "--engine", "reference", "--model", str(self._model)),
             *("--name", name, "--engine-output", "--", "--device", "cuda"),
             CUDA_VISIBLE_DEVICES=str(last_gpu()),
             OMP_NUM_THREADS=THREADS,

@@ -26,7 +26,7 @@ MOST_SECONDS = 60.0
 
 
 class OwnRelay:
-    """The relay that an agent starts where the host has none (`replica --relay auto`).
+    """The relay that an agent starts where the host has none (`agent --relay auto`).
 
     options: of `ckpt-engine relay`. say: gets one plain line an event.
     """

@@ -28,6 +28,39 @@ ClientAuthority = Annotated[
 Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")]
 
 
+def _waitable(seconds: float | None) -> float | None:
+    """Seconds of --timeout. Raises typer.BadParameter for what cannot be waited for."""
+    try:
+        if seconds is not None:
+            check_seconds("a timeout", seconds)
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message) from error
+    return seconds
+
+
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        callback=_waitable,
+        help="How long this may take in all; the command waits no longer. Default: docs/configuration.md.",
+    ),
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait until what was asked for has ended, for --timeout SECONDS at most.")
+]
+
+
+def seconds_to_wait(wait: bool, timeout: float | None, usual: float) -> float | None:
+    """What --wait and --timeout say together; None: nothing is waited for. Raises typer.BadParameter for a time without
+    --wait, of a command that waits for nothing else."""
+    if wait:
+        return usual if timeout is None else timeout
+    if timeout is not None:
+        raise typer.BadParameter("only with --wait, which waits so long", param_hint="--timeout")
+    return None
+
+
 def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
     """The defaults, changed by the environment, changed by `--deadline NAME=SECONDS`.
 
@@ -42,13 +75,3 @@ def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
     if together:
         os.environ[ENVIRONMENT] = together
     return deadlines
-
-
-def waited(seconds: float | None) -> float | None:
-    """Seconds of --timeout. Raises typer.BadParameter for what cannot be waited for."""
-    try:
-        if seconds is not None:
-            check_seconds("a timeout", seconds)
-    except CkptEngineError as error:
-        raise typer.BadParameter(error.problem.message) from error
-    return seconds

@@ -16,7 +16,7 @@ from ckpt_engine.addresses import MANAGER, check_reach, join_address, listening,
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
-from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key, configured_deadlines, waited
+from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key, Timeout, configured_deadlines
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.names import LINEAGE_BYTES, check_pool
@@ -42,7 +42,7 @@ def prime_rl(
         int | None, typer.Option(min=0, help="So many suffice for an update. Default: all must serve.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="A name for /v1/models; repeatable.")] = None,
-    timeout: Annotated[float | None, typer.Option(callback=waited, help="Of an update, seconds.")] = None,
+    timeout: Timeout = None,
     certificate: Certificate = None,
     key: Key = None,
     client_authority: ClientAuthority = None,
@@ -54,7 +54,8 @@ def prime_rl(
     log_format: LogFormat = Form.TEXT,
 ) -> None:
     """Answer what prime-rl's orchestrator asks of inference servers: each of its weight updates is one update of all
-    replicas, from the directory that its trainer wrote. The manager must allow that (`serve --allow-directory`).
+    replicas, from the directory that its trainer wrote. The manager must allow that (`ckpt-engine manager
+    --allow-directory`).
     """
     from ckpt_engine.integrations.prime_rl import Facade, Settings
 

@@ -1,293 +1,160 @@
-"""``ckpt-engine replica``: the agent of one inference server, in the foreground."""
+"""``ckpt-engine replica list|retry|hold|release|evict|sleep|wake``: which there are, and what is done about some."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import signal
-import sys
 import time
-from enum import StrEnum
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Engine, Form, Level, Mode
-from ckpt_engine.commands.loading import end_loading
-from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
-from ckpt_engine.commands.options import Deadline, configured_deadlines
-from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.transports import worker_kinds
-from ckpt_engine.extras import require
-from ckpt_engine.words.state import HoldLimits
+from ckpt_engine.addresses import MANAGER
+from ckpt_engine.client import POLL_SECONDS, AsyncClient
+from ckpt_engine.commands.asking import Manager, Names, Pool, ask_manager
+from ckpt_engine.commands.choices import Tag
+from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, seconds_to_wait
+from ckpt_engine.core.message_json import as_json_array
+from ckpt_engine.core.problems import deadline, not_found
+from ckpt_engine.machines.ledger_tasks import OperatorHold
+from ckpt_engine.v1 import manager_pb2
 
-if TYPE_CHECKING:
-    from ckpt_engine.agent.following import FollowingAgent
-    from ckpt_engine.agent.own_relay import OwnRelay
-    from ckpt_engine.agent.session import ReplicaAgent
-
-_HOLD = HoldLimits()
+Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
 
 
-class Beside(StrEnum):
-    """Whether a relay is started beside the agent."""
-
-    AUTO = "auto"
-    NEVER = "never"
-
-
-class Check(StrEnum):
-    """Which engines are checked before their first update."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
-EVICTED = 3
-"""The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
-
-
-def _known(transports: list[str] | None) -> list[str] | None:
-    for name in transports or ():
-        if name not in worker_kinds():
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
-    return transports
-
-
-def replica(
-    manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
-    engine: Annotated[Engine, typer.Option(help="Kind of the engine.")],
-    model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
-    name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
-    pool: Annotated[
-        str,
-        typer.Option(envvar="CKPT_ENGINE_POOL", help="Replicas of one name are updated together, apart from others."),
-    ] = "",
-    mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
-    port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.", min=0, max=65535)] = 0,
-    url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
-    advertise: Annotated[
-        str,
-        typer.Option(
-            envvar="CKPT_ENGINE_ADVERTISE",
-            help="Name or IP at which other hosts reach this one; also in the engine's URL, if it listens there.",
-        ),
-    ] = "",
-    transport: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar=f"[{'|'.join(worker_kinds())}]",
-            callback=_known,
-            autocompletion=lambda: list(worker_kinds()),
-            help="Read weights over this transport only; repeatable. "
-            "Default: the nearest that works. An update that another one would have to carry is refused.",
-        ),
-    ] = None,
-    restart: Annotated[
-        Restart,
-        typer.Option(help="When a launched engine ends: on-failure: if it has worked once; always: also if never."),
-    ] = Restart.ON_FAILURE,
-    restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
-    nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
-    node_rank: Annotated[
-        int,
-        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Of this node, from 0, which leads and has the HTTP server."),
-    ] = 0,
-    leader: Annotated[
-        str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
-    ] = "",
-    node_token: Annotated[
-        Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
-    ] = None,
-    close_when_alone: Annotated[
-        bool,
-        typer.Option(
-            "--close-when-alone", help="Have the engine answer 503 once this agent has been gone for a lease (8 s)."
-        ),
-    ] = False,
-    hold_seconds: Annotated[
-        float, typer.Option(help="Longest that the gate keeps a request during an update; 0: it refuses.", min=0)
-    ] = _HOLD.seconds,
-    hold_requests: Annotated[int, typer.Option(help="Requests that may wait at a time.", min=0)] = _HOLD.requests,
-    hold_bytes: Annotated[
-        int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
-    ] = _HOLD.bytes,
-    check_engine: Annotated[
-        Check,
-        typer.Option(
-            envvar="CKPT_ENGINE_CHECK_ENGINE",
-            help="Check an engine before its first update, by its own loader: auto: if no test has run its version.",
-        ),
-    ] = Check.AUTO,
-    startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
-    deadline: Deadline = None,
-    engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            envvar="CKPT_ENGINE_METRICS",
-            help="Where Prometheus finds this replica's metrics, host:port. Empty: nowhere.",
-        ),
-    ] = "",
-    relay: Annotated[
-        Beside, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
-    ] = Beside.NEVER,
-    log_level: LogLevel = Level.WARNING,
-    log_format: LogFormat = Form.TEXT,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- LAUNCH ARGUMENTS", help="To the engine, untouched.")
-    ] = None,
+def list_replicas(
+    manager: Manager = MANAGER,
+    pool: Annotated[str | None, typer.Option(help="Of one pool. Default: all.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
-    """Runs the agent of one inference server, and launches the server unless --url names one that runs.
+    """Show each replica: what it serves and is to serve, and why these differ."""
+    from ckpt_engine.commands.status import show_replicas  # takes a while, for which no other command waits
 
-    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits with 0 when it was asked to
-    stop, 3 when it was evicted, 2 for options that cannot be, 1 for anything else.
+    found = ask_manager(manager, lambda client: client.replicas(pool), "its status")
+    if json_output:
+        typer.echo(as_json_array(found))
+    else:
+        show_replicas(found)
 
-    \b
-    About a replica that runs:
-      ckpt-engine replica retry NAME
-      ckpt-engine replica hold NAME
-      ckpt-engine replica release NAME
-      ckpt-engine replica evict NAME
 
-    \b
-    The engine's own arguments stand behind --:
-      ckpt-engine replica --manager 127.0.0.1:50051 --engine vllm \\
-        --model ./model -- --max-model-len 4096
+def retry(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
+    """Bring a quarantined replica to the latest version now, however often that has failed before.
+
+    Exits with 1 and says why if that cannot work, for example because no source of that version stays sealed, and with
+    --wait if the replica does not hold that version in time.
     """
-    from ckpt_engine.agent.following import FollowingAgent
-    from ckpt_engine.agent.nodes import NodeSettings
-    from ckpt_engine.agent.own_relay import OwnRelay
-    from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
-    from ckpt_engine.engine.adapter import UnknownAdapterError
-    from ckpt_engine.transport.on_host import worker_transports
-    from ckpt_engine.v1 import manager_pb2
+    seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
+    answer = ask_manager(manager, lambda client: client.retry(name), f"retry of {name}")
+    typer.echo(f"replica {name}: {answer}")
+    _wait_for(name, manager, seconds)
 
-    if engine is Engine.REFERENCE and not url:  # it runs with this Python; others may have one of their own
-        require("demo", "torch", "transformers", what="the reference engine")
-    if url and not url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{url!r} is not the URL of an HTTP server: try 'http://{url}'", param_hint="--url")
-    if url and (arguments or model or port):
-        raise typer.BadParameter(
-            "--url attaches to an engine that runs; --model, --port and launch arguments are for launching one",
-            param_hint="--url",
-        )
-    modes = {
-        Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
-        Mode.HYBRID: manager_pb2.MODE_HYBRID,
-        Mode.COLOCATED: manager_pb2.MODE_COLOCATED,
-    }
-    fields = {"replica": name} if name else {}  # of each JSON line
-    say = partial(_say_json, fields) if log_format is Form.JSON else _say
 
-    def named(found: str) -> None:
-        fields["replica"] = found
-        log_to_stderr(log_level, log_format, **fields)
+def hold(
+    name: Name,
+    manager: Manager = MANAGER,
+    reason: Annotated[str, typer.Option(help="For people: shown in status until it is released.")] = "",
+) -> None:
+    """Leave a replica as it is until it is released: nothing brings it to what it is to serve.
 
-    launch = LaunchSettings(
-        engine,
-        tuple(arguments or ()),
-        model,
-        port,
-        restart,
-        restart_limit,
-        startup_timeout,
-        sleeps=mode is not Mode.STANDALONE,
-        advertise=advertise,
+    Updates and rollbacks leave it out, and are refused if they name it; what has begun with it goes on. It serves on,
+    sleeps and wakes. It stays held when its agent or the manager is restarted.
+    """
+    answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
+    held = OperatorHold(answer.since, answer.reason)
+    typer.echo(f"replica {name}: {held.told(name)}")
+
+
+def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
+    """Let a replica that was held be brought to what it is to serve again.
+
+    Exits with 1 and says why, with --wait, if the replica does not hold that in time.
+    """
+    seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
+    answer = ask_manager(manager, lambda client: client.release(name), f"release of {name}")
+    typer.echo(f"replica {name}: {answer}")
+    _wait_for(name, manager, seconds)
+
+
+def _wait_for(name: str, manager: str, seconds: float | None) -> None:
+    """Until a replica holds what it is to serve; says so. seconds: at most; None: it is not waited for. Exits with 1
+    and the reason if it does not."""
+    if seconds is None:
+        return
+
+    async def held(client: AsyncClient) -> str:
+        end = time.monotonic() + seconds
+        while True:
+            found = next((each for each in await client.replicas() if each.name == name), None)
+            if found is None:
+                raise not_found("it is no member any more", replica=name)
+            if found.connected and not found.HasField("drift"):
+                version = f"version {found.identity.version} of {found.identity.lineage}"
+                return f"it holds {version}" if found.HasField("identity") else "nothing is meant for it"
+            if time.monotonic() >= end:
+                why = found.drift.reason if found.connected else "its agent is not connected"
+                raise deadline(f"it does not hold what it is to serve after {seconds:g} s: {why}", replica=name)
+            await asyncio.sleep(POLL_SECONDS)
+
+    typer.echo(f"replica {name}: {ask_manager(manager, held, f'{name}, up to {seconds:g} s')}")
+
+
+def evict(
+    name: Name,
+    manager: Manager = MANAGER,
+    reason: Annotated[str, typer.Option(help="For the log of its agent.")] = "",
+) -> None:
+    """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
+
+    Updates do not count it any more. One whose agent is not connected is forgotten; its engine stays as it is.
+    """
+    answer = ask_manager(manager, lambda client: client.evict(name, reason), f"eviction of {name}")
+    typer.echo(
+        f"replica {name}: evicted" + ("" if answer else "; its agent was not connected, so its engine stays as it is")
     )
-    deadlines = configured_deadlines(deadline)
-    log_to_stderr(log_level, log_format, **fields)
-    agent: ReplicaAgent | FollowingAgent
-    beside = None
-    if relay is Beside.AUTO:
-        options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
-        beside = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
-    try:
-        placed = NodeSettings(nodes, node_rank, leader, node_token)
-        if placed.rank > 0:
-            if url:
-                raise ValueError("--url: an engine on several --nodes is launched by its agents")
-            if metrics:
-                raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
-            agent = FollowingAgent(
-                placed,
-                engine,
-                launch.arguments,
-                model,
-                worker_transports(tuple(transport or ())),
-                deadlines,
-                say,
-                _pass_on if engine_output else None,
-                sleeps=launch.sleeps,
-            )
-            _run_to_the_end(agent, beside)
-            return
-        settings = AgentSettings(
-            manager=manager,
-            kind=engine,
-            launch=None if url else launch,
-            url=url,
-            name=name,
-            pool=pool,
-            mode=modes[mode],
-            advertise=advertise,
-            transports=tuple(transport or ()),
-            startup_seconds=startup_timeout,
-            deadlines=deadlines,
-            nodes=placed,
-            close_when_alone=close_when_alone,
-            hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
-            metrics=metrics,
-            check_engine=check_engine.value,
-        )
-        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, named)
-    except (ValueError, UnknownAdapterError) as error:
-        raise typer.BadParameter(str(error)) from error
-    _run_to_the_end(agent, beside)
 
 
-def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
-    from ckpt_engine.agent.engine import EngineFailedError
-    from ckpt_engine.agent.session import EvictedError
+def sleep(
+    replicas: Names = None,
+    manager: Manager = MANAGER,
+    pool: Pool = "",
+    level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
+    timeout: Timeout = None,
+) -> None:
+    """Close replicas and give their memory up, until they are woken; an update wakes hybrid ones.
 
-    end_loading()
-    try:
-        asyncio.run(_run(agent, beside))
-    except (EngineFailedError, CkptEngineError, ValueError) as error:
-        words = error.problem.message if isinstance(error, CkptEngineError) else str(error)
-        print(f"ckpt-engine replica: {words}", file=sys.stderr, flush=True)
-        raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
-
-
-async def _run(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lending = None if beside is None else asyncio.ensure_future(beside.run())
-    try:
-        await agent.run(stop)
-    finally:
-        if lending is not None:
-            lending.cancel()
-            await asyncio.gather(lending, return_exceptions=True)
+    Exits with 1 if one of them does not sleep, and says why.
+    """
+    names = tuple(replicas or ())
+    _show_results(
+        ask_manager(manager, lambda client: client.sleep(level, replicas=names, pool=pool, timeout=timeout), "sleep"),
+        "asleep",
+    )
 
 
-def _say(line: str) -> None:
-    # A terminal that was closed is no reason to stop a replica.
-    with contextlib.suppress(OSError, ValueError):
-        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+def wake(
+    replicas: Names = None,
+    manager: Manager = MANAGER,
+    pool: Pool = "",
+    tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
+    timeout: Timeout = None,
+) -> None:
+    """Take the memory of replicas back. One whose weights were discarded serves again after its next update.
+
+    Exits with 1 if one of them does not wake, and says why.
+    """
+    names, tags = tuple(replicas or ()), tuple(tag or ())
+    _show_results(
+        ask_manager(manager, lambda client: client.wake(tags, replicas=names, pool=pool, timeout=timeout), "wake"),
+        "awake",
+    )
 
 
-def _say_json(fields: dict[str, str], line: str) -> None:
-    said = {"time": utc(time.time()), "level": "info", "message": line, **fields}
-    with contextlib.suppress(OSError, ValueError):
-        print(json.dumps(said), flush=True)
-
-
-def _pass_on(line: str) -> None:
-    print(f"engine | {line}", flush=True)
+def _show_results(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:
+    """One line a replica; exits with 1 if there is a problem among them."""
+    failed = False
+    for result in results:
+        wrong = result.HasField("problem")
+        failed = failed or wrong
+        typer.echo(f"replica {result.replica}: {result.problem.message if wrong else done}", err=wrong)
+    if failed:
+        raise typer.Exit(1)

@@ -10,7 +10,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
-from ckpt_engine.commands.options import waited
+from ckpt_engine.commands.options import Timeout
 from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.options import RollbackOptions
@@ -29,7 +29,7 @@ def rollback(
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(callback=waited, help="Of the whole rollback, seconds.")] = None,
+    timeout: Timeout = None,
     verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import AsyncClient
 from ckpt_engine.commands.asking import Manager, failed, refusal_of
+from ckpt_engine.commands.lineage import table as lineage_table
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_json
@@ -42,7 +43,7 @@ def status(
         bool, typer.Option("--json", help="Print JSON: one object, or with --watch one a line.")
     ] = False,
 ) -> None:
-    """Show trainers, relays, replicas and what they serve.
+    """Show lineages, trainers, relays, replicas and what they serve.
 
     Exits with 1 if the manager does not answer.
     """
@@ -115,7 +116,13 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in answer.warnings]
     relays = [_relays(answer, wide)] if answer.holders else []
     return Group(
-        head, *warnings, _trainers(answer, wide), *relays, _replicas(answer.replicas, wide), *_troubles(answer)
+        head,
+        *warnings,
+        lineage_table(answer.lineages),
+        _trainers(answer, wide),
+        *relays,
+        _replicas(answer.replicas, wide),
+        *_troubles(answer),
     )
 
 

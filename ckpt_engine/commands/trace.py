@@ -13,7 +13,7 @@ import typer
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, failed
-from ckpt_engine.commands.options import waited
+from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, seconds_to_wait
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.prediction import MEASURED, Rates
 from ckpt_engine.core.problems import CkptEngineError
@@ -45,9 +45,8 @@ def trace(
             metavar="FILE", help="JSON: what links, copies and digests do here. Default: as was measured once."
         ),
     ] = None,
-    wait: Annotated[
-        float | None, typer.Option(callback=waited, help="Seconds for an update that goes on. Default: none.")
-    ] = None,
+    wait: Wait = False,
+    timeout: Timeout = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
     """Write an update as a trace: who did what when, and which bytes went where.
@@ -60,10 +59,11 @@ def trace(
     """
     if (version is None) == (epoch is None):
         raise typer.BadParameter("name the update by its version, or by its epoch with --epoch: one of the two")
+    limit = seconds_to_wait(wait, timeout, configured_deadlines(None).update)
     known = _rates(rates)
     _check(output, force)
     try:
-        report, places = asyncio.run(report_of(manager, version, lineage, wait, epoch))
+        report, places = asyncio.run(report_of(manager, version, lineage, limit, epoch))
     except CkptEngineError as error:
         raise failed(manager, error) from error
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Prefetch, Until
-from ckpt_engine.commands.options import configured_deadlines, waited
+from ckpt_engine.commands.options import Timeout, configured_deadlines
 from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError, not_found
@@ -32,7 +32,7 @@ def update(
     ] = None,
     from_directory: Annotated[
         Path | None,
-        typer.Option(help="The same, read on the manager's host, which allows it: --allow-directory of `serve`."),
+        typer.Option(help="The same, read on the manager's host, which allows it: --allow-directory of `manager`."),
     ] = None,
     manager: Manager = MANAGER,
     version: Annotated[
@@ -48,7 +48,7 @@ def update(
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(callback=waited, help="Of the whole update, seconds.")] = None,
+    timeout: Timeout = None,
     min_replicas: Annotated[
         int | None,
         typer.Option(

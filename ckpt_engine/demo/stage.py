@@ -173,7 +173,7 @@ class Stage:
         ledger = str(self._directory / "ledger.sqlite3")
         beyond = ("--insecure",) if self._home.host is not None else ()
         page = self.page.removeprefix("http://").rstrip("/")
-        return ("-m", "ckpt_engine", "serve", "--listen", self.manager, "--http", page, "--ledger", ledger, *beyond)
+        return ("-m", "ckpt_engine", "manager", "--listen", self.manager, "--http", page, "--ledger", ledger, *beyond)
 
     def _gateway_command(self) -> Sequence[str]:
         listen = self.gateway.removeprefix("http://")
@@ -186,7 +186,7 @@ class Stage:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
         told, listening = site.reached
         more = ("--port", str(port), "--restart", "no", *told)
-        return ("-m", "ckpt_engine", "replica", *agent, *more, "--", *self._serving(), *listening)
+        return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._serving(), *listening)
 
     def _serving(self) -> Sequence[str]:
         """Arguments of the engine itself."""

@@ -31,7 +31,7 @@ def leave_to_nodes(given: Collection[str]) -> None:
     """Refuses options of an engine that say where its parts run. Raises ValueError if any are given."""
     if given:
         options = ", ".join(sorted(given))
-        raise ValueError(f"leave {options} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
+        raise ValueError(f"leave {options} out of the engine's arguments: `ckpt-engine agent --nodes` sets it")
 
 
 class NodePlan(Protocol):

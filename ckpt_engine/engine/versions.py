@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,11 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.engine.adapter import AdapterAvailability
+from ckpt_engine.engine.programs import python_of
 
 _ASK_SECONDS = 20.0
-
-_SCRIPT_BYTES = 4096
-"""Of a script that are read: its first two lines are among them."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Supported:
         Takes a tenth of a second, in the calling thread. Nothing is refused if the command's Python cannot be told, or
         imports the engine from where there is no metadata.
         """
-        python = _python_of(command[0]) if command else ""
+        python = python_of(command)
         if not python:
             return ""
         script = (
@@ -105,27 +102,6 @@ class Supported:
             case ["missing"]:
                 return self.missing(python)
         return ""
-
-
-def _python_of(program: str) -> str:
-    """The Python that a program is, or that a script which pip installed runs (`vllm`); empty: it cannot be told."""
-    if re.fullmatch(r"(.*/)?python[0-9.]*", program):
-        return program
-    path = shutil.which(program)
-    if path is None:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            lines = file.read(_SCRIPT_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    if not lines or not lines[0].startswith("#!"):
-        return ""
-    # pip writes the path behind #!, or where that is too long a line for sh below.
-    for line in lines[:2]:
-        if found := re.search(r"/[^'\"]*/python[0-9.]*(?=$|['\"\s])", line):
-            return found[0]
-    return ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -52,15 +52,16 @@ class WakeCall:
 
 HoldRequest: TypeAlias = manager_pb2.HoldReplicaRequest | manager_pb2.ReleaseReplicaRequest
 MemberRequest: TypeAlias = (
-    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictTrainerRequest
+    manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictLineageRequest
 )
-OperatorRequest: TypeAlias = MemberRequest | HoldRequest
+OperatorRequest: TypeAlias = MemberRequest | HoldRequest | manager_pb2.ForgetLineageRequest
 OperatorResponse: TypeAlias = (
     manager_pb2.RetryReplicaResponse
     | manager_pb2.EvictReplicaResponse
-    | manager_pb2.EvictTrainerResponse
+    | manager_pb2.EvictLineageResponse
     | manager_pb2.HoldReplicaResponse
     | manager_pb2.ReleaseReplicaResponse
+    | manager_pb2.ForgetLineageResponse
 )
 
 

@@ -112,6 +112,24 @@ class RecordRelease:
     seconds: float
 
 
+@dataclass(frozen=True)
+class RecordForgotten:
+    """Ledger.record_forgotten: no commit of the lineage up to this epoch says any more what is to be served. Result:
+    None, once it is on the disk."""
+
+    lineage: str
+    epoch: int
+    seconds: float
+
+
 LedgerTask: TypeAlias = (
-    SpendEpoch | RecordIntent | RecordOutcome | CorrectOutcome | FindReport | ReadCommits | RecordHold | RecordRelease
+    SpendEpoch
+    | RecordIntent
+    | RecordOutcome
+    | CorrectOutcome
+    | FindReport
+    | ReadCommits
+    | RecordHold
+    | RecordRelease
+    | RecordForgotten
 )

@@ -156,7 +156,7 @@ class BlobStore:
             raise ResourceExhaustedError(
                 f"this manager's store is full: no room for {size} bytes, since of {self.max_total_bytes} "
                 f"{self._reserved_bytes} are being uploaded and these are in use: {self._owners()}. Runs that are gone "
-                "are forgotten after a while; `ckpt-engine trainer evict LINEAGE` lets go of one now"
+                "are forgotten after a while; `ckpt-engine lineage evict LINEAGE` lets go of one now"
             )
         for digest in doomed:
             self._drop(digest)

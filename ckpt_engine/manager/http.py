@@ -130,7 +130,7 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         "/v1/overview",
         tags=["look"],
         summary="For the page: everything that is there, in a line each",
-        description="What goes on and who is waited for, runs, relays and replicas. The page asks for it each second. "
+        description="What goes on and what is waited for, lineages, relays and replicas. The page asks each second. "
         "It changes with the page: programs read `/v1/status`.",
         **describes(page_pb2.PageOverview),
     )

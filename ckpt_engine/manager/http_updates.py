@@ -24,7 +24,7 @@ def add_updates(app: FastAPI, publishers: Callable[[], Publishers]) -> None:
         "/v1/updates/from-directory",
         tags=["update"],
         summary="Bring replicas to a checkpoint directory; answers when it is over",
-        description="Of safetensors files below a root that `serve --allow-directory` names. As `ckpt-engine update "
+        description="Of safetensors files below a root that `manager --allow-directory` names. As `ckpt-engine update "
         "--from-directory`.",
         **describes(manager_pb2.UpdateReport, manager_pb2.UpdateFromDirectoryRequest),
     )

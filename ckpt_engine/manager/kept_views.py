@@ -97,7 +97,7 @@ class Overviews:
             "holders": self._holders.of((f"{each.kind} {each.name}", each) for each in status.holders),
             "replicas": self._replicas.of((each.watched.name, each) for each in replicas),
         }
-        found = as_dict(overview_of(status, watched, manager.dialled, manager.refusals.count))
+        found = as_dict(overview_of(status, manager.dialled, manager.refusals.count))
         return ",".join(f'"{name}":{lists.get(name) or json.dumps(value)}' for name, value in found.items())
 
 

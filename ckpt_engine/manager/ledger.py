@@ -197,6 +197,17 @@ class Ledger:
 
         await self._run(statements)
 
+    async def record_forgotten(self, lineage: str, epoch: int) -> None:
+        """Stores that no intent of a lineage up to this epoch says any more what replicas are to serve. Its numbers
+        stay taken, and its reports are kept like others."""
+
+        def statements() -> None:
+            with self._connection:
+                self._spend(0)
+                self._connection.execute("DELETE FROM meant WHERE lineage = ? AND epoch <= ?", (lineage, epoch))
+
+        await self._run(statements)
+
     async def holds(self) -> dict[str, OperatorHold]:
         """The replicas that operators hold, by name."""
         rows = await self._run(lambda: self._connection.execute("SELECT replica, since, reason FROM holds").fetchall())

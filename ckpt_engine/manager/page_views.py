@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import OperatorHold
@@ -31,9 +31,7 @@ def asker_of(caller: Caller) -> page_pb2.PageAsker:
     return page_pb2.PageAsker(name=caller.who, operates=caller.may_any("operator"))
 
 
-def overview_of(
-    status: manager_pb2.GetStatusResponse, watched: Watched, manager: str, refused: int
-) -> page_pb2.PageOverview:
+def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: int) -> page_pb2.PageOverview:
     """Everything that is there but replicas and holders, the same for every caller. status: without replicas. manager:
     where members dial. refused: updates."""
     waited = list(status.waiting_for)
@@ -47,25 +45,8 @@ def overview_of(
         phase=status.phase,
         waiting_for=[*waited[:WAITED_SHOWN], *beyond],
         refused=refused,
-        runs=runs_of(status.trainers, watched),
+        lineages=status.lineages,
     )
-
-
-def runs_of(trainers: Iterable[manager_pb2.TrainerStatus], watched: Watched) -> list[page_pb2.PageRun]:
-    """The trainer ranks of each lineage, counted."""
-    ranks: dict[str, list[manager_pb2.TrainerStatus]] = {lineage: [] for lineage in watched.latest}
-    for trainer in trainers:
-        ranks.setdefault(trainer.lineage, []).append(trainer)
-    return [
-        page_pb2.PageRun(
-            lineage=lineage,
-            world_size=max((each.world_size for each in those), default=0),
-            connected=sum(each.connected for each in those),
-            published=sum(each.published for each in those),
-            latest=watched.latest[lineage].message() if lineage in watched.latest else None,
-        )
-        for lineage, those in sorted(ranks.items())
-    ]
 
 
 def replicas_of(

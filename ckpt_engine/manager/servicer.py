@@ -198,11 +198,18 @@ class ManagerServicer(
         await self._admit(context, "operator")
         return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
 
-    async def EvictTrainer(  # noqa: N802
-        self, request: manager_pb2.EvictTrainerRequest, context: Context
+    async def EvictLineage(  # noqa: N802
+        self, request: manager_pb2.EvictLineageRequest, context: Context
     ) -> ProtobufMessage:
         await self._admit(context, "operator")
         return await self._answer("evict", lambda call: events.OperatorCall(call, request), context)
+
+    async def ForgetLineage(  # noqa: N802
+        self, request: manager_pb2.ForgetLineageRequest, context: Context
+    ) -> ProtobufMessage:
+        caller = await self._admit(context, "operator")
+        log.info("forget lineage=%r dry_run=%s caller=%r", request.lineage, request.dry_run, caller.who)
+        return await self._answer("forget", lambda call: events.OperatorCall(call, request), context)
 
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context

@@ -63,6 +63,9 @@ class Tasks:
                 return await self._ledger.record_hold(replica, reason)
             case events.RecordRelease(replica):
                 await self._ledger.record_release(replica)
+            case events.RecordForgotten(lineage, epoch):
+                log.info("lineage forgotten lineage=%r", lineage)
+                await self._ledger.record_forgotten(lineage, epoch)
             case events.FindReport(lineage, version):
                 return await self._ledger.last_update(lineage, version)
             case events.RecordOutcome(report):

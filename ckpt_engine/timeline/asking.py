@@ -20,10 +20,10 @@ async def report_of(
 ) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
     """The report of the newest update to a version, or of the one of an epoch, and where its workers are now.
 
-    lineage: of the version; none: the only one of which the manager knows such an update, among those of trainers,
-    relays and replicas that it knows. wait: seconds for an update that goes on. Raises CkptEngineError: what the
-    manager answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one
-    of the epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
+    lineage: of the version; none: the only one of which the manager knows such an update, among those that there are.
+    wait: seconds for an update that goes on; None: it is not waited for. Raises CkptEngineError: what the manager
+    answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one of the
+    epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
     """
     seconds = LOOK_SECONDS if wait is None else wait
     async with open_channel(manager) as channel:
@@ -39,7 +39,7 @@ async def report_of(
                 lineage, version = record.identity.lineage, record.identity.version
         except grpc.RpcError as error:
             raise error_of(error, manager) from None
-        names = [lineage] if lineage else lineages_of(status)
+        names = [lineage] if lineage else [each.lineage for each in status.lineages]
         if not names:
             raise not_found("it knows no lineage now: name the one that you mean with --lineage")
         found: list[manager_pb2.UpdateReport] = []
@@ -51,7 +51,7 @@ async def report_of(
             except grpc.RpcError as error:
                 unknown.append(_unknown(error, wait, manager))
     if not found:
-        among = "" if lineage else "; a lineage of which nobody is connected is named with --lineage"
+        among = "" if lineage else "; a lineage that is forgotten is named with --lineage"
         raise not_found(f"{'; '.join(unknown)}{among}")
     if len(found) > 1:
         several = ", ".join(repr(report.identity.lineage) for report in found)
@@ -63,19 +63,11 @@ async def report_of(
     return found[0], Whereabouts.of(status)
 
 
-def lineages_of(status: manager_pb2.GetStatusResponse) -> list[str]:
-    """The lineages that anybody has whom the manager knows."""
-    names = {trainer.lineage for trainer in status.trainers} | {status.latest.lineage}
-    names |= {replica.identity.lineage for replica in status.replicas}
-    names |= {held.lineage for holder in status.holders for held in holder.held}
-    return sorted(names - {""})
-
-
 def _unknown(failed: grpc.RpcError, wait: float | None, manager: str) -> str:
     """Why there is no such update; raises what is another reason for having no report."""
     error = error_of(failed, manager)
     if error.problem.code == weights_pb2.Problem.NOT_FOUND:
         return error.problem.message
     if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:
-        raise deadline(f"{error.problem.message}; --wait SECONDS waits for its end") from None
+        raise deadline(f"{error.problem.message}; --wait waits for its end") from None
     raise error from None

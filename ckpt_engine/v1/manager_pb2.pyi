@@ -1126,7 +1126,7 @@ class EvictReplicaResponse(_message.Message):
     was_connected: bool
     def __init__(self, was_connected: bool = ...) -> None: ...
 
-class EvictTrainerRequest(_message.Message):
+class EvictLineageRequest(_message.Message):
     __slots__ = ("lineage", "reason")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -1134,7 +1134,7 @@ class EvictTrainerRequest(_message.Message):
     reason: str
     def __init__(self, lineage: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class EvictTrainerResponse(_message.Message):
+class EvictLineageResponse(_message.Message):
     __slots__ = ("ranks", "connected")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
@@ -1142,9 +1142,41 @@ class EvictTrainerResponse(_message.Message):
     connected: int
     def __init__(self, ranks: _Optional[int] = ..., connected: _Optional[int] = ...) -> None: ...
 
+class ForgetLineageRequest(_message.Message):
+    __slots__ = ("lineage", "dry_run")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    dry_run: bool
+    def __init__(self, lineage: _Optional[str] = ..., dry_run: bool = ...) -> None: ...
+
+class ForgetLineageResponse(_message.Message):
+    __slots__ = ("effects",)
+    EFFECTS_FIELD_NUMBER: _ClassVar[int]
+    effects: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, effects: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LineageStatus(_message.Message):
+    __slots__ = ("lineage", "latest", "world_size", "connected", "published", "replicas", "sources")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    lineage: str
+    latest: _weights_pb2.Identity
+    world_size: int
+    connected: int
+    published: int
+    replicas: int
+    sources: int
+    def __init__(self, lineage: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., world_size: _Optional[int] = ..., connected: _Optional[int] = ..., published: _Optional[int] = ..., replicas: _Optional[int] = ..., sources: _Optional[int] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("lineage", "rank", "world_size", "connected", "published", "description", "gpus")
@@ -1311,7 +1343,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "waiting_for")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "lineages", "waiting_for")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
@@ -1321,6 +1353,7 @@ class GetStatusResponse(_message.Message):
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
@@ -1331,8 +1364,9 @@ class GetStatusResponse(_message.Message):
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
     warnings: _containers.RepeatedScalarFieldContainer[str]
     holders: _containers.RepeatedCompositeFieldContainer[HolderStatus]
+    lineages: _containers.RepeatedCompositeFieldContainer[LineageStatus]
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., lineages: _Optional[_Iterable[_Union[LineageStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchReplicasRequest(_message.Message):
     __slots__ = ("watcher",)

@@ -110,10 +110,15 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.FromString,
                 _registered_method=True)
-        self.EvictTrainer = channel.unary_unary(
-                '/ckpt_engine.v1.CheckpointEngineManager/EvictTrainer',
-                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.SerializeToString,
-                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.FromString,
+        self.EvictLineage = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/EvictLineage',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageResponse.FromString,
+                _registered_method=True)
+        self.ForgetLineage = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/ForgetLineage',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageResponse.FromString,
                 _registered_method=True)
 
 
@@ -235,8 +240,16 @@ class CheckpointEngineManagerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def EvictTrainer(self, request, context):
-        """Forgets the ranks of a lineage, and what the manager keeps for it.
+    def EvictLineage(self, request, context):
+        """Sends the ranks of a lineage away for good, and lets go of what they published.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetLineage(self, request, context):
+        """Forgets a lineage, but for the numbers that its versions had: nothing is to serve it any more. FAILED_PRECONDITION
+        while ranks or replicas use it. What relays hold of it stays there until they are filled with others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -320,10 +333,15 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictReplicaResponse.SerializeToString,
             ),
-            'EvictTrainer': grpc.unary_unary_rpc_method_handler(
-                    servicer.EvictTrainer,
-                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.FromString,
-                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.SerializeToString,
+            'EvictLineage': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictLineage,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageResponse.SerializeToString,
+            ),
+            'ForgetLineage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetLineage,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -743,7 +761,7 @@ class CheckpointEngineManager(object):
             _registered_method=True)
 
     @staticmethod
-    def EvictTrainer(request,
+    def EvictLineage(request,
             target,
             options=(),
             channel_credentials=None,
@@ -756,9 +774,36 @@ class CheckpointEngineManager(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckpt_engine.v1.CheckpointEngineManager/EvictTrainer',
-            ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerRequest.SerializeToString,
-            ckpt__engine_dot_v1_dot_manager__pb2.EvictTrainerResponse.FromString,
+            '/ckpt_engine.v1.CheckpointEngineManager/EvictLineage',
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.EvictLineageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetLineage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/ForgetLineage',
+            ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.ForgetLineageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,7 +26,7 @@ from ckpt_engine.v1 import manager_pb2 as ckpt__engine_dot_v1_dot_manager__pb2
 from ckpt_engine.v1 import weights_pb2 as ckpt__engine_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63kpt_engine/v1/page.proto\x12\x0e\x63kpt_engine.v1\x1a\x1c\x63kpt_engine/v1/manager.proto\x1a\x1c\x63kpt_engine/v1/weights.proto\"\xe9\x02\n\x0cPageOverview\x12(\n\x05\x61sker\x18\x01 \x01(\x0b\x32\x19.ckpt_engine.v1.PageAsker\x12\x10\n\x03now\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10software_version\x18\x05 \x01(\t\x12\x0f\n\x07manager\x18\x06 \x01(\t\x12\x10\n\x08warnings\x18\x07 \x03(\t\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x13\n\x0bwaiting_for\x18\t \x03(\t\x12\x0f\n\x07refused\x18\n \x01(\r\x12%\n\x04runs\x18\x0b \x03(\x0b\x32\x17.ckpt_engine.v1.PageRun\x12-\n\x07holders\x18\x0c \x03(\x0b\x32\x1c.ckpt_engine.v1.HolderStatus\x12-\n\x08replicas\x18\r \x03(\x0b\x32\x1b.ckpt_engine.v1.PageReplicaB\x06\n\x04_now\"+\n\tPageAsker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08operates\x18\x02 \x01(\x08\"~\n\x07PageRun\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x11\n\tconnected\x18\x03 \x01(\r\x12\x11\n\tpublished\x18\x04 \x01(\r\x12(\n\x06latest\x18\x05 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\"\xe6\x01\n\x0bPageReplica\x12/\n\x07watched\x18\x01 \x01(\x0b\x32\x1e.ckpt_engine.v1.WatchedReplica\x12\x13\n\x0bquarantined\x18\x02 \x01(\x08\x12\r\n\x05\x64rift\x18\x03 \x01(\t\x12\x0c\n\x04hold\x18\x04 \x01(\t\x12\r\n\x05unfit\x18\x05 \x01(\t\x12\x10\n\x03lag\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x1a\n\rpause_seconds\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x06\n\x04_lagB\x10\n\x0e_pause_seconds\"j\n\x0bPageHistory\x12+\n\x07updates\x18\x01 \x03(\x0b\x32\x1a.ckpt_engine.v1.PageUpdate\x12.\n\x07refused\x18\x02 \x03(\x0b\x32\x1d.ckpt_engine.v1.UpdateRefusal\"\xe5\x02\n\nPageUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\x0c\n\x04time\x18\x03 \x01(\x01\x12\x0f\n\x02ok\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x10\n\x08verified\x18\x05 \x01(\x08\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12,\n\x06stages\x18\x08 \x03(\x0b\x32\x1c.ckpt_engine.v1.StageSeconds\x12-\n\x08outcomes\x18\t \x03(\x0b\x32\x1b.ckpt_engine.v1.PageOutcome\x12*\n\x06pauses\x18\n \x01(\x0b\x32\x1a.ckpt_engine.v1.PagePauses\x12)\n\x08problems\x18\x0b \x03(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x10\n\x08warnings\x18\x0c \x03(\tB\x05\n\x03_ok\"I\n\x0bPageOutcome\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.ckpt_engine.v1.Outcome\x12\x10\n\x08replicas\x18\x02 \x01(\r\"I\n\nPagePauses\x12\x10\n\x08replicas\x18\x01 \x01(\r\x12\x0b\n\x03p50\x18\x02 \x01(\x01\x12\x0b\n\x03p99\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63kpt_engine/v1/page.proto\x12\x0e\x63kpt_engine.v1\x1a\x1c\x63kpt_engine/v1/manager.proto\x1a\x1c\x63kpt_engine/v1/weights.proto\"\xf3\x02\n\x0cPageOverview\x12(\n\x05\x61sker\x18\x01 \x01(\x0b\x32\x19.ckpt_engine.v1.PageAsker\x12\x10\n\x03now\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x18\n\x10software_version\x18\x05 \x01(\t\x12\x0f\n\x07manager\x18\x06 \x01(\t\x12\x10\n\x08warnings\x18\x07 \x03(\t\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x13\n\x0bwaiting_for\x18\t \x03(\t\x12\x0f\n\x07refused\x18\n \x01(\r\x12/\n\x08lineages\x18\x0b \x03(\x0b\x32\x1d.ckpt_engine.v1.LineageStatus\x12-\n\x07holders\x18\x0c \x03(\x0b\x32\x1c.ckpt_engine.v1.HolderStatus\x12-\n\x08replicas\x18\r \x03(\x0b\x32\x1b.ckpt_engine.v1.PageReplicaB\x06\n\x04_now\"+\n\tPageAsker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08operates\x18\x02 \x01(\x08\"\xe6\x01\n\x0bPageReplica\x12/\n\x07watched\x18\x01 \x01(\x0b\x32\x1e.ckpt_engine.v1.WatchedReplica\x12\x13\n\x0bquarantined\x18\x02 \x01(\x08\x12\r\n\x05\x64rift\x18\x03 \x01(\t\x12\x0c\n\x04hold\x18\x04 \x01(\t\x12\r\n\x05unfit\x18\x05 \x01(\t\x12\x10\n\x03lag\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x1a\n\rpause_seconds\x18\t \x01(\x01H\x01\x88\x01\x01\x42\x06\n\x04_lagB\x10\n\x0e_pause_seconds\"j\n\x0bPageHistory\x12+\n\x07updates\x18\x01 \x03(\x0b\x32\x1a.ckpt_engine.v1.PageUpdate\x12.\n\x07refused\x18\x02 \x03(\x0b\x32\x1d.ckpt_engine.v1.UpdateRefusal\"\xe5\x02\n\nPageUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\x08identity\x18\x02 \x01(\x0b\x32\x18.ckpt_engine.v1.Identity\x12\x0c\n\x04time\x18\x03 \x01(\x01\x12\x0f\n\x02ok\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x10\n\x08verified\x18\x05 \x01(\x08\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12,\n\x06stages\x18\x08 \x03(\x0b\x32\x1c.ckpt_engine.v1.StageSeconds\x12-\n\x08outcomes\x18\t \x03(\x0b\x32\x1b.ckpt_engine.v1.PageOutcome\x12*\n\x06pauses\x18\n \x01(\x0b\x32\x1a.ckpt_engine.v1.PagePauses\x12)\n\x08problems\x18\x0b \x03(\x0b\x32\x17.ckpt_engine.v1.Problem\x12\x10\n\x08warnings\x18\x0c \x03(\tB\x05\n\x03_ok\"I\n\x0bPageOutcome\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.ckpt_engine.v1.Outcome\x12\x10\n\x08replicas\x18\x02 \x01(\r\"I\n\nPagePauses\x12\x10\n\x08replicas\x18\x01 \x01(\r\x12\x0b\n\x03p50\x18\x02 \x01(\x01\x12\x0b\n\x03p99\x18\x03 \x01(\x01\x12\x0f\n\x07longest\x18\x04 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ckpt_engine.v1.page_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PAGEOVERVIEW']._serialized_start=106
-  _globals['_PAGEOVERVIEW']._serialized_end=467
-  _globals['_PAGEASKER']._serialized_start=469
-  _globals['_PAGEASKER']._serialized_end=512
-  _globals['_PAGERUN']._serialized_start=514
-  _globals['_PAGERUN']._serialized_end=640
-  _globals['_PAGEREPLICA']._serialized_start=643
-  _globals['_PAGEREPLICA']._serialized_end=873
-  _globals['_PAGEHISTORY']._serialized_start=875
-  _globals['_PAGEHISTORY']._serialized_end=981
-  _globals['_PAGEUPDATE']._serialized_start=984
-  _globals['_PAGEUPDATE']._serialized_end=1341
-  _globals['_PAGEOUTCOME']._serialized_start=1343
-  _globals['_PAGEOUTCOME']._serialized_end=1416
-  _globals['_PAGEPAUSES']._serialized_start=1418
-  _globals['_PAGEPAUSES']._serialized_end=1491
+  _globals['_PAGEOVERVIEW']._serialized_end=477
+  _globals['_PAGEASKER']._serialized_start=479
+  _globals['_PAGEASKER']._serialized_end=522
+  _globals['_PAGEREPLICA']._serialized_start=525
+  _globals['_PAGEREPLICA']._serialized_end=755
+  _globals['_PAGEHISTORY']._serialized_start=757
+  _globals['_PAGEHISTORY']._serialized_end=863
+  _globals['_PAGEUPDATE']._serialized_start=866
+  _globals['_PAGEUPDATE']._serialized_end=1223
+  _globals['_PAGEOUTCOME']._serialized_start=1225
+  _globals['_PAGEOUTCOME']._serialized_end=1298
+  _globals['_PAGEPAUSES']._serialized_start=1300
+  _globals['_PAGEPAUSES']._serialized_end=1373
 # @@protoc_insertion_point(module_scope)

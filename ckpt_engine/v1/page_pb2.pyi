@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PageOverview(_message.Message):
-    __slots__ = ("asker", "now", "cluster", "epoch", "software_version", "manager", "warnings", "phase", "waiting_for", "refused", "runs", "holders", "replicas")
+    __slots__ = ("asker", "now", "cluster", "epoch", "software_version", "manager", "warnings", "phase", "waiting_for", "refused", "lineages", "holders", "replicas")
     ASKER_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,7 @@ class PageOverview(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    RUNS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGES_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     asker: PageAsker
@@ -33,10 +33,10 @@ class PageOverview(_message.Message):
     phase: str
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     refused: int
-    runs: _containers.RepeatedCompositeFieldContainer[PageRun]
+    lineages: _containers.RepeatedCompositeFieldContainer[_manager_pb2.LineageStatus]
     holders: _containers.RepeatedCompositeFieldContainer[_manager_pb2.HolderStatus]
     replicas: _containers.RepeatedCompositeFieldContainer[PageReplica]
-    def __init__(self, asker: _Optional[_Union[PageAsker, _Mapping]] = ..., now: _Optional[float] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., software_version: _Optional[str] = ..., manager: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., phase: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., refused: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[PageRun, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_manager_pb2.HolderStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[PageReplica, _Mapping]]] = ...) -> None: ...
+    def __init__(self, asker: _Optional[_Union[PageAsker, _Mapping]] = ..., now: _Optional[float] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., software_version: _Optional[str] = ..., manager: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., phase: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., refused: _Optional[int] = ..., lineages: _Optional[_Iterable[_Union[_manager_pb2.LineageStatus, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_manager_pb2.HolderStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[PageReplica, _Mapping]]] = ...) -> None: ...
 
 class PageAsker(_message.Message):
     __slots__ = ("name", "operates")
@@ -45,20 +45,6 @@ class PageAsker(_message.Message):
     name: str
     operates: bool
     def __init__(self, name: _Optional[str] = ..., operates: bool = ...) -> None: ...
-
-class PageRun(_message.Message):
-    __slots__ = ("lineage", "world_size", "connected", "published", "latest")
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    CONNECTED_FIELD_NUMBER: _ClassVar[int]
-    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
-    LATEST_FIELD_NUMBER: _ClassVar[int]
-    lineage: str
-    world_size: int
-    connected: int
-    published: int
-    latest: _weights_pb2.Identity
-    def __init__(self, lineage: _Optional[str] = ..., world_size: _Optional[int] = ..., connected: _Optional[int] = ..., published: _Optional[int] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class PageReplica(_message.Message):
     __slots__ = ("watched", "quarantined", "drift", "hold", "unfit", "lag", "host", "workers", "pause_seconds")

@@ -6,7 +6,7 @@ the same works in every language that has gRPC reflection, and on a command line
     grpcurl -plaintext -d '{"directory": "/checkpoints/step_7"}' \
         127.0.0.1:50051 ckpt_engine.v1.CheckpointEngineManager/UpdateFromDirectory
 
-Needs grpcio, grpcio-reflection and protobuf. The manager must allow the directory: `serve --allow-directory ROOT`.
+Needs grpcio, grpcio-reflection and protobuf. The manager must allow the directory: `manager --allow-directory ROOT`.
 """
 
 import argparse

@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def service(name: str, *arguments: str) -> Service:
             return services.enter_context(Service(output / f"{name}.log", *arguments))
 
-        serve = service("manager", "serve", "--listen", "127.0.0.1:0", "--http", "", "--ledger", str(ledger))
+        serve = service("manager", "manager", "--listen", "127.0.0.1:0", "--http", "", "--ledger", str(ledger))
         manager = serve.said(r"manager started grpc=(\S+)")
-        command = ["replica", "--manager", manager, "--engine", "reference", "--model", str(HERE / "model")]
+        command = ["agent", "--manager", manager, "--engine", "reference", "--model", str(HERE / "model")]
         replicas = [service(name, *command, "--name", name, "--", "--dtype", "float32") for name in ("one", "two")]
         gateway = service("gateway", "gateway", "--manager", manager, "--listen", "127.0.0.1:0")
         url = "http://" + gateway.said(r"gateway listens on (\S+)")

@@ -102,12 +102,14 @@ class World:
     def start_manager(self) -> None:
         ledger = self.folder / "ledger.sqlite3"
         where = ("--listen", self.manager_address, "--http", "", "--ledger", str(ledger))
-        self.manager = Command(self.folder / "run", "serve", *where)
+        self.manager = Command(self.folder / "run", "manager", *where)
 
     def start_agent(self) -> Command:
-        options = ("--manager", self.manager_address, "--engine", "reference", "--model", str(self.folder / "model"))
+        """The engine's own command stands behind --, and tells its kind."""
         where = ("--name", NAME, "--port", str(self.engine_port))
-        self.agent = Command(self.folder / "run", "replica", *options, *where, "--", "--tensor-parallel", "1")
+        engine = (sys.executable, "-m", "ckpt_engine_adapters.reference.server", "--model", str(self.folder / "model"))
+        typed = ("--manager", self.manager_address, "agent", *where, "--", *engine, "--tensor-parallel", "1")
+        self.agent = Command(self.folder / "run", *typed)
         return self.agent
 
     def start_trainer(self) -> None:

@@ -1,4 +1,4 @@
-"""What `ckpt-engine replica` refuses before it starts anything, in words that help."""
+"""What `ckpt-engine agent` refuses before it starts anything, in words that help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_engine.cli import app_for
 
 @pytest.fixture
 def command() -> typer.Typer:
-    return app_for(["replica"])
+    return app_for(["agent"])
 
 
 WRONG = [
@@ -34,13 +34,13 @@ def test_what_cannot_work_is_refused(
     command: typer.Typer, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    result = CliRunner().invoke(command, ["replica", "--manager", "127.0.0.1:1", *arguments])
+    result = CliRunner().invoke(command, ["agent", "--manager", "127.0.0.1:1", *arguments])
     assert result.exit_code == 2, result.output
     assert words in re.sub(r"[\s│]+", " ", result.output)
 
 
 def test_a_refusal_of_the_adapter_ends_the_command(command: typer.Typer) -> None:
-    arguments = ["replica", "--manager", "127.0.0.1:1", "--engine", "reference", "--", "--port", "1"]
+    arguments = ["agent", "--manager", "127.0.0.1:1", "--engine", "reference", "--", "--port", "1"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 1
     assert "leave --port out of the engine's arguments" in result.output

@@ -75,14 +75,14 @@ def secured(config: ManagerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("", "must be HOST:PORT, not ''"),
         ("::1:50051", "an IPv6 host stands in brackets"),
         ("http://10.0.0.1:8080/v1", "not the URL 'http://10.0.0.1:8080/v1': try '10.0.0.1:8080'"),
-        ("grpc://manager:50051", "try 'manager:50051', with the port of `ckpt-engine serve --listen`"),
+        ("grpc://manager:50051", "try 'manager:50051', with the port of `ckpt-engine manager --listen`"),
     ],
 )
 def test_an_address_that_is_none_is_not_dialled(run: Run, address: str, words: str) -> None:
     with pytest.raises(CkptEngineError) as caught:
         Trainer(address, lineage="run")
     assert words in caught.value.problem.message
-    for command in (["status"], ["sleep"], ["replica", "retry", "x"], ["trainer", "list"]):
+    for command in (["status"], ["replica", "sleep"], ["replica", "retry", "x"], ["lineage", "list"]):
         result = run(*command, "--manager", address)
         assert result.exit_code == 1
         assert words in result.stderr
@@ -100,7 +100,7 @@ def test_a_manager_that_is_down(
     run: Run, nobody: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt_engine.trainer.background.NOTICE_SECONDS", 0.0)
-    words = "nothing listens there: start the manager (`ckpt-engine serve`), or name its address (--manager or"
+    words = "nothing listens there: start the manager (`ckpt-engine manager`), or name its address (--manager or"
     result = run("status", "--manager", nobody)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"manager {nobody}: {words}")
@@ -164,7 +164,7 @@ def telling(told: threading.Event) -> Callable[[Background, UpdateCall], Awaitab
     return tell
 
 
-@pytest.mark.parametrize("command", [["update", "--checkpoint", "."], ["replica", "--engine", "vllm"]])
+@pytest.mark.parametrize("command", [["update", "--checkpoint", "."], ["agent", "--engine", "vllm"]])
 def test_an_address_that_is_none_is_told_before_torch_is_loaded(command: list[str]) -> None:
     code = (
         "import sys\n"
@@ -228,7 +228,7 @@ def test_the_http_port_is_told_from_the_grpc_port(
         ended.set()
         thread.join()
     assert result.exit_code == 1
-    assert "does not speak gRPC: name the port of `ckpt-engine serve --listen`" in result.stderr
+    assert "does not speak gRPC: name the port of `ckpt-engine manager --listen`" in result.stderr
     assert "somebody sent what is no HTTP to an HTTP port" in caplog.text, "the manager says it, too"
 
 

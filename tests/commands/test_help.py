@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from ckpt_engine.cli import COMMANDS
+from ckpt_engine.cli import COMMANDS, OPERATIONS
 from ckpt_engine.commands import choices
 from ckpt_engine.core.dtypes import ITEMSIZES
 from ckpt_engine.core.enums import enum_word
@@ -25,7 +25,13 @@ from ckpt_engine.v1 import manager_pb2
 Run = Callable[..., Result]
 
 HEAVY = ("torch", "numba", "transformers")
-ASKED = [["-h"], *([name, "-h"] for name in COMMANDS), ["replica", "retry", "-h"], ["trainer", "list", "--help"]]
+ASKED = [
+    ["-h"],
+    *([name, "-h"] for name in COMMANDS),
+    ["replica", "retry", "-h"],
+    ["lineage", "list", "--help"],
+    ["replica", "sleep", "-h"],
+]
 
 _LOOK = f"""
 import os, sys
@@ -87,7 +93,7 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
     assert {each.value for each in choices.TrainerMemory} == set(MEMORIES)
     assert {each.value for each in choices.GpuLink} == set(LINKS)
     assert {each.value for each in choices.Dtype} <= set(ITEMSIZES)
-    shown = run("replica", "-h").stdout
+    shown = run("agent", "-h").stdout
     for kind in (choices.Engine, choices.Mode):
         assert "|".join(each.value for each in kind) in shown
     assert "|".join(worker_kinds()) in shown
@@ -95,34 +101,24 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
 
 def test_operations_are_found_where_people_look(run: Run) -> None:
     listed = run("-h").stdout
-    for name in (
-        "replica list",
-        "version list",
-        "replica retry",
-        "replica hold",
-        "replica release",
-        "replica evict",
-        "trainer list",
-        "trainer evict",
-    ):
-        assert name in listed
-    assert "ckpt-engine replica retry NAME" in run("replica", "-h").stdout
-    for name in ("retry", "hold", "release", "evict"):
-        assert run(name, "-h").exit_code == 0
-    assert "127.0.0.1:50051" in run("replica", "-h").stdout
-    assert "7070" not in run("replica", "-h").stdout
+    for noun, operations in OPERATIONS.items():
+        for name in operations:
+            assert f"{noun} {name}" in listed
+            assert name in run(noun, "-h").stdout
+    assert "127.0.0.1:50051" in run("agent", "-h").stdout
+    assert "7070" not in run("agent", "-h").stdout
 
 
 def test_a_shell_completes_what_a_command_takes() -> None:
     typed = {"_CKPT_ENGINE_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
-    done = python(_LOOK, COMP_WORDS="ckpt-engine replica --mode ", **typed)
+    done = python(_LOOK, COMP_WORDS="ckpt-engine agent --mode ", **typed)
     assert done.stdout.split() == ["standalone", "hybrid", "colocated"]
     done = python(_LOOK, COMP_WORDS="ckpt-engine update --check", **{**typed, "COMP_CWORD": "2"})
     assert done.stdout.split() == ["--checkpoint", "--check-finite"]
 
 
 def test_an_argument_of_the_engine_without_its_mark(run: Run) -> None:
-    result = run("replica", "--manager", "127.0.0.1:1", "--engine", "vllm", "--tensor-parallel", "2")
+    result = run("agent", "--manager", "127.0.0.1:1", "--engine", "vllm", "--tensor-parallel", "2")
     assert result.exit_code == 2
     words = "No such option: --tensor-parallel. An argument of the engine stands behind --: -- --tensor-parallel ..."
     assert words in result.stderr

@@ -115,33 +115,39 @@ def test_a_rank_that_has_not_published_says_so() -> None:
 
 
 def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
-    for command in (["sleep", "nosuch"], ["wake", "nosuch"], ["replica", "retry", "nosuch"], ["evict", "nosuch"]):
-        result = run(*command, "--manager", manager)
+    for operation in ("sleep", "wake", "retry", "evict"):
+        result = run("replica", operation, "nosuch", "--manager", manager)
         assert result.exit_code == 1
         assert result.stderr == f"manager {manager}: there is no replica 'nosuch' (none is known)\n"
-    result = run("trainer", "evict", "nosuch", "--manager", manager)
-    assert "there is no run 'nosuch' (none is known)" in result.stderr
+    for operation in ("evict", "forget"):
+        result = run("lineage", operation, "nosuch", "--manager", manager)
+        assert f"manager {manager}: there is no lineage 'nosuch' (none is known)\n" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["wake", "--tag", "kvcache"], "'kvcache' is not one of 'weights', 'kv_cache'"),
+        (["replica", "wake", "--tag", "kvcache"], "'kvcache' is not one of 'weights', 'kv_cache'"),
         (["update", "--checkpoint", "x", "--pause-mode", "stop"], "'stop' is not one of 'keep', 'abort', 'wait'"),
-        (["serve", "--log-level", "loud"], "'loud' is not one of 'debug', 'info', 'warning', 'error'"),
-        (["serve", "--deadline", "leese=3"], "leese"),
-        (["sleep", "--timeout", "1e9"], "cannot be waited for"),
+        (["manager", "--log-level", "loud"], "'loud' is not one of 'debug', 'info', 'warning', 'error'"),
+        (["manager", "--deadline", "leese=3"], "leese"),
+        (["replica", "sleep", "--timeout", "1e9"], "cannot be waited for"),
         (["update", "--checkpoint", "x", "--timeout", "0"], "cannot be waited for"),
         (["update", "--checkpoint", "x", "--version", "-1"], "--version"),
-        (["replica", "--manager", "a:1", "--engine", "vllm", "--port", "99999"], "--port"),
+        (["agent", "--manager", "a:1", "--engine", "vllm", "--port", "99999"], "--port"),
         (
-            ["replica", "--manager", "a:1", "--engine", "vllm", "--url", "a:2"],
+            ["agent", "--manager", "a:1", "--engine", "vllm", "--url", "a:2"],
             "not the URL of an HTTP server: try 'http://a:2'",
         ),
         (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
         (["engines", "tgi"], "'tgi' is not one of"),
         (["update"], "--checkpoint or --from-directory: name one of them"),
-        (["servee"], "No such command 'servee'"),
+        (["managr"], "No such command 'managr'. Did you mean 'manager'?"),
+        (["replica", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["--pool", "judge", "status"], "No such option: --pool. Options of a command stand behind it"),
+        (["--json"], "Missing command"),
+        (["--json", "engines"], "No such option: --json"),
+        (["trace", "3", "-o", "-", "--timeout", "3"], "only with --wait"),
     ],
 )
 def test_options_that_cannot_be(run: Run, arguments: list[str], words: str) -> None:
@@ -156,7 +162,7 @@ def test_a_port_in_use_is_told_without_noise(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for option in ("--listen", "--http"):
             other = {"--listen": "--http", "--http": "--listen"}[option]
-            command = ["serve", "--ledger", str(tmp_path / "ledger"), option, address, other, "127.0.0.1:0"]
+            command = ["manager", "--ledger", str(tmp_path / "ledger"), option, address, other, "127.0.0.1:0"]
             done = subprocess.run(
                 [sys.executable, "-m", "ckpt_engine", *command], capture_output=True, text=True, timeout=60, check=False
             )
@@ -174,7 +180,7 @@ def test_a_base_install_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
         "ckpt_engine.Trainer needs torch, which the base install leaves out: pip install 'ckpt-engine[trainer]'"
     )
     reference = ["--manager", "a:1", "--engine", "reference"]
-    for command, needed in {"update": ["--checkpoint", "."], "replica": reference, "demo": []}.items():
+    for command, needed in {"update": ["--checkpoint", "."], "agent": reference, "demo": []}.items():
         result = CliRunner().invoke(app_for([command]), [command, *needed])
         assert "pip install 'ckpt-engine[" in f"{result.exception} {result.stderr}"
         assert result.exit_code == 1
@@ -183,7 +189,7 @@ def test_a_base_install_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_agent_wants_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine has one of its own. A fake: find_spec finds no torch, as in an environment without."""
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "torch" else object())
-    command = ["replica", "--manager", "nowhere", "--engine", "vllm"]
+    command = ["agent", "--manager", "nowhere", "--engine", "vllm"]
     assert "must be HOST:PORT, not 'nowhere'" in CliRunner().invoke(app_for(command), command).stderr
 
 
@@ -326,10 +332,10 @@ def test_every_variable_of_a_command_is_documented() -> None:
     root = Path(__file__).parents[2]
     page = "".join(path.read_text() for path in (root / "docs").rglob("*.md"))
     sources = [*(root / "ckpt_engine").rglob("*.py"), *(root / "adapters").rglob("*.py")]
-    names = {name for path in sources for name in re.findall(r'"(CKPT_ENGINE_[A-Z_]+)"', path.read_text())}
-    serve = (root / "ckpt_engine/commands/serve.py").read_text()
-    names |= {f"CKPT_ENGINE_SERVE_{name}" for name in re.findall(r'_option\("([A-Z_]+)"', serve)}
-    assert len([name for name in names if "_SERVE_" in name]) == 11
+    names = {name for path in sources for name in re.findall(r'"(CKPT_ENGINE_[A-Z_]+[A-Z])"', path.read_text())}
+    manager = (root / "ckpt_engine/commands/manager.py").read_text()
+    names |= {f"CKPT_ENGINE_MANAGER_{name}" for name in re.findall(r'_option\("([A-Z_]+)"', manager)}
+    assert len([name for name in names if name.startswith("CKPT_ENGINE_MANAGER_")]) == 11
     assert sorted(name for name in names if name not in page) == []
 
 
@@ -345,7 +351,7 @@ def test_the_base_leaves_out_what_is_large() -> None:
 
 def test_a_manager_loads_no_torch() -> None:
     code = (
-        "import sys, ckpt_engine.commands.serve, ckpt_engine.manager.service\n"
+        "import sys, ckpt_engine.commands.manager, ckpt_engine.manager.service\n"
         "assert not {'torch', 'numba', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -84,7 +84,7 @@ class Engine(ABC):
     ) -> Replica:
         """A server of one worker with random weights, for the model whose config.json is in `model`; not waited for.
 
-        options: to `ckpt-engine replica`. environment: of the agent and the server.
+        options: to `ckpt-engine agent`. environment: of the agent and the server.
         """
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Reference(Engine):
         wrapper.write_text(f'#!/bin/sh\ncd "{cluster.path}" && exec "{sys.executable}" "$@"\n')
         wrapper.chmod(0o755)
         start = "import sys; from ckpt_engine.cli import main; sys.executable, *sys.argv[1:] = sys.argv[1:]; main()"
-        command = [sys.executable, "-c", start, str(wrapper), "replica", "--manager", cluster.address]
+        command = [sys.executable, "-c", start, str(wrapper), "agent", "--manager", cluster.address]
         command += ["--engine", self.kind, "--model", str(model), "--name", name, "--engine-output", "--"]
         replica = Replica(cluster, name, command, {"OMP_NUM_THREADS": "1"})
         cluster.replicas.append(replica)

@@ -66,7 +66,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def update_in(manager: Cluster, environment: Mapping[str, str], name: str, prefix: Sequence[str] = ()) -> None:
     """An agent and a trainer that have this environment and nothing else, and one update from one to the other."""
     log = manager.path / f"{name}.log"
-    options = ["replica", "--manager", manager.address, "--engine", "small", "--name", name]
+    options = ["agent", "--manager", manager.address, "--engine", "small", "--name", name]
     with log.open("wb") as output:
         agent = subprocess.Popen(
             [*prefix, sys.executable, "-c", AGENT, *options], env=environment, cwd=ROOT, stdout=output, stderr=output
@@ -117,7 +117,7 @@ def test_a_user_whom_the_system_does_not_know_can_do_without_a_home(manager: Clu
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no user namespaces here")
     update_in(manager, {"XDG_RUNTIME_DIR": str(tmp_path)}, "nobody", nobody)
-    serve = [*nobody, sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", ""]
+    serve = [*nobody, sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""]
     refused = subprocess.run(serve, env={}, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert refused.returncode == 1
     assert "user 54321 has no home directory to keep the ledger in: give --ledger FILE" in refused.stderr

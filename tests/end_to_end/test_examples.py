@@ -17,7 +17,7 @@ import yaml
 
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.cli import app_for
-from ckpt_engine.commands.replica import EVICTED
+from ckpt_engine.commands.agent import EVICTED
 from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine.words.gate import READY_ROUTE
@@ -36,7 +36,7 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
     context = group.make_context("ckpt-engine", list(arguments))
     name, rest = context._protected_args[0], [*context._protected_args[1:], *context.args]
     found = dict(group.commands[name].make_context(name, rest, parent=context).params)
-    if name == "replica":
+    if name == "agent":
         nodes = NodeSettings(found["nodes"], found["node_rank"], found["leader"], found["node_token"])
         arguments, model = tuple(found["arguments"] or ()), found["model"]
         if nodes.nodes == 1:
@@ -50,7 +50,7 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
 
 def test_our_reading_of_command_lines_refuses_what_the_command_would() -> None:
     with pytest.raises(Exception, match="No such option"):
-        parsed(["ckpt-engine", "serve", "--lisen", "127.0.0.1:1"])
+        parsed(["ckpt-engine", "manager", "--lisen", "127.0.0.1:1"])
 
 
 @pytest.fixture(scope="module")

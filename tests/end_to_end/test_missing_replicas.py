@@ -35,7 +35,7 @@ def served(url: str) -> tuple[int, str]:
 
 
 def attached(cluster: Cluster, name: str, url: str) -> Replica:
-    command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address, "--engine", "reference"]
+    command = [sys.executable, "-m", "ckpt_engine", "agent", "--manager", cluster.address, "--engine", "reference"]
     replica = Replica(cluster, name, [*command, "--name", name, "--url", url], {})
     cluster.replicas.append(replica)
     return replica

@@ -74,7 +74,7 @@ def test_a_server_spans_a_network(
         for rank in (0, 1):
             runtime = tmp_path_factory.mktemp("n")  # short: paths of sockets have 107 bytes
             runtime.chmod(0o700)
-            command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address]
+            command = [sys.executable, "-m", "ckpt_engine", "agent", "--manager", cluster.address]
             command += ["--engine", "reference", "--model", str(bare_model), "--name", "wide", "--nodes", "2"]
             command += ["--node-rank", str(rank), "--leader", leader, "--node-token", str(tmp_path / "token")]
             command += ["--deadline", "lease=15", "--advertise", network.address, "--engine-output", "--"]

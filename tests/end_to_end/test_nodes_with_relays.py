@@ -41,7 +41,7 @@ def start(world: World, path: Path, model: Path) -> None:
         runtime = path / f"n{rank}"
         runtime.mkdir(mode=0o700)
         world.start(
-            *(f"wide-{rank}", rank + 1, "replica", "--manager", world.address, "--engine", "reference"),
+            *(f"wide-{rank}", rank + 1, "agent", "--manager", world.address, "--engine", "reference"),
             *("--model", str(model), "--name", "wide", "--engine-output", "--advertise", host.address),
             *("--nodes", "2", "--node-rank", str(rank), "--leader", f"{world.hosts[1].address}:7100"),
             *("--node-token", str(token), "--", "--tensor-parallel", "2", "--host", "0.0.0.0"),

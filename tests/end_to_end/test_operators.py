@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.commands.replica import EVICTED
+from ckpt_engine.commands.agent import EVICTED
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from tests.cluster import Cluster, eventually, running_cluster
 from tests.tiny_model import make_tiny_qwen3

@@ -13,7 +13,7 @@ import torch
 import trustme
 
 from ckpt_engine import Trainer
-from ckpt_engine.commands.replica import EVICTED
+from ckpt_engine.commands.agent import EVICTED
 from ckpt_engine.security.grants import digest_of
 from tests.cluster import eventually
 from tests.ports import free_port
@@ -48,11 +48,11 @@ def test_everybody_shows_a_token_and_a_stranger_stays_out(
         return log
 
     def replica(name: str) -> Path:
-        words = ("replica", "--manager", address, "--engine", "reference", "--model", str(bare_model), "--name", name)
+        words = ("agent", "--manager", address, "--engine", "reference", "--model", str(bare_model), "--name", name)
         return start(tmp_path / f"{name}.log", {"OMP_NUM_THREADS": "1", **environment("replica/one")}, *words)
 
     pem = str(tmp_path / "server.pem")
-    serve = ("serve", "--listen", address, "--http", "", "--ledger", str(tmp_path / "ledger"))
+    serve = ("manager", "--listen", address, "--http", "", "--ledger", str(tmp_path / "ledger"))
     torch.set_num_threads(1)
     try:
         start(

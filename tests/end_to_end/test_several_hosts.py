@@ -35,7 +35,7 @@ class World:
         self.inside = [self._keeper(host) for host in found]
         self.address = f"{found[0].address}:50051"
         ledger = str(path / "ledger.sqlite3")
-        self.start("manager", 0, "serve", "--listen", self.address, "--http", "", "--insecure", "--ledger", ledger)
+        self.start("manager", 0, "manager", "--listen", self.address, "--http", "", "--insecure", "--ledger", ledger)
         before = self.inside[0]
         trainer = LineProcess(self.TRAINER, self.address, before=before, OMP_NUM_THREADS="1")
         self.trainer = stack.enter_context(trainer)
@@ -83,7 +83,7 @@ class World:
 
     def replica(self, name: str, host: int, *arguments: str) -> None:
         self.start(
-            *(name, host, "replica", "--manager", self.address, "--engine", "reference", "--model", str(self._model)),
+            *(name, host, "agent", "--manager", self.address, "--engine", "reference", "--model", str(self._model)),
             *("--name", name, "--engine-output", "--", *arguments),
         )
 

@@ -112,15 +112,15 @@ def test_no_update_touches_a_colocated_judge(cluster: Cluster, tmp_path: Path) -
         with pytest.raises(CkptEngineError, match="colocated"):
             trainer.update_weights(replicas=["judge"])
     assert_serves(judge, model)
-    told = operate(cluster, "sleep", "judge", "--level", "2")
+    told = operate(cluster, "replica", "sleep", "judge", "--level", "2")
     assert told.returncode == 1
     assert "discards" in told.stderr
-    told = operate(cluster, "sleep", "judge")
+    told = operate(cluster, "replica", "sleep", "judge")
     assert (told.returncode, told.stdout) == (0, "replica judge: asleep\n")
     assert "asleep" in why_closed(judge.url)
-    assert operate(cluster, "wake", "judge", "--tag", "weights").returncode == 0
+    assert operate(cluster, "replica", "wake", "judge", "--tag", "weights").returncode == 0
     assert "asleep" in why_closed(judge.url)
-    assert operate(cluster, "wake", "judge").returncode == 0
+    assert operate(cluster, "replica", "wake", "judge").returncode == 0
     assert_serves(judge, model)
     status = judge.status
     assert status is not None
@@ -154,7 +154,7 @@ def test_sleep_outlives_the_agent(tmp_path: Path, bare_model: Path) -> None:
 
 def attach(cluster: Cluster, log: str, url: str) -> Replica:
     """One agent after the other for the same engine, under one name."""
-    command = [sys.executable, "-m", "ckpt_engine", "replica", "--manager", cluster.address, "--engine", "reference"]
+    command = [sys.executable, "-m", "ckpt_engine", "agent", "--manager", cluster.address, "--engine", "reference"]
     replica = Replica(cluster, log, [*command, "--name", "beside", "--mode", "hybrid", "--url", url], {})
     replica.name = "beside"
     cluster.replicas.append(replica)

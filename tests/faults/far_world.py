@@ -144,7 +144,7 @@ class FarWorld(World):
         if rollout is None:
             self._agents_proxy = self._far_proxy()
             self._made.callback(self._agents_proxy.close)
-        command = ["replica", "--manager", self._agents_proxy.address, "--engine", "reference"]
+        command = ["agent", "--manager", self._agents_proxy.address, "--engine", "reference"]
         command += ["--model", str(self._model), "--name", name, "--port", str(port), "--engine-output"]
         command += ["--advertise", self.host.address]
         return self._there(name, [*command, "--", "--tensor-parallel", str(workers), "--host", "0.0.0.0"])

@@ -64,8 +64,8 @@ class Member:
 
 
 def start_manager(path: Path, port: int, environment: Mapping[str, str], ledger: Path, cluster: str = "") -> Member:
-    """`ckpt-engine serve` on this port; its log goes to `path`."""
-    command = ["-m", "ckpt_engine", "serve", "--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
+    """`ckpt-engine manager` on this port; its log goes to `path`."""
+    command = ["-m", "ckpt_engine", "manager", "--listen", f"127.0.0.1:{port}", "--http", "127.0.0.1:0"]
     command += ["--ledger", str(ledger), "--cluster", cluster]
     return Member(command, path / "manager.log", environment)
 
@@ -73,8 +73,8 @@ def start_manager(path: Path, port: int, environment: Mapping[str, str], ledger:
 def start_agent(
     path: Path, name: str, manager: str, model: Path, port: int, workers: int, environment: Mapping[str, str]
 ) -> Member:
-    """`ckpt-engine replica` that launches a reference engine on this port."""
-    command = ["-m", "ckpt_engine", "replica", "--manager", manager, "--engine", "reference", "--model", str(model)]
+    """`ckpt-engine agent` that launches a reference engine on this port."""
+    command = ["-m", "ckpt_engine", "agent", "--manager", manager, "--engine", "reference", "--model", str(model)]
     command += ["--name", name, "--port", str(port), "--engine-output"]
     return Member([*command, "--", "--tensor-parallel", str(workers)], path / f"{name}.log", environment)
 
@@ -82,8 +82,8 @@ def start_agent(
 def start_attached_agent(
     path: Path, name: str, manager: str, port: int, environment: Mapping[str, str], *options: str
 ) -> Member:
-    """`ckpt-engine replica` beside an engine that runs on this port."""
-    command = ["-m", "ckpt_engine", "replica", "--manager", manager, "--engine", "reference"]
+    """`ckpt-engine agent` beside an engine that runs on this port."""
+    command = ["-m", "ckpt_engine", "agent", "--manager", manager, "--engine", "reference"]
     command += ["--url", f"http://127.0.0.1:{port}", "--name", name, *options]
     return Member(command, path / f"{name}.log", environment)
 

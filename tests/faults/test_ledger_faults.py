@@ -145,7 +145,7 @@ def test_a_read_only_ledger_is_refused_at_the_start(world: World) -> None:
         path.chmod(0o400)
     # Root may write what nobody may write; without this capability it is like everybody else.
     drop = partial(ctypes.CDLL(None).prctl, PR_CAPBSET_DROP, CAP_DAC_OVERRIDE) if os.getuid() == 0 else None
-    command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", ""]
+    command = [sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""]
     done = subprocess.run(
         [*command, "--ledger", str(world.ledger)], capture_output=True, text=True, timeout=SECONDS, preexec_fn=drop
     )

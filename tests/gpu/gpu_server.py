@@ -50,7 +50,7 @@ def start_gpu_vllm(
 ) -> Replica:
     """A vLLM server with random weights of its own; CUDA graphs are on unless `--enforce-eager`. Not waited for.
 
-    options: to `ckpt-engine replica`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
     """
     environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
     return cluster.replica(

@@ -51,7 +51,7 @@ def start_gpu_sglang(
 ) -> Replica:
     """A server with random weights of its own; not waited for.
 
-    options: to `ckpt-engine replica`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
     """
     environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
     parallel = ("--tensor-parallel-size", str(tensor_parallel))

@@ -72,14 +72,14 @@ def test_a_replica_serves_from_an_engine_s_image(tmp_path: Path) -> None:
             os.chown(volumes["ledger"], 10001, 10001)
             kept = [Mounted(volumes["tmp"], "/tmp", True), Mounted(volumes["ledger"], "/var/lib/ckpt-engine", True)]
             given = {"user": image.user, "caged": True, "writable": False}
-            manager = pod.begin("manager", image, ["ckpt-engine", "serve"], image.room.environment, kept, **given)
+            manager = pod.begin("manager", image, ["ckpt-engine", "manager"], image.room.environment, kept, **given)
             manager.until("the manager", lambda: pod.get("http://127.0.0.1:8080/healthz")[0] == 200)
             engine = (
                 *("python3", "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny"),
                 *("--enforce-eager", "--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy"),
                 *("--skip-tokenizer-init", "--gpu-memory-utilization", "0.3"),
             )
-            words = ("replica", "--manager", "127.0.0.1:50051", "--engine", "vllm", "--model", "/models/policy")
+            words = ("agent", "--manager", "127.0.0.1:50051", "--engine", "vllm", "--model", "/models/policy")
             replica = pod.begin(
                 "replica",
                 image,

@@ -87,7 +87,7 @@ def test_pools_do_not_meet_also_after_a_restart() -> None:
     again = manager.restarted()
     again.pools |= {"a": "actor", "b": "judge"}
     assert held(again) == held(manager.versions) == {"a": ("one", 2), "b": ("two", 1), "c": ("three", 1)}
-    assert again.lineages() == {"one", "two", "three"}
+    assert again.served_lineages() == {"one", "two", "three"}
 
 
 def test_what_one_pool_got_is_not_for_another_one() -> None:

@@ -108,7 +108,7 @@ def test_a_full_store_says_of_what_it_is_full() -> None:
     assert "store is full: no room for 200 bytes" in said
     assert "in use: lineage 'run-11': 81 bytes; lineage 'run-10': 80 bytes" in said
     assert "; 4 others: 286 bytes" in said
-    assert "ckpt-engine trainer evict" in said
+    assert "ckpt-engine lineage evict" in said
 
 
 def test_uploads_under_way_count_and_give_their_room_back() -> None:

@@ -100,7 +100,7 @@ async def test_a_refused_update_counts_once_however_many_ranks_called(
     assert values["ckpt_engine_update_refusals_total", ("failed_precondition",)] == 1
     (shown,) = (await client.get("/v1/updates")).json()["refused"]
     assert (shown["lineage"], shown.get("version")) == ("run", None)
-    assert "start some with `ckpt-engine replica`" in shown["problem"]["message"]
+    assert "start some with `ckpt-engine agent`" in shown["problem"]["message"]
     assert (await client.get("/v1/updates", params={"before": 1})).json()["refused"] == []
 
 

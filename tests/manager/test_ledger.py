@@ -415,3 +415,24 @@ def report_of(epoch: int) -> manager_pb2.UpdateReport:
     report = manager_pb2.UpdateReport()
     report.fence.epoch = epoch
     return report
+
+
+async def test_a_forgotten_lineage_is_served_to_nobody_and_keeps_its_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    gone, other = Version("gone", 4, bytes(32)), Version("other", 1, bytes(32))
+    await ledger.record_intent(1, gone, ["a", "b", ""])
+    await ledger.record_intent(2, other, ["b"])
+    await ledger.record_intent(3, gone, ["c"])
+    await ledger.record_forgotten("gone", 2)
+    desired = (await ledger.commits()).desired
+    assert {name: commit.epoch for name, commit in desired.items()} == {"b": 2, "c": 3}, "what came after it stays"
+    await ledger.record_forgotten("gone", 3)
+    await ledger.close()
+    again = await Ledger.open(path)
+    assert set((await again.commits()).desired) == {"b"}
+    assert gone in await again.highest()
+    assert gone in await again.identities()
+    with pytest.raises(CkptEngineError, match="has the root"):
+        await again.record_intent(4, Version("gone", 4, bytes([1]) * 32), ["a"])
+    await again.close()

@@ -256,7 +256,7 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
         return {each["watched"]["name"]: each for each in (await client.get("/v1/overview")).json()["replicas"]}
 
     empty = (await client.get("/v1/overview")).json()
-    assert (empty["phase"], empty["replicas"], empty["runs"], empty["refused"]) == ("idle", [], [], 0)
+    assert (empty["phase"], empty["replicas"], empty["lineages"], empty["refused"]) == ("idle", [], [], 0)
     assert empty["manager"] == manager.address
     trainer = ScriptedTrainer(stub, lineage=EVIL)
     replicas = [ScriptedReplica(stub, name) for name in (EVIL, "b")]
@@ -301,7 +301,7 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     assert outcomes == {"OUTCOME_NEW_SERVING": 1, "OUTCOME_QUARANTINED": 1}
     assert newest["pauses"] == {"replicas": 1, "p50": 0.01, "p99": 0.01, "longest": 0.01}
     assert [(each["replica"], each["message"]) for each in newest["problems"]] == [("b", reason)]
-    assert "start some with `ckpt-engine replica`" in history["refused"][0]["problem"]["message"]
+    assert "start some with `ckpt-engine agent`" in history["refused"][0]["problem"]["message"]
     whole = (await client.get(f"/v1/updates/{newest['epoch']}")).json()["report"]
     assert whole["replicas"][0]["edges"][0]["transport"] == "shared_memory"
     assert whole["prefetch"] == "no relay has a session with this manager"

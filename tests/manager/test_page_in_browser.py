@@ -91,7 +91,7 @@ async def test_an_empty_manager_says_what_to_do_first_and_lives(
 ) -> None:
     async with looking(browser, url_of(manager)) as page:
         await says(page, "#first", "Nothing has registered yet")
-        await says(page, "#first code", f"ckpt-engine replica --manager {manager.address} --engine vllm")
+        await says(page, "#first code", f"ckpt-engine agent --manager {manager.address} -- vllm serve DIR")
         await says(page, "#update-rows", "None yet")
         await says(page, "#refused-rows", "None since the manager started")
         await picture(page, "empty")
@@ -102,7 +102,7 @@ async def test_an_empty_manager_says_what_to_do_first_and_lives(
         await says(page, ".replicas .row", "rollout-1")
         await expect(page.locator(".replicas .badge.serving")).to_have_count(2)
         await expect(page.locator("#first")).to_be_hidden()
-        await says(page, "#runs", "1\u202frank, published")
+        await says(page, "#lineages", "1\u202frank, published")
         await expect(page.locator("button.update")).to_have_count(1)
         await page.locator("button.update").focus()
         await members.update()
@@ -134,7 +134,7 @@ async def test_names_and_reasons_with_html_are_text(
         await says(page, ".replicas .name", EVIL)
         await says(page, ".entry.quarantined .why", CLOSED)
         await says(page, "#refused-rows", f"nobody {EVIL}")
-        await says(page, "#runs .name", EVIL)
+        await says(page, "#lineages .name", EVIL)
         await says(page, "#update-rows .why", CLOSED)
         await page.locator("button.update").first.click()
         await says(page, ".one .bad", CLOSED)

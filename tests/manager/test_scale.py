@@ -20,7 +20,7 @@ TENSORS = 50_000
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """A manager in a process of its own: here it would share this test's interpreter lock."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", ""),
+        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""),
         *("--ledger", str(tmp_path / "ledger.sqlite3")),
         stderr=asyncio.subprocess.PIPE,
     )

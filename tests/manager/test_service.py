@@ -366,7 +366,7 @@ def test_addresses() -> None:
 
 async def test_serve_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ckpt_engine", "serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
+        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
         *("--ledger", str(tmp_path / "ledger.sqlite3")),
         stderr=asyncio.subprocess.PIPE,
     )

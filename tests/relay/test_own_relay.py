@@ -1,4 +1,4 @@
-"""`replica --relay auto`: one relay a host, started by the first agent, and by another one when that ends."""
+"""`agent --relay auto`: one relay a host, started by the first agent, and by another one when that ends."""
 
 from __future__ import annotations
 

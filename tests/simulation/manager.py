@@ -313,6 +313,11 @@ class ManagerShell(Shell):
             case events.RecordRelease(replica):
                 yield from self._written()
                 self.ledger.holds.pop(replica, None)
+            case events.RecordForgotten(lineage, epoch):
+                yield from self._written()
+                for name, commit in list(self.ledger.desired.items()):
+                    if commit.identity.lineage == lineage and commit.epoch <= epoch:
+                        del self.ledger.desired[name]
             case events.FindReport(lineage, version):
                 yield self.world.between(0.001, 0.02)
                 return self._find(lineage, version)

@@ -167,6 +167,10 @@ class Story(Scenario):
         """An operator lets it go; the answer, or the problem."""
         return self._operate(manager_pb2.ReleaseReplicaRequest(name=name))
 
+    def forget(self, lineage: str, dry_run: bool = False) -> Any:
+        """What an operator hears who has a lineage forgotten."""
+        return self._operate(manager_pb2.ForgetLineageRequest(lineage=lineage, dry_run=dry_run))
+
     def _operate(self, request: events.OperatorRequest) -> Any:
         assert self.cluster.manager is not None
         over = self.cluster.manager.operate(request)

@@ -110,13 +110,110 @@ def test_a_version_that_only_a_replica_was_to_serve_goes_with_it(story: Story) -
     assert [content.record is None for content in contents.values()] == [True, False]
 
 
+def listed(story: Story) -> dict[str, manager_pb2.LineageStatus]:
+    """All lineages that there are, by name."""
+    return {each.lineage: each for each in manager_of(story).machine.status().lineages}
+
+
+def take_out(story: Story, agent: AgentShell) -> None:
+    """The agent ends for good, and its replica is no member any more."""
+    agent.crash()
+    story.wait(1.0)
+    story.evict(agent.name)
+
+
+def forget(story: Story, lineage: str, dry_run: bool = False) -> manager_pb2.ForgetLineageResponse | Problem:
+    answer: manager_pb2.ForgetLineageResponse | Problem = story.forget(lineage, dry_run)
+    return answer
+
+
+def test_a_lineage_that_nothing_uses_is_forgotten_after_a_while_and_its_numbers_are_not(story: Story) -> None:
+    agent, group = story.replica(), story.ranks("gone", kind="snapshot")
+    assert story.update(group).ok
+    story.end_group(group, in_good_order=True)
+    story.wait(2 * story.deadlines.forget + 2.0)
+    assert listed(story)["gone"].replicas == 1, "a replica serves it"
+    take_out(story, agent)
+    story.wait(1.0)
+    assert listed(story)["gone"].latest.version == 0
+    story.wait(2 * story.deadlines.forget + 2.0)
+    assert listed(story) == {}
+    story.restart_manager()
+    story.wait(1.0)
+    assert listed(story) == {}, "it is durable"
+    newcomer = story.replica()
+    story.wait(2.0)
+    assert lineage_of(newcomer) == "nothing"
+    again = story.ranks("gone")
+    again.train()
+    assert story.update(again).identity.version == 1, "the number 0 has another root"
+
+
+def test_what_others_have_superseded_everywhere_is_listed_no_more_once_it_has_no_rank(story: Story) -> None:
+    story.replica()
+    for name in ("one", "two"):
+        group = story.ranks(name, kind="snapshot")
+        assert story.update(group).ok
+        story.end_group(group, in_good_order=True)
+    story.wait(2 * story.deadlines.forget + 2.0)
+    assert set(listed(story)) == {"two"}
+
+
+def test_files_are_there_to_read_for_replicas_that_come_once_all_have_gone(story: Story) -> None:
+    agent, group = story.replica(), story.ranks("files", kind="directory")
+    assert story.update(group).ok
+    story.end_group(group, in_good_order=True)
+    take_out(story, agent)
+    story.wait(3 * story.deadlines.forget)
+    assert listed(story)["files"].sources == 1
+    newcomer = story.replica()
+    story.wait(3.0)
+    assert lineage_of(newcomer) == "files"
+
+
+def test_what_a_relay_holds_is_a_lineage_that_is_not_forgotten(story: Story) -> None:
+    agent, group = story.replica(), story.ranks("held")
+    relay = story.relay()
+    assert story.update(group, until=manager_pb2.UNTIL_HELD).held
+    story.wait(5.0)
+    story.end_group(group, in_good_order=True)
+    take_out(story, agent)
+    story.wait(3 * story.deadlines.forget)
+    assert (listed(story)["held"].sources, listed(story)["held"].replicas) == (1, 0)
+    answer = forget(story, "held")
+    assert isinstance(answer, manager_pb2.ForgetLineageResponse)
+    assert "relay" in answer.effects[-1]
+    assert "is listed until then" in answer.effects[-1]
+    assert not listed(story)["held"].HasField("latest"), "what is held is there still"
+    assert relay is not None
+
+
+def test_an_operator_forgets_a_lineage_that_nothing_uses(story: Story) -> None:
+    agent, group = story.replica(), story.ranks("run", kind="snapshot")
+    assert story.update(group).ok
+    refused(forget(story, "run"), Problem.FAILED_PRECONDITION, "1 rank, 1 of them connected", "lineage evict run")
+    story.end_group(group, in_good_order=True)
+    story.wait(1.0)
+    refused(forget(story, "run"), Problem.FAILED_PRECONDITION, agent.name, "replica evict")
+    refused(forget(story, "rum"), Problem.NOT_FOUND, "'rum'", "run")
+    take_out(story, agent)
+    story.wait(1.0)
+    foretold = forget(story, "run", dry_run=True)
+    assert isinstance(foretold, manager_pb2.ForgetLineageResponse)
+    assert "a replica that comes to the pool without a name is not brought to version 0 any more" in foretold.effects[0]
+    assert set(listed(story)) == {"run"}
+    assert forget(story, "run") == foretold
+    assert listed(story) == {}
+    refused(forget(story, "run"), Problem.NOT_FOUND, "none is known")
+
+
 def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
     agent, group = story.replica(), story.ranks("run", kind="snapshot")
     other = story.ranks("other")
     assert story.update(group).ok
     story.faults.delay = 0.001  # no message takes longer than the end of its stream: the rank hears why it is sent away
-    answer = manager_of(story).operate(manager_pb2.EvictTrainerRequest(lineage="run", reason="it is in the way")).value
-    assert answer == manager_pb2.EvictTrainerResponse(ranks=1, connected=1)
+    answer = manager_of(story).operate(manager_pb2.EvictLineageRequest(lineage="run", reason="it is in the way")).value
+    assert answer == manager_pb2.EvictLineageResponse(ranks=1, connected=1)
     story.wait(2.0)
     assert known(story) == kept(story) == {"other"}
     ended = group.trainers[0].ended
@@ -125,4 +222,5 @@ def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
     assert lineage_of(agent) == "run"
     assert agent.machine.replica.serving()
     assert outcomes(story.update(other)) == {agent.name: NEW}
-    refused(manager_of(story).operate(manager_pb2.EvictTrainerRequest(lineage="run")).value, Problem.NOT_FOUND, "'run'")
+    again = manager_of(story).operate(manager_pb2.EvictLineageRequest(lineage="run")).value
+    refused(again, Problem.FAILED_PRECONDITION, "no rank of lineage 'run'", "lineage forget run")

@@ -63,8 +63,8 @@ def test_a_lost_ledger_is_reported_and_its_members_wait(story: Story) -> None:
     assert agent.ended is None
     assert agent.machine.replica.serving()
     assert agent.refusal is not None
-    assert "serve --cluster cluster-1" in agent.refusal.message
-    for word in (agent.name, "rank 0", "serve --cluster cluster-1"):
+    assert "manager --cluster cluster-1" in agent.refusal.message
+    for word in (agent.name, "rank 0", "manager --cluster cluster-1"):
         assert word in warnings(story)
     replace_ledger(story, Ledger("cluster-1"))
     assert not any("cluster-2" in line for line in manager_of(story).machine.status().warnings)

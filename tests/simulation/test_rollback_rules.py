@@ -137,7 +137,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
         "version 7 of lineage 'run'",
         f"{holder.held.source} holds version 0",
     )
-    refused(story.roll_back(first.version, "other"), Problem.NOT_FOUND, "no lineage 'other': there are 'run'")
+    refused(story.roll_back(first.version, "other"), Problem.NOT_FOUND, "no lineage 'other' (run)")
     refused(story.roll_back(-1), Problem.INVALID_ARGUMENT, "version -1")
     refused(story.roll_back(first.version, replicas=["nobody"]), Problem.NOT_FOUND, "no replica 'nobody'")
     refused(story.roll_back(first.version, timeout_seconds=-1.0), Problem.INVALID_ARGUMENT, "timeout")

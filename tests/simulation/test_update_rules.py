@@ -193,7 +193,7 @@ def test_ranks_that_do_not_seal_are_named_with_the_time_that_they_had(
 
 def test_replicas_that_are_wanted_must_be_there(story: Story) -> None:
     group = story.ranks()
-    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas", "ckpt-engine replica")
+    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas", "ckpt-engine agent")
     judge = story.replica(manager_pb2.MODE_COLOCATED)
     refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas")
     first = story.replica()

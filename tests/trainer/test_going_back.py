@@ -42,7 +42,7 @@ class ManagerProcess:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "ckpt_engine", "serve", "--listen", self.address, "--http", ""]
+        command = [sys.executable, "-m", "ckpt_engine", "manager", "--listen", self.address, "--http", ""]
         environment = {**os.environ, "CKPT_ENGINE_DEADLINES": SHORT}
         self._process = subprocess.Popen([*command, "--ledger", str(self._ledger)], env=environment)
         with grpc.insecure_channel(self.address) as channel:

@@ -91,9 +91,11 @@ def test_sleep_is_for_one_pool_and_status_shows_it(manager: str, replica: StartR
     replica("b", pool="judge")
     with a_trainer(manager, "judge", 1.0) as trainer:
         trainer.wait_for_replicas(timeout=60)
-    asked = CliRunner().invoke(app_for(["sleep"]), ["sleep", "b", "--manager", manager])
+    asked = CliRunner().invoke(app_for(["replica", "sleep"]), ["replica", "sleep", "b", "--manager", manager])
     assert (asked.exit_code, "pool 'judge'" in asked.output) == (1, True), asked.output
-    asked = CliRunner().invoke(app_for(["sleep"]), ["sleep", "--pool", "judgee", "--manager", manager])
+    asked = CliRunner().invoke(
+        app_for(["replica", "sleep"]), ["replica", "sleep", "--pool", "judgee", "--manager", manager]
+    )
     assert (asked.exit_code, "no replica is in pool 'judgee'; there are some in pool 'judge'" in asked.output) == (
         1,
         True,

@@ -170,17 +170,17 @@ def test_status_of_no_manager_fails() -> None:
     assert "127.0.0.1:1" in result.stderr
 
 
-def test_an_operator_lists_runs_and_evicts_one(manager: str) -> None:
+def test_an_operator_lists_lineages_and_evicts_one(manager: str) -> None:
     with Trainer(manager, lineage="in the way") as trainer:
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(CkptEngineError, match="replicas"):
             trainer.update_weights(timeout=60)
-        listed = run("trainer", "list", "--manager", manager)
+        listed = run("lineage", "list", "--manager", manager)
         assert listed.exit_code == 0, listed.output
         assert "in the way" in listed.stdout
         assert "lineage 'in the way'" in listed.stdout
-        evicted = run("trainer", "evict", "in the way", "--manager", manager, "--reason", "it blocks us")
-        assert evicted.stdout == "lineage in the way: evicted, 1 ranks, 1 of them connected\n"
+        evicted = run("lineage", "evict", "in the way", "--manager", manager, "--reason", "it blocks us")
+        assert evicted.stdout == "lineage in the way: evicted, 1 rank, 1 of them connected\n"
 
         def refused() -> str:
             with pytest.raises(CkptEngineError) as caught:
@@ -189,7 +189,61 @@ def test_an_operator_lists_runs_and_evicts_one(manager: str) -> None:
 
         # Until its session's end has reached it, the manager only says that it has no session.
         eventually("it is told why", 60, lambda: "evicted by an operator: it blocks us" in refused())
-        assert "none" in run("trainer", "list", "--manager", manager).stdout
-        again = run("trainer", "evict", "in the way", "--manager", manager)
+        assert "none" in run("lineage", "list", "--manager", manager).stdout
+        again = run("lineage", "evict", "in the way", "--manager", manager)
         assert again.exit_code == 1
-        assert "there is no run 'in the way'" in again.stderr
+        assert "there is no lineage 'in the way'" in again.stderr
+
+
+def test_an_operator_forgets_a_lineage_once_nothing_uses_it(manager: str, reader: PlainReplica) -> None:
+    with Trainer(manager, lineage="done") as trainer:
+        trainer.publish({"a": torch.ones(3)})
+        assert trainer.update_weights(timeout=60).ok
+        used = run("lineage", "forget", "done", "--manager", manager)
+        assert used.exit_code == 1
+        assert "has 1 rank, 1 of them connected: end its run" in used.stderr
+    served = run("lineage", "forget", "done", "--manager", manager)
+    assert served.exit_code == 1
+    assert (
+        "replicas hold a version of lineage 'done' or are to serve one: plain. Bring them another one" in served.stderr
+    )
+    reader.stop()
+    assert run("replica", "evict", "plain", "--manager", manager).exit_code == 0
+
+    def listed() -> str:
+        return run("lineage", "list", "--manager", manager).stdout
+
+    assert "done" in listed()
+    assert "done" in run("status", "--manager", manager).stdout
+    (told,) = json.loads(run("lineage", "list", "--manager", manager, "--json").stdout)
+    assert (told["lineage"], told["latest"]["version"], told["world_size"], told["replicas"]) == ("done", "0", 0, 0)
+    asked = run("lineage", "forget", "done", "--manager", manager)
+    assert asked.exit_code == 1
+    effect = "lineage done: a replica that comes to the pool without a name is not brought to version 0 any more"
+    assert effect in asked.stderr
+    assert "--yes says that this is wanted" in asked.stderr
+    assert "done" in listed()
+    assert run("lineage", "forget", "done", "--yes", "--manager", manager).stdout == "lineage done: forgotten\n"
+    assert "done" not in listed()
+    shown = json.loads(run("--json", "status", "--manager", manager).stdout)
+    assert shown["lineages"] == json.loads(run("--json", "lineage", "list", "--manager", manager).stdout) == []
+
+
+def test_an_operator_waits_until_a_replica_holds_what_it_is_to_serve(manager: str, reader: PlainReplica) -> None:
+    with Trainer(manager, lineage="run") as trainer:
+        weights = {"a": torch.ones(3)}
+        trainer.publish(weights, snapshot=True)
+        assert trainer.update_weights(timeout=60).ok
+        there = run("replica", "retry", "plain", "--wait", "--manager", manager)
+        assert there.stdout.splitlines()[-1] == "replica plain: it holds version 0 of run"
+        assert run("replica", "hold", "plain", "--manager", manager).exit_code == 0
+        weights["a"].fill_(2.0)
+        with pytest.raises(CkptEngineError):
+            trainer.update_weights(timeout=60)
+        assert trainer.update_weights(min_replicas=0, timeout=60).version == 1
+        released = run("replica", "release", "plain", "--wait", "--timeout", "60", "--manager", manager)
+        assert released.exit_code == 0, released.output
+        assert released.stdout.splitlines()[-1] == "replica plain: it holds version 1 of run"
+        assert torch.equal(reader.weights["a"], torch.full((3,), 2.0))
+        never = run("replica", "retry", "plain", "--timeout", "3", "--manager", manager)
+        assert (never.exit_code, "only with --wait" in never.stderr) == (2, True)

@@ -43,7 +43,7 @@ def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--nnodes", "2"], "replica --nodes"),
+        (["--nnodes", "2"], "agent --nodes"),
         (["--tokenizer-worker-num", "4"], "--tokenizer-worker-num 4"),
         (["--grpc-port=50051"], "gate does not see"),
         (["--use-ray"], "--use-ray"),
@@ -52,7 +52,8 @@ def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
         (["--disaggregation-mode", "prefill"], "caches of old weights"),
         (["--hicache-storage-backend", "file"], "outlive an update"),
         (["--speculative-algorithm", "EAGLE"], "draft model"),
-        (["sglang", "serve"], "python -m sglang.launch_server"),
+        (["/no/such/sglang", "serve"], "PYTHON -m sglang.launch_server"),
+        (["launch", "sglang"], "python -m sglang.launch_server"),
     ],
 )
 def test_what_cannot_be_kept_behind_the_gate_is_refused_by_name(arguments: list[str], named: str) -> None:

@@ -26,6 +26,7 @@ from ckpt_engine.engine.adapter import (
 )
 from ckpt_engine.engine.command import command_options, completed, value
 from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine.engine.programs import program_at
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.reference.versions import engine_version
 
@@ -121,27 +122,33 @@ def create_adapter(settings: AdapterSettings) -> EngineAdapter:
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`python -m ckpt_engine_adapters.reference.server` with the agent's interpreter.
+    """`arguments` is `python -m ckpt_engine_adapters.reference.server` with its options, or only the options (then of
+    this Python).
 
     Raises:
-        ValueError: the arguments name what the agent decides (port), the model twice or not at all, or a tensor
-            parallel size that is no number.
+        ValueError: the arguments start something else, name what the agent decides (port), the model twice or not at
+            all, or a tensor parallel size that is no number.
     """
-    options = command_options(arguments)
+    given = list(arguments)
+    if not given or given[0].startswith("-"):
+        given = [sys.executable, "-m", SERVER_MODULE, *given]
+    at = program_at(given)
+    if tuple(given[at + 1 : at + 3]) != ("-m", SERVER_MODULE):
+        raise ValueError(f"{' '.join(given[:3])} ... must be `python -m {SERVER_MODULE}` with its options, or options")
+    options = command_options(given[at + 3 :])
     for option in ("--port", *(["--model"] if model else [])):
         if option in options:
-            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica` sets it")
+            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine agent` sets it")
     for option in ("--nnodes", "--node-rank", "--master-addr", "--master-port"):
         if option in options:
-            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine replica --nodes` sets it")
+            raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine agent --nodes` sets it")
     if not model and not value(options, "--model"):
-        raise ValueError("no model: give `ckpt-engine replica --model DIR`")
+        raise ValueError("no model: give `ckpt-engine agent --model DIR`")
     workers = value(options, "--tensor-parallel", "1")
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
     added, url = completed(options, "--model", model, port)
-    argv = (sys.executable, "-m", SERVER_MODULE, *added, *arguments)
-    return LaunchPlan(argv=argv, url=url, workers=int(workers))
+    return LaunchPlan(argv=(*given[: at + 3], *added, *given[at + 3 :]), url=url, workers=int(workers))
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size
+from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size, value
+from ckpt_engine.engine.programs import program_at, python_of
 
 LOADER = "ckpt_engine_adapters.sglang.loader.load"
 """Our entry in SGLang's schedulers, for `--custom-weight-loader` and as `load_format` of each order."""
@@ -17,6 +19,8 @@ WORKERS_VARIABLE = "CKPT_ENGINE_SGLANG_WORKERS"
 """How many workers the whole server has, for our half inside the schedulers."""
 
 _SERVER = "sglang.launch_server"
+_TYPE = "--model-type"
+_TYPES = ("auto", "llm")
 
 _DRAFT = "an update would leave the draft model behind"
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -88,17 +92,39 @@ def server_arguments(given: Sequence[str]) -> list[str]:
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """`command` with our wrapper in the place of SGLang's own module; a command of options only gets all of it.
+    """`command` with our wrapper in the place of SGLang's own module; a command of options only gets all of it. In
+    place of `sglang serve MODEL` the Python of that script runs our wrapper, with the model as an option.
 
     Raises ValueError: what it starts cannot be seen from the command.
     """
     given = list(command)
     if not given or given[0].startswith("-"):
         return [sys.executable, "-m", WRAPPER, *given]
+    at = program_at(given)
+    if [Path(word).name for word in given[at : at + 2]] == ["sglang", "serve"]:
+        if not (python := python_of(given)):
+            raise ValueError(f"{given[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
+        return [*given[:at], python, "-m", WRAPPER, *_served(given[at + 2 :])]
     for index, argument in enumerate(given[:-1]):
         if argument == "-m" and given[index + 1] in (_SERVER, WRAPPER):
             return [*given[: index + 1], WRAPPER, *given[index + 2 :]]
     raise ValueError(
-        f"{' '.join(given[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` with its options, or "
-        "its options alone, so that the server can be started behind the gate"
+        f"{' '.join(given[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` or `sglang serve` with "
+        "its options, or its options alone, so that the server can be started behind the gate"
     )
+
+
+def _served(arguments: Sequence[str]) -> list[str]:
+    """The options of SGLang's server module for what stands behind `sglang serve`: there the model may come first, and
+    an option says which kind of model it is. Raises ValueError for a kind that is not a language model."""
+    options = options_of(arguments)
+    if _TYPE in options and value(options, _TYPE) not in _TYPES:
+        raise ValueError(f"{_TYPE} {value(options, _TYPE)} cannot be used with ckpt-engine: only language models can")
+    model = [] if not arguments or arguments[0].startswith("-") else ["--model-path", arguments[0]]
+    rest: list[str] = []
+    skip = False
+    for argument in arguments[1:] if model else arguments:
+        if not skip and not argument.startswith(f"{_TYPE}="):
+            rest += [argument] if argument != _TYPE else []
+        skip = argument == _TYPE
+    return [*model, *rest]

@@ -271,7 +271,8 @@ def create_adapter(settings: AdapterSettings) -> SglangAdapter:
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`arguments` is `python -m sglang.launch_server` with its options, or only the options (then of this Python).
+    """`arguments` is `python -m sglang.launch_server` or `sglang serve` with its options, or only the options (then of
+    this Python).
 
     What the user gives is kept; host, port, model, loader and gate are added if missing.
     """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 
 from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size
+from ckpt_engine.engine.programs import program_at
 
 WORKERS_VARIABLE = "CKPT_ENGINE_VLLM_WORKERS"
 """How many workers the whole server has. The worker of a dense model under data parallelism cannot know it: vLLM tells
@@ -31,6 +33,15 @@ _ALIASES = {
 def options_of(command: Sequence[str]) -> Options:
     """See command_options."""
     return command_options(command, _ALIASES)
+
+
+def model_of_serve(command: Sequence[str]) -> tuple[int, str] | None:
+    """Where `vllm serve` has its model, and which one it is, empty if there is none: None for another command."""
+    at = program_at(command)
+    if [Path(word).name for word in command[at : at + 2]] != ["vllm", "serve"]:
+        return None
+    model = next(iter(command[at + 2 :]), "")
+    return at + 2, "" if model.startswith("-") else model
 
 
 def check_options(options: Options, environment: Mapping[str, str]) -> None:

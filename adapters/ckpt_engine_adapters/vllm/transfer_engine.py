@@ -91,7 +91,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         directory = EngineDirectory.from_environment()
         if directory is None:
             raise RuntimeError(
-                f"the backend ckpt_engine needs {ENVIRONMENT}; start this server with `ckpt-engine replica --engine "
+                f"the backend ckpt_engine needs {ENVIRONMENT}; start this server with `ckpt-engine agent --engine "
                 "vllm`, or name the backend on the command line so that our plugin can make a directory"
             )
         parallel = vllm_config.parallel_config

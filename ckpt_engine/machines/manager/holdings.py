@@ -201,8 +201,9 @@ def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_
     lineage = request.lineage or next(iter(lineages), "")
     last = state.versions.last.get(lineage)
     number = request.version if request.HasField("version") else None
-    if number is None and last is not None:
-        number = last.identity.number
+    if number is None:
+        highest = max((each for of, each in readable if of == lineage), default=None)
+        number = highest if last is None else last.identity.number
     found = None if number is None else readable.get((lineage, number))
     if found is None:
         what = "any version" if number is None else f"version {number}"

@@ -159,8 +159,9 @@ class LedgerRecovery:
         for cluster, names in self.strangers.items():
             said.append(
                 f"{', '.join(names)}: refused, since it served cluster {cluster} and this manager's ledger is of "
-                f"cluster {self.state.members.cluster}. If that cluster's ledger is lost, restart the manager with "
-                f"`ckpt-engine serve --cluster {cluster}` and a fresh ledger: all of them then come back by themselves"
+                f"cluster {self.state.members.cluster}. If that cluster's ledger is lost, restart the manager "
+                f"with `ckpt-engine manager --cluster {cluster}` and a fresh ledger: all of them then come back by "
+                "themselves"
             )
         return said
 

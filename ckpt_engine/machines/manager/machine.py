@@ -43,7 +43,7 @@ from ckpt_engine.machines.events import (
     WakeCall,
 )
 from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
-from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting
+from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting, ForgottenWrite, LineagesLook
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
 from ckpt_engine.machines.manager.ledger_recovery import CommitsRead, CommitsRetry, LedgerRecovery
@@ -341,6 +341,9 @@ class ManagerMachine:
         if isinstance(request, manager_pb2.HoldReplicaRequest | manager_pb2.ReleaseReplicaRequest):
             self._holds.join(call, request)
             return
+        if isinstance(request, manager_pb2.ForgetLineageRequest):
+            self._forgetting.asked(call, request)
+            return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
         for member in evicted:
@@ -359,6 +362,7 @@ class ManagerMachine:
     def _begin(self) -> None:
         self._begun = True
         self._state.spend_ahead()
+        self._forgetting.look()
         if self._restarted:
             self._state.set_timer(SettleEnd(), self._deadlines.reconnect_most + self._deadlines.heartbeat)
         else:
@@ -402,6 +406,8 @@ class ManagerMachine:
             case ForgetTimer():
                 if (member := self._forgetting.due(key)) is not None:
                     self._goodbye(member, None, now)
+            case LineagesLook():
+                self._forgetting.look()
             case JoinRetry():
                 self._holdings.again(key)
             case SettleEnd():
@@ -430,6 +436,8 @@ class ManagerMachine:
                 self._publications.merged(key, done)
             case HoldWrite() as key:
                 self._holds.written(key, done, now)
+            case ForgottenWrite() as key:
+                self._forgetting.written(key, done)
             case Correction():
                 pass
             case CommitsRead():

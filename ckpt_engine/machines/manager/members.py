@@ -488,7 +488,7 @@ class Members:
             raise precondition(
                 f"it served cluster {cluster}, this manager is of cluster {self.cluster} (another ledger): "
                 "it goes on as it is and asks again. To have it back at once, give this manager that cluster "
-                f"(`ckpt-engine serve --cluster {cluster}` with a fresh ledger, if that of the cluster is lost), or "
+                f"(`ckpt-engine manager --cluster {cluster}` with a fresh ledger, if that of the cluster is lost), or "
                 "restart it to have it join this one"
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, not_found, precondition
+from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition
 from ckpt_engine.machines.calls import HoldRequest, MemberRequest
 from ckpt_engine.machines.events import (
     Call,
@@ -22,6 +22,7 @@ from ckpt_engine.machines.events import (
     RecordHold,
     RecordRelease,
 )
+from ckpt_engine.machines.manager.lineages import known_lineage, lineages
 from ckpt_engine.machines.manager.members import Replica, Trainer
 from ckpt_engine.machines.manager.reconcile import CatchUp, LateReplicas
 from ckpt_engine.machines.manager.state import State
@@ -38,7 +39,7 @@ def operate(
     The answer is NOT_FOUND for an unknown name, FAILED_PRECONDITION for a try that cannot work.
     """
     try:
-        if isinstance(request, manager_pb2.EvictTrainerRequest):
+        if isinstance(request, manager_pb2.EvictLineageRequest):
             response, evicted, problem = _evict_run(state, request)
         else:
             response, evicted, problem = _operate(state.members.replica(request.name), catch_up, request)
@@ -60,7 +61,7 @@ def _operate(
 
 
 def _evict_run(
-    state: State, request: manager_pb2.EvictTrainerRequest
+    state: State, request: manager_pb2.EvictLineageRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
     """Also what the run has left for late replicas is let go."""
     _check_reason(request.reason)
@@ -68,13 +69,16 @@ def _evict_run(
     ranks = list(state.members.ranks(lineage).values())
     contents = [each for each in state.versions.contents.values() if each.identity.lineage == lineage]
     if not ranks and not any(each.published for each in contents):
-        known = sorted({lineage for lineage, _ in state.members.trainers})
-        raise not_found(f"there is no run {lineage!r} ({', '.join(known[:8]) or 'none is known'})")
+        known_lineage(lineages(state), lineage)
+        raise precondition(
+            f"no rank of lineage {lineage!r} is known, so there is none to evict; to forget the lineage, "
+            f"`ckpt-engine lineage forget {lineage}`"
+        )
     for content in contents:
         content.published = content.record = None
     connected = sum(trainer.peer is not None for trainer in ranks)
     problem = aborted(f"the run of lineage {lineage!r} was evicted{_why(request.reason)}").problem
-    return manager_pb2.EvictTrainerResponse(ranks=len(ranks), connected=connected), ranks, problem
+    return manager_pb2.EvictLineageResponse(ranks=len(ranks), connected=connected), ranks, problem
 
 
 def _check_reason(reason: str) -> None:

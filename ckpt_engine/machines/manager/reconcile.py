@@ -167,7 +167,7 @@ class CatchUp:
             if replica.serving:
                 return f"nothing is to be done: it serves {version}"
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
-            wake = f"; wake it: `ckpt-engine wake {replica.name}`" if replica.asleep else ""
+            wake = f"; wake it: `ckpt-engine replica wake {replica.name}`" if replica.asleep else ""
             raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
         if hindrance := self._hindrance(replica, content):
             raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
@@ -207,7 +207,7 @@ class CatchUp:
         if replica.peer is None:
             return "its agent is not connected"
         if replica.asleep:
-            return f"it is asleep; wake it: `ckpt-engine wake {replica.name}`"
+            return f"it is asleep; wake it: `ckpt-engine replica wake {replica.name}`"
         if not replica.workers:
             return "it is without workers: its agent has found no engine yet"
         never = self._never_loads(replica, content)

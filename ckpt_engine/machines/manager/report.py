@@ -178,7 +178,7 @@ def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
         return []
     return [
         f"{some(names)} can never load what is published, and does not count: start an engine with that model there, "
-        "put it into a pool of its own (`ckpt-engine replica --pool NAME`), or take it out (`replica evict`)"
+        "put it into a pool of its own (`ckpt-engine agent --pool NAME`), or take it out (`replica evict`)"
     ]
 
 

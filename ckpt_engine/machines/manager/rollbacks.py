@@ -19,6 +19,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
 from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.lineages import known_lineage, lineages
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.machines.manager.update_options import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.versions import Content
@@ -168,20 +169,18 @@ class Rollbacks:
             if identity.number == request.version and request.lineage in ("", identity.lineage)
         ]
         if not found:
-            known = sorted(self.state.versions.highest)
-            if request.lineage and request.lineage not in known:
-                there = f"there are {', '.join(map(repr, known))}" if known else "no version was sealed yet"
-                raise not_found(f"there is no lineage {request.lineage!r}: {there}")
+            if request.lineage:
+                known_lineage(lineages(self.state), request.lineage)
             raise not_found(f"nothing that is connected holds {named}: {_listed(held)}")
-        lineages = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
-        if not lineages:
+        meant = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
+        if not meant:
             raise precondition(
                 f"neither the ledger nor a worker knows the root of {named}, so nobody is believed to hold it: "
                 + _listed(found)
             )
-        if len(lineages) > 1:
-            raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(lineages)))}: name one of them")
-        return lineages.popitem()[1]
+        if len(meant) > 1:
+            raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(meant)))}: name one of them")
+        return meant.popitem()[1]
 
     def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.lineages import lineages
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.reconcile import Drift
@@ -61,6 +62,7 @@ def status_of(
             description=trainer.host.name,
             gpus=_named(trainer.host),
         )
+    answer.lineages.extend(lineage.message() for lineage in lineages(state).values())
     slow = slow_relays(state.members.holders.values())
     for source in sorted(state.members.holders):
         holder = state.members.holders[source]

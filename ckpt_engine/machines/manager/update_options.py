@@ -107,7 +107,7 @@ def replicas_for(state: State, options: manager_pb2.UpdateOptions, now: float) -
         pools = sorted({replica.pool for replica in members.replicas.values() if replica.receives} | {options.pool})
         where = f" {in_pool(options.pool)}" if len(pools) > 1 or options.pool else ""
         others = [in_pool(pool) for pool in pools if pool != options.pool]
-        start = f"start some with `ckpt-engine replica{f' --pool {options.pool}' if options.pool else ''}`"
+        start = f"start some with `ckpt-engine agent{f' --pool {options.pool}' if options.pool else ''}`"
         raise precondition(
             f"{len(found) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
             + (why or start + (f" (there are others {', '.join(others)})" if others else "")),

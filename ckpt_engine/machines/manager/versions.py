@@ -82,9 +82,10 @@ class Versions:
     ) -> Versions:
         """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
         intents that are kept, oldest first."""
-        versions = cls(commits.until, dict(commits.desired), {each.identity.lineage: each for each in commits.last})
+        versions = cls(commits.until, dict(commits.desired), _last(commits))
+        known = (*versions.last.values(), *commits.desired.values())
+        versions.contents = {commit.identity: Content(commit.identity) for commit in known}
         committed = [each.identity for each in (*commits.last, *commits.desired.values())]
-        versions.contents = {identity: Content(identity) for identity in committed}
         for identity in (*committed, *highest):
             versions.take_number(identity)
         for identity in (*identities, *highest, *committed):
@@ -111,8 +112,7 @@ class Versions:
         """The ledger was read: what it has and was not known is to be served."""
         self.revision += 1
         self.doubtful = frozenset()
-        last = {commit.identity.lineage: commit for commit in commits.last}
-        for found, known in ((commits.desired, self.desired), (last, self.last)):
+        for found, known in ((commits.desired, self.desired), (_last(commits), self.last)):
             for key, commit in found.items():
                 if key not in known or known[key].epoch < commit.epoch:
                     known[key] = commit
@@ -242,7 +242,18 @@ class Versions:
         commit = max(self.last.values(), key=lambda commit: commit.epoch, default=None)
         return None if commit is None else commit.identity
 
-    def lineages(self) -> set[str]:
+    def forget(self, lineage: str, registered: Collection[str]) -> None:
+        """Forgets what was committed of a lineage, but for its numbers and their roots. registered: the replicas that
+        there are; none of them is to serve it."""
+        self.revision += 1
+        self.last.pop(lineage, None)
+        for key in [key for key, commit in self.desired.items() if commit.identity.lineage == lineage]:
+            del self.desired[key]
+            if key not in registered:
+                self.pools.pop(key, None)
+        self._forget_superseded()
+
+    def served_lineages(self) -> set[str]:
         """The lineages that some replica is to serve, or one that comes for the first time would."""
         commits = (self.commit_of(key) for key in (*self.desired, EVERYBODY))
         return {commit.identity.lineage for commit in commits if commit is not None}
@@ -273,6 +284,25 @@ class Versions:
         if name.startswith(_POOL):
             return name
         return everybody(self.pools.get(name, ""))
+
+
+def _last(commits: Commits) -> dict[str, Commit]:
+    """The last commit of each lineage of which something is to be served still, by lineage: others have taken the place
+    of the rest."""
+    served = {commit.identity.lineage for commit in commits.desired.values()}
+    return {each.identity.lineage: each for each in commits.last if each.identity.lineage in served}
+
+
+def selected(key: str) -> str:
+    """What a key of `Versions.desired` stands for, for people."""
+    if key == EVERYBODY:
+        return "a replica that comes to the pool without a name"
+    pool = key.startswith(_POOL)
+    return (
+        f"a replica that comes to pool {key.removeprefix(_POOL)!r}"
+        if pool
+        else f"replica {key!r}, should it come back,"
+    )
 
 
 def everybody(pool: str) -> str:

@@ -1,4 +1,4 @@
-// What is there now: the line of what goes on, the facts, replicas, relays, trainers.
+// What is there now: the line of what goes on, the facts, replicas, relays, lineages.
 
 import { byId, list, listOr, make, say, show } from "./dom.js";
 import { copyable, operations } from "./operate.js";
@@ -27,12 +27,12 @@ export function showNow(overview) {
     element: make("p", { class: "warning" }, each),
     update: () => {},
   }));
-  const nothing = !overview.replicas.length && !overview.runs.length && !overview.holders.length;
+  const nothing = !overview.replicas.length && !overview.lineages.length && !overview.holders.length;
   show(byId("first"), nothing);
   if (nothing && !byId("steps").childElementCount) byId("steps").append(...firstSteps(overview.manager));
   showReplicas(overview);
   showRelays(overview);
-  showRuns(overview);
+  showLineages(overview);
 }
 
 function firstSteps(manager) {
@@ -40,7 +40,7 @@ function firstSteps(manager) {
   const steps = [
     ["See that this host has what it needs.", "ckpt-engine doctor"],
     ["Start a replica: an inference server with its agent.",
-      `ckpt-engine replica --manager ${address} --engine vllm --model DIR -- python -m vllm.entrypoints.openai.api_server`],
+      `ckpt-engine agent --manager ${address} -- vllm serve DIR`],
     ["Bring it weights: from a trainer (ckpt_engine.Trainer in its code), or from a checkpoint.",
       `ckpt-engine update --manager ${address} --checkpoint SAFETENSORS_DIR`],
   ];
@@ -54,7 +54,7 @@ function showReplicas(overview) {
   const troubled = shown.filter((each) => TROUBLED.has(stateOf(each))).length;
   say(byId("replicas-title"), `Replicas${shown.length ? ` (${shown.length}${troubled ? `, ${troubled} not there` : ""})` : ""}`);
   listOr(byId("replica-rows"), replicas, shown, (each) => each.watched.name, replicaRow,
-    () => ["None. Start one with ", make("code", {}, "ckpt-engine replica"), "."], overview);
+    () => ["None. Start one with ", make("code", {}, "ckpt-engine agent"), "."], overview);
 }
 
 function replicaRow() {
@@ -153,23 +153,26 @@ function relayRow() {
   return { element, update };
 }
 
-const runs = table(["lineage", "ranks", "last sealed"], "runs");
+const lineages = table(["lineage", "ranks", "replicas", "last version"], "lineages");
 
-function showRuns(overview) {
-  const shown = overview.runs;
-  listOr(byId("run-rows"), runs, shown, (each) => each.lineage, runRow, () => "No trainer has a session.");
+function showLineages(overview) {
+  const shown = overview.lineages;
+  listOr(byId("lineage-rows"), lineages, shown, (each) => each.lineage, lineageRow, () => "None: no trainer has a session.");
 }
 
-function runRow() {
-  const cells = [cell("lineage", "first"), cell("ranks"), cell("last sealed")];
+function lineageRow() {
+  const cells = [cell("lineage", "first"), cell("ranks"), cell("replicas"), cell("last version")];
   const element = make("div", { class: "entry", role: "presentation" }, make("div", { class: "row", role: "row" }, ...cells));
-  function update(run) {
-    const whole = run.world_size > 0 && run.connected === run.world_size && run.published === run.world_size;
-    cells[0].replaceChildren(make("strong", { class: "name" }, named(run.lineage)));
-    cells[1].replaceChildren(make("span", { class: "number" }, run.world_size === 0 ? "none has a session" : whole ? `${counted(run.world_size, "rank")}, published`
-      : `${run.connected} of ${run.world_size} connected, ${run.published} published`));
-    cells[2].replaceChildren(make("span", { class: "number" }, run.latest ? `version ${run.latest.version}` : "–"),
-      make("small", { class: "soft" }, run.latest ? `root ${digits(run.latest.root)}` : ""));
+  function update(lineage) {
+    const { world_size: size, connected, published, latest } = lineage;
+    const whole = size > 0 && connected === size && published === size;
+    cells[0].replaceChildren(make("strong", { class: "name" }, named(lineage.lineage)));
+    cells[1].replaceChildren(make("span", { class: "number" }, size === 0 ? "none" : whole ? `${counted(size, "rank")}, published`
+      : `${connected} of ${size} connected, ${published} published`));
+    cells[2].replaceChildren(make("span", { class: "number" }, String(lineage.replicas || "none")),
+      make("small", { class: "soft" }, lineage.sources ? `read from ${counted(lineage.sources, "source")}` : ""));
+    cells[3].replaceChildren(make("span", { class: "number" }, latest ? `version ${latest.version}` : "–"),
+      make("small", { class: "soft" }, latest ? `root ${digits(latest.root)}` : ""));
   }
   return { element, update };
 }

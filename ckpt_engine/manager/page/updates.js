@@ -22,7 +22,7 @@ export function showUpdates(history, overview) {
 }
 
 function noUpdates(overview) {
-  if (!overview.runs.length) {
+  if (!overview.lineages.length) {
     return ["None yet. A trainer brings weights: ", make("code", {}, "ckpt_engine.Trainer"), " in its code, or ",
       make("code", {}, "ckpt-engine update --checkpoint DIR"), "."];
   }

@@ -1,9 +1,10 @@
-"""``ckpt-engine serve``: one manager in the foreground, until SIGTERM or SIGINT."""
+"""``ckpt-engine manager``: one manager in the foreground, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from ckpt_engine.commands.choices import Form, Level
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
+from ckpt_engine.commands.renamed import VARIABLES, variables_now
 from ckpt_engine.core.problems import CkptEngineError
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def _option(variable: str, words: str, *names: str) -> Any:
-    return typer.Option(*names, envvar=f"CKPT_ENGINE_SERVE_{variable}", help=words)
+    return typer.Option(*names, envvar=f"{VARIABLES[1]}{variable}", help=words)
 
 
-def serve(
+def manager(
     listen: Annotated[
         str, _option("LISTEN", "Where trainers and replicas connect (gRPC), host:port. Port 0 takes a free one.")
     ] = MANAGER,
@@ -77,6 +79,9 @@ def serve(
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
+    if renamed := variables_now(os.environ):  # one of them may say who may call
+        said = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
+        raise typer.BadParameter(f"{said}: set these, and not those", param_hint="the environment")
     config = ManagerConfig(
         listen=listen,
         http=http,

@@ -1,0 +1,69 @@
+"""What a command that starts an engine runs: which kind of engine, and with which Python. It starts nothing, and does
+not read an engine's own options: adapters do (command.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+_PYTHON = re.compile(r"python[0-9.]*")
+_OURS = "ckpt_engine_adapters"
+_FIRST_BYTES = 4096
+"""Of a script: enough for the line that names its Python, on whichever of its first lines that is."""
+
+
+def program_at(command: Sequence[str]) -> int:
+    """Where the program stands in a command: behind `env` and what that sets. Beyond the last word if there is none."""
+    at = 0
+    if command and Path(command[0]).name == "env":
+        at = 1
+        while at < len(command) and "=" in command[at]:
+            at += 1
+    return at
+
+
+def kind_of(command: Sequence[str], kinds: Collection[str]) -> str:
+    """Which kind of engine a command starts, by its program or its Python's module: `vllm serve ...`,
+    `python -m sglang.launch_server ...`. Empty: it is not one of `kinds`, or the command is options alone."""
+    at = program_at(command)
+    if at == len(command):
+        return ""
+    name = Path(command[at]).name
+    if _PYTHON.fullmatch(name):
+        module = command[command.index("-m", at) + 1 :][:1] if "-m" in command[at:] else []
+        parts = module[0].split(".") if module else []
+        name = next(iter(parts[1:] if parts[:1] == [_OURS] else parts), "")
+    return name if name in kinds else ""
+
+
+def python_of(command: Sequence[str]) -> str:
+    """The Python that a command runs with: its program, or what its program's script names. Empty: neither tells."""
+    program = next(iter(command[program_at(command) :]), "")
+    if not program or program.startswith("-") or _PYTHON.fullmatch(Path(program).name):
+        return "" if program.startswith("-") else program
+    found = shutil.which(program)
+    if found is None:
+        return ""
+    try:
+        with open(found, "rb") as file:
+            text = file.read(_FIRST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return _python_of_script(text)
+
+
+def _python_of_script(text: str) -> str:
+    """What `#!` names, itself or through env; or what a script of the shell calls instead, as installers write one when
+    that path is too long for `#!`."""
+    first, _, rest = text.partition("\n")
+    if not first.startswith("#!"):
+        return ""
+    words = first[2:].split()
+    words = words[program_at(words) :]
+    if words and _PYTHON.fullmatch(Path(words[0]).name):
+        return words[0]
+    called = re.match(r"""'''exec' "?([^"\n]*?python[0-9.]*)"?[ \n]""", rest)
+    return called[1] if called else ""
