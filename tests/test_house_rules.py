@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,17 @@ SHELLS = {
     *(f"subprocess.{name}" for name in ("getoutput", "getstatusoutput")),
     "asyncio.create_subprocess_shell",
 }
+
+
+ENGINES = re.compile(r"vllm|sglang|\breference[ -]engine|^reference$", re.IGNORECASE)
+"""Names of engines, as they stand in code: in names, and in texts that are no docstrings."""
+
+NAMES_ENGINES = {
+    "ckpt_engine/commands/agent.py": "an example of a command, as people type it",
+    "ckpt_engine/engine/kinds.py": "the engine that `plan` plans for where nobody says",
+    "ckpt_engine/demo/servers.py": "the engine of the demo where nobody says: it is installed with the demo",
+}
+"""Files of the core that name an engine, and why. Whatever else is to be known of one, its adapter says."""
 
 
 @cache
@@ -102,3 +114,36 @@ def test_test_files_have_names_of_their_own() -> None:
     """Folders of tests are no packages, so pytest cannot collect two files of one name together."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def docstrings(path: Path) -> set[ast.AST]:
+    """The texts that stand alone as statements: of modules, classes and functions, and below what they explain."""
+    return {node.value for node in nodes(path) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def words(path: Path) -> Iterator[tuple[int, str]]:
+    """Every name and every text in a file's code, with its line."""
+    documentation = docstrings(path)
+    for node in nodes(path):
+        match node:
+            case ast.Constant(value=str(text)) if node not in documentation:
+                yield node.lineno, text
+            case ast.Name(id=text) | ast.Attribute(attr=text):
+                yield node.lineno, text
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.ClassDef(name=text):
+                yield node.lineno, text
+            case ast.alias(name=text) | ast.arg(arg=text):
+                yield node.lineno, text
+
+
+def test_the_core_names_no_engine() -> None:
+    """An adapter is one folder: what is to be known of an engine is asked of it, by its entry point."""
+    core = [path for path in SOURCES if path.relative_to(ROOT).parts[0] == "ckpt_engine"]
+    named = {
+        str(path.relative_to(ROOT)): f"{path}:{line}: {text!r}"
+        for path in core
+        for line, text in words(path)
+        if ENGINES.search(text)
+    }
+    assert [said for path, said in named.items() if path not in NAMES_ENGINES] == []
+    assert NAMES_ENGINES.keys() <= named.keys(), "these name none any more"

@@ -246,9 +246,10 @@ def transports() -> Iterable[Check]:
 
 def adapters() -> Iterable[Check]:
     """Every engine that we can drive: is it here, and in a version that we know?"""
-    from ckpt_engine.engine.adapter import ADAPTERS, UnknownAdapterError, load_adapter
+    from ckpt_engine.engine.adapter import load_adapter
+    from ckpt_engine.engine.kinds import UnknownAdapterError, engine_names
 
-    for kind in sorted(ADAPTERS):
+    for kind in engine_names():
         try:
             found = load_adapter(kind).availability()
         except UnknownAdapterError as error:

@@ -35,6 +35,7 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.engine.kinds import EngineKind
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.worker_pb2 import (
@@ -50,6 +51,8 @@ from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine.words.state import EnginePage
 
 ROOT = Path(__file__).parents[2]
+
+ENGINE = EngineKind(name="small", title="the small engine", driver="tests.agent.small_engine")
 
 
 class SmallAdapter:
