@@ -222,6 +222,10 @@ class EngineAdapter(Protocol):
         ...
 
 
+OFFERED = ("CAPABILITIES", "create_adapter", "launch_plan", "refused_command", "availability")
+"""What the module of an adapter has: see AdapterModule."""
+
+
 class AdapterModule(Protocol):
     """What the module of an adapter offers at its top level. Importing it must not import the engine."""
 
@@ -252,9 +256,16 @@ class AdapterModule(Protocol):
 
 def load_adapter(kind: str) -> AdapterModule:
     """The module that drives engines of `kind`. Raises UnknownAdapterError as `engine_kind` does, and if the module
-    cannot be imported."""
-    module = engine_kind(kind).driver
+    cannot be imported or lacks what an adapter offers."""
+    known = engine_kind(kind)
     try:
-        return cast(AdapterModule, importlib.import_module(module))
-    except ImportError as error:
-        raise UnknownAdapterError(f"the adapter for engine kind {kind!r} cannot be imported: {error}") from error
+        module = importlib.import_module(known.driver)
+    except Exception as error:
+        raise UnknownAdapterError(
+            f"the adapter for engine kind {known.name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if lacking := [each for each in OFFERED if not hasattr(module, each)]:
+        raise UnknownAdapterError(
+            f"the adapter for engine kind {known.name!r} ({known.driver}) lacks {', '.join(lacking)}"
+        )
+    return cast(AdapterModule, module)

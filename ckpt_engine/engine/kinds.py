@@ -96,7 +96,7 @@ def engine_kind(name: str) -> EngineKind:
     Raises UnknownAdapterError for a name that no adapter has, with those that there are, and for an entry point that
     cannot be loaded or is something else.
     """
-    points = points_of(ENTRY_POINTS)
+    points, name = points_of(ENTRY_POINTS), str(name)  # an option's value has another way to be printed
     point = points.get(name)
     if point is None:
         known = ", ".join(points) or f"none; {REINSTALL}"

@@ -72,8 +72,8 @@ class Engines:
                 if known is not dialect:
                     others = ", ".join(sorted(speakers[dialect.route]))
                     raise precondition(
-                        f"{dialect.route} is {_place(dialect)} of engine {name}, and {_place(known)} of {others}: a "
-                        f"gateway can have one of them, so let engine {name} speak that of {others}, or remove it here"
+                        f"{dialect.route} is {_place(known)} of engine {others}, and {_place(dialect)} of {name}: a "
+                        "gateway reads a route in one form; let both name one dialect, or uninstall the package of one"
                     )
                 speakers.setdefault(dialect.route, set()).add(name)
         self.speakers = {route: frozenset(names) for route, names in speakers.items()}

@@ -13,9 +13,9 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.prediction import Rates
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.sizes import bytes_of, rate_of
+from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.engine.kinds import DEFAULT, engine_kind
-from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
 from ckpt_engine.options import PREFETCH, UNTIL
 from ckpt_engine.planning import foresight
 from ckpt_engine.planning.model import Model, read_model
@@ -157,7 +157,7 @@ def _check(asked: Asked) -> None:
         raise invalid("--cpu: workers without GPUs read no GPU memory; add --trainer-memory host, or leave --cpu out")
     if asked.same_gpus and (asked.hosts is not None or asked.cpu or asked.trainer == FILES):
         raise invalid("--same-gpus puts workers on the trainer's GPUs: leave out --hosts and --cpu, and name a trainer")
-    if asked.trainer_memory == COLLECTIVE:
+    if is_collective(asked.trainer_memory):
         raise invalid("collectives are not planned for; see docs/collective.md")
     if asked.gpus_per_host > MOST_GPUS:
         raise invalid(f"--gpus-per-host {asked.gpus_per_host}: a host has {MOST_GPUS} at most")

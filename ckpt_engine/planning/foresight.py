@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_engine.core.prediction import FILL, MEASURED, SEAL, Expected, Memory, Rates, Work, pause, predict
+from ckpt_engine.core.prediction import FILL, SEAL, Expected, Memory, Rates, Work, measured, pause, predict
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.engine.kinds import engine_kind
 from ckpt_engine.planning.update import Answer
 
@@ -38,9 +39,10 @@ def rates_of(told: object | None, engine: str, network: float | None, replicas: 
     seconds, own = {"plan": CONTROL + CONTROL_REPLICA * replicas}, engine_kind(engine).seconds
     if own is not None:
         seconds |= {"quiesce": own.quiesce, "resume": own.resume}
-    rates = replace(MEASURED, seconds=seconds)
+    rates = replace(measured(), seconds=seconds)
     if network is not None:
-        rates = replace(rates, links={**rates.links, "tcp": {"host": network}, "ucx": {"host": network}})
+        cards = {name: {"host": network} for name, kind in transport_kinds().items() if kind.over_network}
+        rates = replace(rates, links={**rates.links, **cards})
     return rates if told is None else Rates.of(told, rates)
 
 

@@ -23,7 +23,11 @@ from tests.tiny_model import make_tiny_qwen3
 
 TOYS = Path(__file__).parents[1] / "toys"
 POINTS = {
-    "ckpt_engine.engines": {"toy": "toy_engine.kind:ENGINE", "lost": "no_such_module:ENGINE"},
+    "ckpt_engine.engines": {
+        "toy": "toy_engine.kind:ENGINE",
+        "lost": "no_such_module:ENGINE",
+        "misnamed": "toy_engine.kind:ENGINE",
+    },
     "ckpt_engine.transports": {"borrowed": "borrowed:BORROWED"},
 }
 TRAINER = """
@@ -59,7 +63,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_commands_list_them() -> None:
     shown = command("agent", "-h").stdout
-    assert "lost|reference|sglang|toy|vllm" in shown.replace("\n", "").replace(" ", "")
+    assert "lost|misnamed|reference|sglang|toy|vllm" in shown.replace("\n", "").replace(" ", "")
     assert "borrowed" in shown
     assert "It is a toy." in command("engines", "toy").stdout
     every = command("engines").stdout
@@ -76,6 +80,7 @@ def test_the_doctor_looks_at_them() -> None:
     assert rows["transports", "borrowed"]["detail"] == "paths can be opened"
     assert rows["engines", "lost"]["result"] == "no"
     assert "no_such_module" in rows["engines", "lost"]["detail"]
+    assert "is that of 'toy'" in rows["engines", "misnamed"]["detail"]
 
 
 def test_an_adapter_that_cannot_be_loaded_is_refused_in_words() -> None:

@@ -55,13 +55,16 @@ ROOT = Path(__file__).parents[2]
 ENGINE = EngineKind(name="small", title="the small engine", driver="tests.agent.small_engine")
 
 
+CAPABILITIES = Capabilities(
+    frozenset({manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT}), manager_pb2.PAUSE_MODE_KEEP
+)
+
+
 class SmallAdapter:
     """Drives it. Every call is a POST to the route of that name."""
 
     kind = "small"
-    capabilities = Capabilities(
-        frozenset({manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT}), manager_pb2.PAUSE_MODE_KEEP
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = EngineClient(settings.url.rstrip("/"))
