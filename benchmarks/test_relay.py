@@ -31,7 +31,7 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, TensorSpec, WorkerNeeds
 from tests.sealing import record_of
 

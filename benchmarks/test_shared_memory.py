@@ -30,7 +30,7 @@ from ckpt_engine.source.held import Held
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.ways import Wish
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 
 LAYERS = 50

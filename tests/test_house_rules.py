@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 
 from tests.conftest import LONGEST
 
@@ -32,6 +35,46 @@ SHELLS = {
     *(f"subprocess.{name}" for name in ("getoutput", "getstatusoutput")),
     "asyncio.create_subprocess_shell",
 }
+
+
+ENGINES = re.compile(r"vllm|sglang|\breference[ -]engine|^reference$", re.IGNORECASE)
+"""Names of engines, as they stand in code: in names, and in texts that are no docstrings."""
+
+NAMES_ENGINES = {
+    "ckpt_engine/commands/agent.py": "an example of a command, as people type it",
+    "ckpt_engine/engine/kinds.py": "the engine that `plan` plans for where nobody says",
+    "ckpt_engine/demo/servers.py": "the engine of the demo where nobody says: it is installed with the demo",
+}
+"""Files of the core that name an engine, and why. Whatever else is to be known of one, its adapter says."""
+
+
+TRANSPORTS = re.compile(r"(?<![\w.-])(cuda_ipc|nccl|relay_memory|shared_memory|tcp|ucx)(?!\w|://)|^file$")
+"""Names of transports, as they stand in texts that are no docstrings."""
+
+NAMES_TRANSPORTS = {
+    "ckpt_engine/agent/ports.py": "the kernel's table of sockets",
+    "ckpt_engine/core/reach.py": "what its rules say is to be done instead",
+    "ckpt_engine/doctor/ucx_checks.py": "transports of UCX itself",
+    "ckpt_engine/trainer/lineage.py": "a backend of torch.distributed",
+    "ckpt_engine/transport/cuda_ipc/memory.py": "what is to be done instead",
+    "ckpt_engine/transport/cuda_ipc/reader.py": "what is to be done instead",
+}
+"""Files that name a transport outside of its folder, and why. Whatever else is to be known of one, its kind says."""
+
+LOADS_TRANSPORTS = {
+    "ckpt_engine/commands/relay.py": "--ucx-devices is an option for one transport",
+    "ckpt_engine/doctor/ucx_checks.py": "rows about one transport, which its kind names",
+    "ckpt_engine/install/part.py": "a worker's part in a collective",
+    "ckpt_engine/relay/door.py": "the owner's side of a relay's memory",
+    "ckpt_engine/source/device.py": "memory of GPUs: which allocations tensors lie in",
+    "ckpt_engine/source/directory.py": "the files of a checkpoint, as a source reads them itself",
+    "ckpt_engine/source/host_memory.py": "memory of the host, which sources own",
+    "ckpt_engine/source/rehome.py": "the same",
+    "ckpt_engine/source/ways.py": "the same",
+    "ckpt_engine/trainer/part.py": "a rank's part in a collective",
+    "ckpt_engine/trainer/sealer.py": "the same",
+}
+"""Files that import from the folder of one transport, and why."""
 
 
 @cache
@@ -102,3 +145,75 @@ def test_test_files_have_names_of_their_own() -> None:
     """Folders of tests are no packages, so pytest cannot collect two files of one name together."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def docstrings(path: Path) -> set[ast.AST]:
+    """The texts that stand alone as statements: of modules, classes and functions, and below what they explain."""
+    return {node.value for node in nodes(path) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def words(path: Path) -> Iterator[tuple[int, str]]:
+    """Every name and every text in a file's code, with its line."""
+    documentation = docstrings(path)
+    for node in nodes(path):
+        match node:
+            case ast.Constant(value=str(text)) if node not in documentation:
+                yield node.lineno, text
+            case ast.Name(id=text) | ast.Attribute(attr=text):
+                yield node.lineno, text
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.ClassDef(name=text):
+                yield node.lineno, text
+            case ast.alias(name=text) | ast.arg(arg=text):
+                yield node.lineno, text
+
+
+def test_the_core_names_no_engine() -> None:
+    """An adapter is one folder: what is to be known of an engine is asked of it, by its entry point."""
+    core = [path for path in SOURCES if path.relative_to(ROOT).parts[0] == "ckpt_engine"]
+    named = {
+        str(path.relative_to(ROOT)): f"{path}:{line}: {text!r}"
+        for path in core
+        for line, text in words(path)
+        if ENGINES.search(text)
+    }
+    assert [said for path, said in named.items() if path not in NAMES_ENGINES] == []
+    assert NAMES_ENGINES.keys() <= named.keys(), "these name none any more"
+
+
+def test_transports_are_named_in_their_folders() -> None:
+    """What is to be known of a transport is asked of its kind, which its entry point names."""
+    core = {str(path.relative_to(ROOT)): path for path in SOURCES if path.relative_to(ROOT).parts[0] == "ckpt_engine"}
+    folders = sorted(
+        path.name for path in (ROOT / "ckpt_engine" / "transport").iterdir() if (path / "kind.py").exists()
+    )
+    own = {"collective": "nccl"}
+    named: dict[str, str] = {}
+    loading: set[str] = set()
+    for name, path in core.items():
+        folder = path.parent.name if path.parent.parent.name == "transport" else ""
+        documentation = docstrings(path)
+        for node in nodes(path):
+            match node:
+                case ast.Constant(value=str(text)) if node not in documentation:
+                    others = {found[0] for found in TRANSPORTS.finditer(text)} - {own.get(folder, folder)}
+                    if others:
+                        named[name] = f"{path}:{node.lineno}: {text!r}"
+                case ast.ImportFrom(module=str(module)) if path.relative_to(ROOT).parts[1] != "transport":
+                    if module.removeprefix("ckpt_engine.transport.").split(".")[0] in folders:
+                        loading.add(name)
+    assert [said for name, said in named.items() if name not in NAMES_TRANSPORTS] == []
+    assert named.keys() >= NAMES_TRANSPORTS.keys(), "these name none any more"
+    assert loading == LOADS_TRANSPORTS.keys()
+
+
+def test_every_folder_of_an_adapter_or_a_transport_has_its_entry_point() -> None:
+    """Here all of it is imported from the checkout, so a folder that is not named would be missed by nothing else."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, top, place in (
+        ("ckpt_engine.engines", ROOT / "adapters", "ckpt_engine_adapters/*/kind.py"),
+        ("ckpt_engine.transports", ROOT, "ckpt_engine/transport/*/kind.py"),
+    ):
+        there = {".".join(path.relative_to(top).with_suffix("").parts) for path in top.glob(place)}
+        assert {what.partition(":")[0] for what in points[group].values()} == there
+        for name, what in points[group].items():
+            assert resolve_name(what).name == name

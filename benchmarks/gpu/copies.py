@@ -20,7 +20,7 @@ from benchmarks.gpu.qwen3_8b import COLUMNS, SHAPES
 from ckpt_engine.copy import device_work
 from ckpt_engine.copy.device_copy import DeviceCopy
 from ckpt_engine.transport.mapped import MappedRegions
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 
 ROUNDS = 10
 HERE = torch.device("cuda", 0)

@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.gpu.measure import CopyCeiling, Series, rounded, versions
 from benchmarks.gpu.qwen3_8b import Tree, renew, write_config
 from ckpt_engine import Trainer, UpdateReport
-from ckpt_engine.core.prediction import MEASURED, Rates
+from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.timeline.predicted import Whereabouts, compared
 from tests.cluster import Cluster, Replica, running_cluster
@@ -162,13 +162,13 @@ def measure(path: Path, output: Path, engine: str, cpu: bool, replica_gpu: int, 
             )
             (output / "trace.txt").write_text(written.stdout + written.stderr)
             assert written.returncode == 0, written.stdout + written.stderr
-    here = Rates.of(rates, MEASURED)
+    here = Rates.of(rates, measured())
     found = {
         "bytes": reports[-1].nbytes,
         "transports": sorted({f"{use.transport}: {use.reason}" for use in reports[-1].replicas[0].transports}),
         "rates_GB_s": rates,
         "by_rates_of_this_machine": table_of(reports[1:], here, places),
-        "by_built_in_rates": table_of(reports[1:], MEASURED, places),
+        "by_built_in_rates": table_of(reports[1:], measured(), places),
         "first_update": table_of(reports[:1], here, places),
         "versions": {"torch": torch.__version__} if cpu else versions("vllm"),
     }

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Engine, Form, Level, Mode
+from ckpt_engine.commands.choices import Form, Level, Mode
+from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import worker_kinds
+from ckpt_engine.engine.kinds import engine_names
 from ckpt_engine.engine.programs import kind_of
 from ckpt_engine.extras import require
 from ckpt_engine.words.state import HoldLimits
@@ -64,10 +66,10 @@ def _known(transports: list[str] | None) -> list[str] | None:
 def _engine(given: Engine | None, command: Sequence[str]) -> Engine:
     """The kind that was given, or that the command behind -- starts. Raises typer.BadParameter if there is none, or
     these are two."""
-    found = kind_of(command, list(Engine))
+    found = kind_of(command, engine_names())
     if given is None and not found:
         raise typer.BadParameter(
-            f"name one of {', '.join(Engine)}, or start the engine behind --, as with -- vllm serve MODEL",
+            f"name one of {', '.join(engine_names())}, or start the engine behind --, as with -- vllm serve MODEL",
             param_hint="--engine",
         )
     if given is not None and found not in ("", given):
@@ -175,13 +177,17 @@ def agent(
     from ckpt_engine.agent.nodes import NodeSettings
     from ckpt_engine.agent.own_relay import OwnRelay
     from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
-    from ckpt_engine.engine.adapter import UnknownAdapterError
+    from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind
     from ckpt_engine.transport.on_host import worker_transports
     from ckpt_engine.v1 import manager_pb2
 
     engine = _engine(engine, arguments or ())
-    if engine is Engine.REFERENCE and not url:  # it runs with this Python; others may have one of their own
-        require("demo", "torch", "transformers", what="the reference engine")
+    try:
+        known = engine_kind(engine)
+    except UnknownAdapterError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
+    if known.requires is not None and not url:
+        require(known.requires.extra, *known.requires.modules, what=known.title)
     if url and not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{url!r} is not the URL of an HTTP server: try 'http://{url}'", param_hint="--url")
     if url and (arguments or model or port):

@@ -6,14 +6,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Engine(StrEnum):
-    """Kinds of engines that there is an adapter for."""
-
-    REFERENCE = "reference"
-    SGLANG = "sglang"
-    VLLM = "vllm"
-
-
 class Mode(StrEnum):
     """How a replica shares its GPUs with a trainer: see docs/modes.md."""
 

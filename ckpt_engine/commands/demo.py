@@ -5,28 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Outcome, play
+from ckpt_engine.demo.servers import DEFAULT
 from ckpt_engine.demo.show import ConsoleShow
 from ckpt_engine.demo.stage import Settings
+from ckpt_engine.engine.kinds import UnknownAdapterError
 from ckpt_engine.extras import require
 
 MOST_HOSTS = 9
 """Each costs an engine."""
-
-
-class Engine(StrEnum):
-    """Engines that the demo can start."""
-
-    REFERENCE = "reference"
-    SGLANG = "sglang"
-    VLLM = "vllm"
 
 
 def demo(
@@ -34,8 +28,8 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
     ] = False,
     engine: Annotated[
-        Engine, typer.Option(help="What serves the model; sglang and vllm must be installed.")
-    ] = Engine.REFERENCE,
+        Engine, typer.Option(help="What serves the model. All but the default must be installed.")
+    ] = DEFAULT,
     updates: Annotated[
         int, typer.Option(min=1, max=task.STEPS + 1, help="How often the replicas get new weights.")
     ] = 6,
@@ -67,7 +61,7 @@ def demo(
     if page and hosts > 1:
         raise typer.BadParameter("no browser of this machine reaches the network of --hosts: leave one of them out")
     settings = Settings(
-        engine=engine.value,
+        engine=engine,
         updates=updates,
         tensor_parallel=2 if tensor_parallel else 1,
         replicas=hosts - 1 if hosts > 1 else 2,
@@ -76,6 +70,8 @@ def demo(
     )
     try:
         outcome = asyncio.run(_show(settings, _console(json_output)))
+    except UnknownAdapterError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
     except (KeyboardInterrupt, asyncio.CancelledError):
         typer.echo("ckpt-engine demo: interrupted; everything was stopped", err=True)
         raise typer.Exit(130) from None

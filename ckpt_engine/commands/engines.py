@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.choices import Engine
-from ckpt_engine.engine.adapter import Capabilities, load_adapter
+from ckpt_engine.commands.engine_choice import Engine
+from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.engine.declarations import declared, facts, markdown
+from ckpt_engine.engine.kinds import UnknownAdapterError, engine_names
 
 COLUMNS = 80
 
@@ -25,13 +26,18 @@ def engines(
     if as_markdown:
         typer.echo(markdown(declared()), nl=False)
         return
-    shown = {kind: of for kind, of in declared().items() if engine is None or kind == engine.value}
-    typer.echo("\n\n".join("\n".join(_lines(kind, of)) for kind, of in shown.items()))
+    shown = engine_names() if engine is None else (engine,)
+    typer.echo("\n\n".join("\n".join(_lines(kind)) for kind in shown))
 
 
-def _lines(kind: str, of: Capabilities) -> Iterator[str]:
-    found = load_adapter(kind).availability()
+def _lines(kind: str) -> Iterator[str]:
     yield kind
+    try:
+        adapter = load_adapter(kind)
+    except UnknownAdapterError as error:
+        yield from _wrapped("here: ", str(error))
+        return
+    found, of = adapter.availability(), adapter.CAPABILITIES
     yield from _wrapped("here: ", f"{found.version}; {found.reason}".strip("; ") or "ready")
     for what, said in facts(of):
         yield from _wrapped(f"{what}: ", said)

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.choices import Dtype, Engine, GpuLink, Prefetch, TrainerMemory, Until
+from ckpt_engine.commands.choices import Dtype, GpuLink, Prefetch, TrainerMemory, Until
+from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.progress import refused
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.engine.kinds import DEFAULT, UnknownAdapterError
 
 
 def plan(
@@ -25,7 +27,7 @@ def plan(
         ),
     ] = "fsdp=1",
     replicas: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
-    engine: Annotated[Engine, typer.Option(help="Of the replicas.")] = Engine.VLLM,
+    engine: Annotated[Engine, typer.Option(help="Of the replicas.")] = DEFAULT,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of a replica.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism of a replica.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism: so many groups of its tp workers.")] = 1,
@@ -80,7 +82,7 @@ def plan(
         model=model,
         trainer=trainer,
         replicas=replicas,
-        engine=engine.value,
+        engine=engine,
         tp=tp,
         pp=pp,
         ep=ep,
@@ -108,6 +110,8 @@ def plan(
         setting = setting_of(asked, question)
     except CkptEngineError as error:
         raise refused("plan", error, json_output) from error
+    except UnknownAdapterError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
     typer.echo(json.dumps(as_json(answer, foreseen, setting)) if json_output else told(answer, foreseen, setting))
     if answer.impossible:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, failed
 from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, seconds_to_wait
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.core.prediction import MEASURED, Rates
+from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import human_bytes
 from ckpt_engine.timeline.asking import report_of
@@ -76,9 +76,9 @@ def trace(
 def _rates(path: Path | None) -> Rates:
     """Raises typer.BadParameter."""
     if path is None:
-        return MEASURED
+        return measured()
     try:
-        return Rates.of(load_json(path.read_text()), MEASURED)
+        return Rates.of(load_json(path.read_text()), measured())
     except (OSError, UnicodeDecodeError) as error:
         said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     except ValueError as error:

@@ -20,6 +20,7 @@ from math import isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.core.transports import is_of_gpus, is_over_network, transport_kinds
 
 Memory: TypeAlias = Literal["host", "gpu"]
 """Where weights lie at the end of an edge, or where they are digested."""
@@ -36,11 +37,8 @@ STAGES = ("plan", SEAL, FILL, "ready", "quiesce", "transfer", "install", "verify
 PAUSED = ("quiesce", "transfer", "install", "verify", "resume")
 """In which a replica produces no token."""
 
-NETWORK = frozenset({"tcp", "ucx"})
-"""Transports of which every byte leaves one host and enters another: a card carries both ways at once."""
-
 SAME_GPU = "same gpu"
-"""In place of "gpu" among the links of cuda_ipc, for a source and a reader on one GPU."""
+"""In place of "gpu" among the links of a transport, for a source and a reader on one GPU."""
 
 
 class Edge(NamedTuple):
@@ -111,21 +109,14 @@ class Rates:
         return known.get(edge.memory)
 
 
-MEASURED = Rates(
-    links={
-        "shared_memory": {"host": 16.0e9, "gpu": 55.3e9},
-        "relay_memory": {"host": 16.0e9, "gpu": 55.3e9},
-        "file": {"host": 16.0e9},
-        "cuda_ipc": {"host": 48.1e9, "gpu": 380e9, SAME_GPU: 1755e9},
-        "nccl": {"gpu": 299e9},
-        "tcp": {"host": 5.6e9},
-        "ucx": {"host": 1.03e9},
-    },
-    copy={"host": 16.0e9, "gpu": 2099e9},
-    digest={"host": 18.5e9, "gpu": 4230e9},
-)
-"""Medians of docs/performance.md: two processors of an EPYC for what is on hosts (tcp: 32), H200 for GPUs. None is of a
-network card: name the rate of yours."""
+def measured() -> Rates:
+    """Medians of docs/performance.md: two processors of an EPYC for what is on hosts, H200 for GPUs; of links what each
+    transport says. None is of a network card: name the rate of yours."""
+    return Rates(
+        links={name: kind.rates for name, kind in transport_kinds().items() if kind.rates},
+        copy={"host": 16.0e9, "gpu": 2099e9},
+        digest={"host": 18.5e9, "gpu": 4230e9},
+    )
 
 
 def over_lanes(edges: Iterable[Edge], rates: Rates) -> Expected | None:
@@ -190,12 +181,12 @@ def pause(stages: Mapping[str, Expected]) -> float:
 
 
 def _lanes(edge: Edge) -> tuple[str, ...]:
-    if edge.transport in NETWORK:
+    if is_over_network(edge.transport):
         sender, receiver = edge.source_host or edge.source, edge.reader_host or edge.reader
         return (f"{edge.transport} from host {sender}", f"{edge.transport} into host {receiver}")
     if edge.memory == "gpu":
         into = f"{edge.transport} into the GPU of {edge.reader}"
-        return (into, f"{edge.transport} out of the GPU of {edge.source}") if edge.transport == "cuda_ipc" else (into,)
+        return (into, f"{edge.transport} out of the GPU of {edge.source}") if is_of_gpus(edge.transport) else (into,)
     return (f"memory of host {edge.reader_host or edge.reader}",)
 
 

@@ -112,7 +112,7 @@ def sleep_steps(
     level = level or 1
     if level not in levels:
         if not levels:
-            raise invalid("this engine cannot sleep as it was started (vLLM needs --enable-sleep-mode)")
+            raise invalid("this engine cannot sleep as it was started: `ckpt-engine engines` says what it needs")
         known = ", ".join(map(str, sorted(levels)))
         raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
     if mode == manager_pb2.MODE_COLOCATED and level >= DISCARDS:

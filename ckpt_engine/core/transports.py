@@ -1,21 +1,22 @@
 """Which transports there are: a table that planner, sources, workers and `doctor` go by. Pure; it loads no transport.
 
-A transport is one `TransportKind`. Those of a package of its own are found by their entry points, or registered before
-any process is started that is to know them; nothing else has to be edited.
+A transport is one `TransportKind`, in a folder or a package of its own, and is found by its entry point; ours are, too.
+Whatever is asked of one is a value there: no name of a transport stands anywhere else.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.core.reach import Rule, by_collective, by_directory, by_file, by_gpu, by_network, by_process
+from ckpt_engine.core.entry_points import REINSTALL, is_ours, points_of
+from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.reach import Rule
 
 log = logging.getLogger(__name__)
 
@@ -42,98 +43,57 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """One transport, both sides.
-
-    name: as in Offer.transport. reach: from (source's host, worker's host) to whether it leads there, and how near.
-    reader: makes a transport.base.Transport (mapped) or a transport.base.Fetcher (fetched), without arguments.
-    lender: makes a transport.base.Lender; none: sources of this process do not lend over it. lends: of what memory.
-    unasked: whether sources lend over it although nobody named it to `publish(transport=...)`.
-    outlives: whether what was lent can be read when its owner is gone.
-    on_host: makes the Availability for workers of this host, in an agent's process, without loading or starting what a
-    worker would; none: the reader's own `availability`.
-    relays_only: it is between relays: no worker, agent or trainer loads either side.
-    arena: makes a transport.base.ArenaLender from (ArenaMemory, Network); none: relays do not lend over it.
-    collective: all its readers and sources run one schedule together, so nobody reads over it alone. Its reader makes
-        the Availability of a worker's process, and its lender is made from the address at which other hosts reach
-        this one.
-    """
+    """One transport, both sides, and what planners, relays, workers and commands ask about it."""
 
     name: str
+    """As in Offer.transport."""
     reach: Rule
+    """From (source's host, worker's host) to whether it leads there, and how near."""
     reader: Maker
+    """Makes a transport.base.Transport (mapped) or a transport.base.Fetcher (fetched), without arguments."""
     lender: Maker | None = None
+    """Makes a transport.base.Lender; None: sources of this process do not lend over it."""
     lends: frozenset[str] = frozenset()
+    """Of what memory."""
     unasked: bool = True
+    """Whether sources lend over it although nobody named it to `publish(transport=...)`."""
     outlives: bool = False
+    """Whether what was lent can be read when its owner is gone."""
     on_host: Maker | None = None
+    """Makes the Availability for workers of this host, in an agent's process, without loading or starting what a worker
+    would; None: the reader's own `availability`."""
     relays_only: bool = False
+    """It is between relays: no worker, agent or trainer loads either side."""
     arena: Maker | None = None
+    """Makes a transport.base.ArenaLender from (ArenaMemory, Network); None: relays do not lend over it."""
     collective: bool = False
+    """All its readers and sources run one schedule together, so nobody reads over it alone. Its reader makes the
+    Availability of a worker's process, and its lender is made from the address at which other hosts reach this one."""
+    order: int = 100
+    """Of several that lead equally near, the one with the smallest is taken."""
+    of_relays: bool = False
+    """Relays lend their memory over it to processes of their own host. There is one."""
+    over_network: bool = False
+    """Each byte leaves the card of one host and enters another's."""
+    passed: Maker | None = None
+    """Makes a transport.base.PassedOn, the reader's side of a slot that is lent while it is being filled; None: relays
+    do not pass on over it."""
+    writer: Maker | None = None
+    """Makes a transport.base.ArenaWriter from an ArenaMapping, or None if this relay is not to read over it: its memory
+    may then be written by others than the relay. Nothing but such an arena can be read into. None: only the relay
+    itself writes what it reads."""
+    checks: Maker | None = None
+    """Makes rows of its own for `ckpt-engine doctor`: name, whether it works (None: a fact), what was found."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Bytes a second that were measured (docs/performance.md), by where a reader puts them: see prediction.Rates."""
 
-
-_OWN = (
-    TransportKind(
-        name="cuda_ipc",
-        reach=by_gpu,
-        reader="ckpt_engine.transport.cuda_ipc:CudaIpcTransport",
-        lender="ckpt_engine.transport.cuda_ipc:CudaIpcLender",
-        lends=frozenset({GPU_MEMORY}),
-        on_host="ckpt_engine.transport.on_host:cuda_ipc",
-    ),
-    TransportKind(
-        name="relay_memory",
-        reach=by_directory,
-        reader="ckpt_engine.transport.relay_memory:RelayMemoryTransport",
-        on_host="ckpt_engine.transport.on_host:relay_memory",
-    ),
-    TransportKind(
-        name="shared_memory",
-        reach=by_process,
-        reader="ckpt_engine.transport.shared_memory:SharedMemoryTransport",
-        lender="ckpt_engine.transport.shared_memory:SharedMemoryLender",
-        lends=frozenset({HOST_MEMORY}),
-        on_host="ckpt_engine.transport.on_host:shared_memory",
-    ),
-    TransportKind(
-        name="file",
-        reach=by_file,
-        reader="ckpt_engine.transport.file:FileTransport",
-        lender="ckpt_engine.transport.file:FileLender",
-        lends=frozenset({FILES}),
-        outlives=True,
-        on_host="ckpt_engine.transport.on_host:file",
-    ),
-    TransportKind(
-        name="ucx",
-        reach=by_network,
-        reader="ckpt_engine.transport.ucx.reader:UcxFetcher",
-        relays_only=True,
-        arena="ckpt_engine.transport.ucx.lender:UcxLender",
-    ),
-    TransportKind(
-        name="tcp",
-        reach=by_network,
-        reader="ckpt_engine.transport.tcp:TcpFetcher",
-        relays_only=True,
-        arena="ckpt_engine.transport.tcp:TcpArenaLender",
-    ),
-    TransportKind(
-        name="nccl",
-        reach=by_collective,
-        reader="ckpt_engine.transport.collective.here:availability",
-        lender="ckpt_engine.transport.collective.lender:CollectiveLender",
-        lends=frozenset({HOST_MEMORY, GPU_MEMORY}),
-        unasked=False,
-        on_host="ckpt_engine.transport.on_host:nccl",
-        collective=True,
-    ),
-)
 
 _registered: dict[str, TransportKind] = {}
 
 
 def transport_kinds() -> Mapping[str, TransportKind]:
-    """Every transport that this process knows, by name: ours, those of entry points, those that were registered."""
+    """Every transport that this process knows, by name: those of entry points, in their order, and those that were
+    registered."""
     return MappingProxyType({**_found(), **_registered})
 
 
@@ -159,7 +119,7 @@ def worker_kinds() -> Mapping[str, TransportKind]:
 
 def is_collective(name: str) -> bool:
     """Whether all who use a transport run one schedule together; False for one that is not known."""
-    kind = _registered.get(name) or _found().get(name)  # asked for each tensor
+    kind = _known(name)  # asked for each tensor
     return kind is not None and kind.collective
 
 
@@ -192,8 +152,40 @@ def lending(memory: str, asked: str | None) -> list[TransportKind]:
 
 def memory_of(name: str) -> frozenset[str]:
     """What kinds of memory a transport lends from this process; empty for one that lends none, or is not known."""
-    kind = transport_kinds().get(name)
+    kind = _known(name)
     return kind.lends if kind is not None else frozenset()
+
+
+def is_of_gpus(name: str) -> bool:
+    """Whether it lends memory of GPUs and no other."""
+    return memory_of(name) == {GPU_MEMORY}
+
+
+def is_over_network(name: str) -> bool:
+    """Whether each byte crosses the cards of two hosts; False for one that is not known."""
+    kind = _known(name)
+    return kind is not None and kind.over_network
+
+
+def passes_on(name: str) -> bool:
+    """Whether relays pass on over it what they are being filled with; False for one that is not known."""
+    kind = _known(name)
+    return kind is not None and kind.passed is not None
+
+
+def relay_transport() -> str:
+    """The transport over which processes of a host read its relay."""
+    return _only("processes read the relay of their host", lambda kind: kind.of_relays)
+
+
+def passing_transport() -> str:
+    """The transport over which relays read each other, and pass on, where nothing was set up for another one."""
+    return _only("relays pass on", lambda kind: kind.passed is not None)
+
+
+def collective_transport() -> str:
+    """The transport that is a collective."""
+    return _only("collectives go", lambda kind: kind.collective)
 
 
 def made(maker: Maker, *given: object) -> Any:
@@ -201,10 +193,22 @@ def made(maker: Maker, *given: object) -> Any:
     return (resolve_name(maker) if isinstance(maker, str) else maker)(*given)
 
 
+def _known(name: str) -> TransportKind | None:
+    return _registered.get(name) or _found().get(name)
+
+
+def _only(what: str, fact: Callable[[TransportKind], bool]) -> str:
+    """The first by order of which a fact is true."""
+    found = next((kind.name for kind in transport_kinds().values() if fact(kind)), None)
+    if found is None:
+        raise precondition(f"there is no transport over which {what}: {REINSTALL}")
+    return found
+
+
 @cache
 def _found() -> dict[str, TransportKind]:
-    found = {kind.name: kind for kind in _OWN}
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+    found: dict[str, TransportKind] = {}
+    for point in sorted(points_of(ENTRY_POINTS).values(), key=lambda point: not is_ours(point)):
         try:
             kind = point.load()
         except Exception:
@@ -218,4 +222,4 @@ def _found() -> dict[str, TransportKind]:
             )
             continue
         found[kind.name] = kind
-    return found
+    return {kind.name: kind for kind in sorted(found.values(), key=lambda kind: (kind.order, kind.name))}

@@ -11,6 +11,7 @@ from itertools import count
 import httpx
 
 from ckpt_engine.demo import task
+from ckpt_engine.demo.servers import server_of
 from ckpt_engine.gateway.choice import key_of, ranked
 
 ANSWER_SECONDS = 60.0
@@ -53,22 +54,11 @@ async def _ask(client: httpx.AsyncClient, engine: str, url: str, session: str) -
     text = task.text()
     prompt = list(text[: task.PROMPT_BYTES])
     started = time.monotonic()
-    headers = {"x-session-id": session}
-    if engine == "vllm":
-        # A token is a byte, so there is no tokenizer: token ids in, token ids out.
-        wish = {"model": task.MODEL_NAME, "prompt": prompt, "max_tokens": task.CONTINUATION_BYTES, "temperature": 0}
-        raw = {"ignore_eos": True, "return_token_ids": True, "detokenize": False}
-        response = await client.post(f"{url}/v1/completions", json={**wish, **raw}, headers=headers)
-        response.raise_for_status()
-        answer = response.json()["choices"][0]
-        tokens, said = answer["token_ids"], answer["ckpt_engine"]
-    else:
-        sampling = {"max_new_tokens": task.CONTINUATION_BYTES, "temperature": 0, "ignore_eos": True}
-        wish = {"input_ids": prompt, "sampling_params": sampling}
-        response = await client.post(f"{url}/generate", json=wish, headers=headers)
-        response.raise_for_status()
-        answer = response.json()
-        tokens, said = answer["output_ids"], answer["meta_info"]["ckpt_engine"]
+    headers, server = {"x-session-id": session}, server_of(engine)
+    route, body = server.question(prompt)
+    response = await client.post(f"{url}{route}", json=body, headers=headers)
+    response.raise_for_status()
+    tokens, said = server.answer(response.json())
     continuation = bytes(tokens)
     expected = text[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
     pairs = zip(continuation, expected, strict=False)

@@ -32,13 +32,7 @@ class Site:
         """What processes there are told beside the demo's environment."""
         if self.host is None:
             return {}
-        return {
-            "XDG_RUNTIME_DIR": str(self.directory),
-            DIRECTORY: str(self.directory / "relay"),
-            # Parts of an engine talk to each other on their own host; its name leads elsewhere.
-            "VLLM_HOST_IP": "127.0.0.1",
-            "SGLANG_HOST_IP": "127.0.0.1",
-        }
+        return {"XDG_RUNTIME_DIR": str(self.directory), DIRECTORY: str(self.directory / "relay")}
 
     @property
     def relay(self) -> Sequence[str]:

@@ -26,8 +26,8 @@ from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.demo import task
 from ckpt_engine.demo.hosts import NetworkHost
+from ckpt_engine.demo.servers import DEFAULT, server_of
 from ckpt_engine.demo.sites import Site, sites_of
-from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.words.directory import default_root
 
@@ -42,15 +42,8 @@ STOP_SECONDS = 5.0
 
 POLL_SECONDS = 0.1
 
-PYTHONS = {"sglang": "CKPT_ENGINE_SGLANG_PYTHON", "vllm": "CKPT_ENGINE_VLLM_PYTHON"}
 OVERLAY = "CKPT_ENGINE_OVERLAY"
-"""Environment variables: the Python of an environment with that engine, if it is another one than ours, and what to put
-on its PYTHONPATH: a copy of ckpt-engine. `engines/run` sets them."""
-
-SERVERS = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
-
-
-SGLANG_ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+"""Environment variable, set by `engines/run`: a copy of ckpt-engine, for the PYTHONPATH of an engine's environment."""
 
 
 class DemoError(Exception):
@@ -62,7 +55,7 @@ class Settings:
     """What the demo runs. hosts: 1: this machine; else so many of its own, trainer and manager on the first one, a
     replica on each of the others. page: the manager shows a page, and all of it runs on until it is interrupted."""
 
-    engine: str = "reference"
+    engine: str = DEFAULT
     updates: int = 6
     tensor_parallel: int = 1
     replicas: int = 2
@@ -70,20 +63,17 @@ class Settings:
     hosts: int = 1
     page: bool = False
 
-    @property
-    def start_seconds(self) -> float:
-        """Seconds for all processes to be up. Engines import for long on a small machine."""
-        return 150.0 if self.engine == "reference" else 600.0
-
 
 class Stage:
     """The processes of one run in `directory`. On one event loop; `start` once, `stop` always.
 
-    hosts: those of the settings, if there are several; the caller's thread is on the network of the first one.
+    hosts: those of the settings, if there are several; the caller's thread is on the network of the first one. Raises
+    UnknownAdapterError for an engine that the demo cannot start.
     """
 
     def __init__(self, settings: Settings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
         self._settings = settings
+        self._server = server_of(settings.engine)
         self.sites = sites_of(hosts, directory)
         self._home = self.sites[0]
         self._directory = directory
@@ -107,11 +97,11 @@ class Stage:
 
         on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
         """
-        engine, python = self._settings.engine, PYTHONS.get(self._settings.engine, "")
-        if python and python not in os.environ and find_spec(engine) is None:
+        engine, server = self._settings.engine, self._server
+        if server.package and server.python not in os.environ and find_spec(server.package) is None:
             raise DemoError(
-                f"{engine} is not installed here: install ckpt-engine[{engine}], or set {python} to the Python of an "
-                f"environment that has both (from a checkout: `make demo ARGS='--engine {engine}'`)"
+                f"{engine} is not installed here: install ckpt-engine[{engine}], or set {server.python} to the Python "
+                f"of an environment that has both (from a checkout: `make demo ARGS='--engine {engine}'`)"
             )
         model = task.write_model(self._directory / "model")
         os.mkfifo(self._directory / TURNS, 0o600)
@@ -133,10 +123,10 @@ class Stage:
         ]
         await asyncio.gather(*starts)
         try:
-            async with asyncio.timeout(self._settings.start_seconds):
+            async with asyncio.timeout(self._server.start_seconds):
                 await self._all_present(on_state)
         except TimeoutError:
-            raise DemoError(self._tails(f"not everything was up after {self._settings.start_seconds:g} s")) from None
+            raise DemoError(self._tails(f"not everything was up after {self._server.start_seconds:g} s")) from None
 
     def give_turn(self) -> None:
         """Lets the trainer make its next update, or end after the last one."""
@@ -189,24 +179,12 @@ class Stage:
         return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._serving(), *listening)
 
     def _serving(self) -> Sequence[str]:
-        """Arguments of the engine itself."""
-        parallel, positions = str(self._settings.tensor_parallel), str(task.MODEL["max_position_embeddings"])
-        if self._settings.engine == "reference":
-            return ("--dtype", "float32", "--load-format", "dummy", "--tensor-parallel", parallel)
-        weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
-        named = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", parallel)
-        if self._settings.engine == "vllm":
-            small: Sequence[str] = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
-        else:
-            small = ("--context-length", positions, "--max-total-tokens", "4096", "--mem-fraction-static", "0.3")
-            small = (
-                *small,
-                "--grammar-backend",
-                "none",
-                "--disable-cuda-graph",
-                *([] if has_nvidia_driver() else SGLANG_ON_CPU),
-            )
-        return (*_server_command(self._settings.engine), *named, *small, *weights)
+        """The server in the environment that `engines/run` names (none: the adapter takes this one), and its
+        arguments."""
+        python, overlay = os.environ.get(self._server.python), os.environ.get(OVERLAY)
+        environment = ("env", f"PYTHONPATH={overlay}") if overlay else ()
+        command = (*environment, python, "-m", self._server.module) if python else ()
+        return (*command, *self._server.arguments(self._settings.tensor_parallel))
 
     def _trainer_command(self, rank: int, model: Path) -> Sequence[str]:
         options = {
@@ -230,7 +208,7 @@ class Stage:
         site = self._home if site is None else site
         child = EngineProcess(
             (*site.before, sys.executable, *arguments),
-            {**self._environment(), **site.variables},
+            {**self._environment(site), **site.variables},
             self._directory / f"{name}.log",
             on_line=on_line,
             grace_seconds=STOP_SECONDS,
@@ -241,9 +219,8 @@ class Stage:
         except EngineProcessError as error:
             raise DemoError(f"{name}: {error}") from error
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, site: Site) -> dict[str, str]:
         here = str(self._directory)
-        bound = ("SGLANG_CPU_OMP_THREADS_BIND", "VLLM_CPU_OMP_THREADS_BIND")
         return {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
@@ -253,12 +230,8 @@ class Stage:
             "XDG_RUNTIME_DIR": here,
             "XDG_STATE_HOME": here,
             "TMPDIR": here,
-            "VLLM_CACHE_ROOT": here,
-            "VLLM_CONFIG_ROOT": here,
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "SGLANG_USE_CPU_ENGINE": "0" if has_nvidia_driver() else "1",
-            **dict.fromkeys(bound if self._settings.tensor_parallel > 1 else (), "0|1"),
+            **self._server.environment(here, self._settings.tensor_parallel),
+            **({} if site.host is None else dict.fromkeys(self._server.address_variables, "127.0.0.1")),
         }
 
     def _on_trainer_line(self, line: str) -> None:
@@ -309,12 +282,3 @@ class Stage:
     def _tails(self, message: str) -> str:
         tails = [f"{name}:\n  " + "\n  ".join(child.last_lines(5)) for name, child in self._children.items()]
         return "\n".join([message, *tails])
-
-
-def _server_command(engine: str) -> Sequence[str]:
-    """The engine's server in the environment that `engines/run` names; none: the adapter takes this one."""
-    python, overlay = os.environ.get(PYTHONS[engine]), os.environ.get(OVERLAY)
-    if python is None:
-        return ()
-    environment = ("env", f"PYTHONPATH={overlay}") if overlay else ()
-    return (*environment, python, "-m", SERVERS[engine])

@@ -53,7 +53,7 @@ def all_checks() -> Iterable[Check]:
         memory_facts,
         engine_directory,
         relays,
-        ucx,
+        networks,
         limits,
         graphics,
         transports,
@@ -204,11 +204,12 @@ def relays() -> Iterable[Check]:
         yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 
-def ucx() -> Iterable[Check]:
-    """Whether relays could read each other over UCX. Nobody needs that either."""
-    from ckpt_engine.doctor.ucx_checks import ucx_rows
+def networks() -> Iterable[Check]:
+    """What transports between relays say of this host. Nobody needs that either."""
+    from ckpt_engine.core.transports import made, transport_kinds
 
-    for name, ok, detail in ucx_rows():
+    rows = (row for kind in transport_kinds().values() if kind.checks is not None for row in made(kind.checks))
+    for name, ok, detail in rows:
         yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 
@@ -246,9 +247,10 @@ def transports() -> Iterable[Check]:
 
 def adapters() -> Iterable[Check]:
     """Every engine that we can drive: is it here, and in a version that we know?"""
-    from ckpt_engine.engine.adapter import ADAPTERS, UnknownAdapterError, load_adapter
+    from ckpt_engine.engine.adapter import load_adapter
+    from ckpt_engine.engine.kinds import UnknownAdapterError, engine_names
 
-    for kind in sorted(ADAPTERS):
+    for kind in engine_names():
         try:
             found = load_adapter(kind).availability()
         except UnknownAdapterError as error:

@@ -20,7 +20,6 @@ from ckpt_engine.relay.arena import Arena, free_huge_pages
 from ckpt_engine.relay.settings import RELAY_INSECURE, RELAY_LISTEN, half_of_the_room
 from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.transport.ucx.settings import UCX
 
 Row = tuple[str, bool | None, str]
 
@@ -71,12 +70,12 @@ def _network() -> Row:
     listen = os.environ.get(RELAY_LISTEN, "")
     if not listen:
         return name, None, f"do not reach it: no relay --listen, and no {RELAY_LISTEN}"
-    usable = all_transports(relay=True).keys() - {UCX}  # which has rows of its own
+    usable = all_transports(relay=True)
     arena = Arena(SLOTS * GROUP_BYTES)
     try:
         address = os.environ.get("CKPT_ENGINE_ADVERTISE", "") or split_address(listen, RELAY_LISTEN)[0]
         insecure = os.environ.get(RELAY_INSECURE, "") not in ("", "0", "false")
-        for kind in (each for each in arena_kinds() if each.name in usable):
+        for kind in (each for each in arena_kinds() if each.name in usable and each.checks is None):
             made(kind.arena or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
     except CkptEngineError as error:
         return name, False, error.problem.message

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.base import Network
+from ckpt_engine.transport.ucx.lanes import lanes_on
 from ckpt_engine.transport.ucx.lender import UcxLender
 from ckpt_engine.transport.ucx.packages import installed
 from ckpt_engine.transport.ucx.settings import DEVICES, ucx_devices
@@ -58,7 +60,7 @@ def ucx_rows(
 
 def _tried(package: str, devices: tuple[str, ...]) -> Row:
     try:
-        arena = Arena(SLOTS * GROUP_BYTES, ucx=devices)
+        arena = Arena(SLOTS * GROUP_BYTES, writers=[partial(lanes_on, devices=devices)])
     except CkptEngineError as error:
         return "UCX", False, error.problem.message
     try:

@@ -5,8 +5,8 @@ weights and decides nothing about versions: `prepare` and `install` only make th
 workers, and what became of that arrives from the workers over the ZeroMQ channel. So a successful `install()` is no
 proof that weights are in place, and a failed one is no proof that they are not.
 
-An adapter is a module that offers what `AdapterModule` lists. It is imported only when its kind is asked for, so that
-an engine which is not installed costs nothing and breaks nothing.
+The driver is a module that offers what `AdapterModule` lists, found by its engine's entry point (kinds.py). It is
+imported only when its kind is asked for, so that an engine which is not installed costs nothing and breaks nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,9 @@ from typing import Protocol, cast
 
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.command import command_options, value
+from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.words.directory import TOKEN_HEADER
-
-ADAPTERS: Mapping[str, str] = {
-    "reference": "ckpt_engine_adapters.reference.driver",
-    "sglang": "ckpt_engine_adapters.sglang.driver",
-    "vllm": "ckpt_engine_adapters.vllm.driver",
-}
-"""Engine kind to the module that drives it. A new adapter adds one line here and edits nothing else."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,6 @@ class EngineCallError(Exception):
         self.answered, self.status = answered, status
 
 
-class UnknownAdapterError(Exception):
-    """No adapter of that kind exists, or its module cannot be imported."""
-
-
 class EngineAdapter(Protocol):
     """Drives one running engine. Runs in the agent, on its event loop; must never block it.
 
@@ -232,6 +222,10 @@ class EngineAdapter(Protocol):
         ...
 
 
+OFFERED = ("CAPABILITIES", "create_adapter", "launch_plan", "refused_command", "availability")
+"""What the module of an adapter has: see AdapterModule."""
+
+
 class AdapterModule(Protocol):
     """What the module of an adapter offers at its top level. Importing it must not import the engine."""
 
@@ -261,11 +255,17 @@ class AdapterModule(Protocol):
 
 
 def load_adapter(kind: str) -> AdapterModule:
-    """The module that drives engines of `kind`. Raises UnknownAdapterError listing the kinds that exist."""
-    module = ADAPTERS.get(kind)
-    if module is None:
-        raise UnknownAdapterError(f"no adapter for engine kind {kind!r}; known kinds: {', '.join(sorted(ADAPTERS))}")
+    """The module that drives engines of `kind`. Raises UnknownAdapterError as `engine_kind` does, and if the module
+    cannot be imported or lacks what an adapter offers."""
+    known = engine_kind(kind)
     try:
-        return cast(AdapterModule, importlib.import_module(module))
-    except ImportError as error:
-        raise UnknownAdapterError(f"the adapter for engine kind {kind!r} cannot be imported: {error}") from error
+        module = importlib.import_module(known.driver)
+    except Exception as error:
+        raise UnknownAdapterError(
+            f"the adapter for engine kind {known.name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if lacking := [each for each in OFFERED if not hasattr(module, each)]:
+        raise UnknownAdapterError(
+            f"the adapter for engine kind {known.name!r} ({known.driver}) lacks {', '.join(lacking)}"
+        )
+    return cast(AdapterModule, module)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_engine.core.pausing import mode_name
-from ckpt_engine.engine.adapter import ADAPTERS, Capabilities, load_adapter
+from ckpt_engine.engine.adapter import Capabilities, load_adapter
+from ckpt_engine.engine.kinds import engine_names
 from ckpt_engine.v1 import manager_pb2
 
 COMMAND = "ckpt-engine engines --markdown"
@@ -33,7 +34,7 @@ _MODES = {
 
 def declared() -> dict[str, Capabilities]:
     """Engine kind to what its adapter declares, by name. Raises UnknownAdapterError if one cannot be imported."""
-    return {kind: load_adapter(kind).CAPABILITIES for kind in sorted(ADAPTERS)}
+    return {kind: load_adapter(kind).CAPABILITIES for kind in engine_names()}
 
 
 def markdown(engines: Mapping[str, Capabilities]) -> str:

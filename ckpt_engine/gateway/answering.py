@@ -8,7 +8,7 @@ import uuid
 from contextlib import aclosing
 from typing import Any
 
-from ckpt_engine.gateway.dialects.base import Asked, Dialect
+from ckpt_engine.gateway.dialect import Asked, Dialect
 from ckpt_engine.gateway.journey import Journey, Wishes
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.stitching import Piece, Stitch

@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,10 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
-from ckpt_engine.gateway.dialects.base import Asked, Dialect
-from ckpt_engine.gateway.dialects.completions import Completions
-from ckpt_engine.gateway.dialects.inference import Inference
-from ckpt_engine.gateway.dialects.sglang import Sglang
+from ckpt_engine.gateway.dialect import Asked
 from ckpt_engine.gateway.door import Door
 from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
@@ -36,8 +32,6 @@ from ckpt_engine.gateway.wishes import once, wishes_of
 from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 
 log = logging.getLogger("ckpt_engine.gateway")
-
-DIALECTS: Mapping[str, type[Dialect]] = {each.route: each for each in (Completions, Inference, Sglang)}
 
 PASSED = ("/v1/chat/completions",)
 """Routes that are always passed on as they came."""
@@ -74,7 +68,9 @@ class Gateway:
 
     def application(self) -> ASGIApp:
         """The ASGI application."""
-        posts = [Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*DIALECTS, *PASSED)]
+        posts = [
+            Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*self.placing.engines.dialects, *PASSED)
+        ]
         gets = [
             Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
@@ -161,16 +157,17 @@ class Gateway:
     def _work(self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer) -> Work:
         """Reads a request. On any thread, since that of a large one takes a while."""
         body = body_of(data, self.placing.settings.body_values)
-        dialect = DIALECTS.get(route)
+        engines = self.placing.engines
+        dialect = engines.dialects.get(route)
         asked: Asked | None = None if dialect is None else dialect.read(body)
         prompt = asked.singles[0].prompt if asked else ()
         session = asked.session if asked else str(body.get("user") or "")
         wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
+        speakers = engines.speakers.get(route, frozenset())
         if asked is None or asked.whole or dialect is None:
-            speak = dialect.engines if dialect is not None and dialect is not Completions else frozenset[str]()
-            want = replace(wishes.want, engines=speak)
-            return Passing(self.placing, route, body, replace(wishes, want=want), writer)
-        return Answering(self.placing, dialect, asked, wishes, writer)
+            able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers
+            return Passing(self.placing, route, body, wishes.to(able), writer)
+        return Answering(self.placing, dialect, asked, wishes.to(speakers), writer)
 
     async def _run(self, work: Work, writer: Writer, receive: Receive) -> str:
         """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_engine.gateway import refusals
-from ckpt_engine.gateway.dialects.base import Dialect, EngineError, MalformedError, load_event
+from ckpt_engine.gateway.dialect import Dialect, EngineError, MalformedError, load_event
 from ckpt_engine.gateway.fleet import Member, Told, Visit, Want
 from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
@@ -47,6 +47,10 @@ class Wishes:
     resume: bool
     headers: Mapping[str, str]
 
+    def to(self, engines: frozenset[str]) -> Wishes:
+        """The same, of engines of these kinds only; none: of any."""
+        return replace(self, want=replace(self.want, engines=engines))
+
 
 class Journey:
     """The legs of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
@@ -54,7 +58,7 @@ class Journey:
     def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
         self._settings, self._metrics = placing.settings, placing.metrics
-        self._want = replace(wishes.want, engines=dialect.engines)
+        self._want = wishes.want
         self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
         self._dry = 0
         self._checked: object = None
@@ -135,13 +139,13 @@ class Journey:
 
     async def _read(self, stream: Stream, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
         """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
-        stitch = self._stitch
+        stitch, labelled = self._stitch, member.told.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
             async for told in events:
                 together, wrong, aborted, had = Piece(), None, False, len(stitch.tokens)
                 for data in told:
                     try:
-                        piece = self._take(data, member)
+                        piece = self._take(data, member, labelled)
                     except Exception as error:  # what came before it is the caller's first
                         wrong = error
                         break
@@ -167,10 +171,10 @@ class Journey:
                                 continue
                     return
 
-    def _take(self, data: bytes, member: Member) -> Piece:
+    def _take(self, data: bytes, member: Member, labelled: bool) -> Piece:
         """One event, into the stitch."""
         stitch = self._stitch
-        piece = self._dialect.piece(stitch, load_event(data), member.told.engine)
+        piece = self._dialect.piece(stitch, load_event(data), labelled)
         if member.told.mislabels:
             piece.labels = None
         if piece.finish is not None and piece.finish.kind == ERROR:

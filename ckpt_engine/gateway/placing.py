@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.choice import choose
+from ckpt_engine.gateway.engines import Engines
 from ckpt_engine.gateway.fleet import NONE, Fleet, Member, Told, Visit, Want
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.refusals import RefusedError
@@ -45,11 +46,14 @@ class Patience:
 class Placing:
     """Finds replicas for this gateway's requests.
 
-    fleet: what is known. Call `changed` when it is told something new.
+    fleet: what is known. Call `changed` when it is told something new. engines: of which kinds replicas may be.
     """
 
-    def __init__(self, settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics, engines: Engines
+    ) -> None:
         self.settings, self.fleet, self.upstream, self.metrics = settings, fleet, upstream, metrics
+        self.engines = engines
         self._news = asyncio.Event()
 
     def changed(self) -> None:

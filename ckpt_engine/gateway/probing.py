@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 
+from ckpt_engine.gateway.engines import Engines
 from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
 from ckpt_engine.http_client.connection import NobodyError, WireError
 
-_VLLM_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
-
-async def probe_loads(fleet: Fleet, upstream: Upstream, seconds: float) -> None:
+async def probe_loads(fleet: Fleet, upstream: Upstream, engines: Engines, seconds: float) -> None:
     """Runs until it is cancelled. An engine that does not say counts as having what this process sent it."""
     while True:
-        await asyncio.gather(*(_probe_load(member, upstream) for member in list(fleet.members.values())))
+        await asyncio.gather(*(_probe_load(member, upstream, engines) for member in list(fleet.members.values())))
         await asyncio.sleep(seconds)
 
 
 async def probe_replicas(
-    urls: Sequence[str], fleet: Fleet, upstream: Upstream, seconds: float, changed: Callable[[], None]
+    urls: Sequence[str],
+    fleet: Fleet,
+    upstream: Upstream,
+    engines: Engines,
+    seconds: float,
+    changed: Callable[[], None],
 ) -> None:
     """Runs until it is cancelled: replicas that no manager tells of. Their names are their URLs."""
     kinds: dict[str, str] = {}
     while True:
-        fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, fleet, upstream) for url in urls)))
+        fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, fleet, upstream, engines) for url in urls)))
         changed()
         await asyncio.sleep(seconds)
 
 
-async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream) -> Told:
+async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream, engines: Engines) -> Told:
     member = fleet.members.get(url)
     try:
         ready, why, held = await upstream.ready(url)
@@ -43,25 +46,27 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
     if member is not None:
         member.answers()
     if url not in kinds:
-        kinds[url] = await _kind(url, upstream)
+        kinds[url] = await _kind(url, upstream, engines)
     return Told(url, url, kinds[url], State.SERVING if ready else State.CLOSED, why, held)
 
 
-async def _kind(url: str, upstream: Upstream) -> str:
+async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
     """The engine's kind; empty: it does not say, and any dialect is tried."""
-    for route, mark, kind in (("/info", '"reference"', "reference"), ("/openapi.json", "/inference/v1", "vllm")):
+    for kind, side in engines.sides.items():
+        if side.mark is None:
+            continue
         try:
-            answer = await upstream.get(url, route)
+            answer = await upstream.get(url, side.mark.route)
         except WireError:
             continue
-        if answer.status == 200 and mark in answer.text:
+        if answer.status == 200 and side.mark.text in answer.text:
             return kind
     return ""
 
 
-async def _probe_load(member: Member, upstream: Upstream) -> None:
+async def _probe_load(member: Member, upstream: Upstream, engines: Engines) -> None:
     try:
-        found = await _reported(member.told, upstream)
+        found = await _reported(member.told, upstream, engines)
     except NobodyError:
         found = None
         member.died()
@@ -72,17 +77,9 @@ async def _probe_load(member: Member, upstream: Upstream) -> None:
         member.reported, member.own_then = found, member.own
 
 
-async def _reported(told: Told, upstream: Upstream) -> int | None:
+async def _reported(told: Told, upstream: Upstream, engines: Engines) -> int | None:
     """Requests that run and wait, by the engine's own count; None: it does not say."""
-    if not told.url:
+    side = engines.sides.get(told.engine)
+    if not told.url or side is None or side.load is None:
         return None
-    if told.engine == "reference":
-        info = (await upstream.get(told.url, "/info")).json()
-        return int(info["running"]) + int(info["waiting"])
-    if told.engine == "vllm":
-        counts = _VLLM_COUNTS.findall((await upstream.get(told.url, "/metrics")).text)
-        return int(sum(map(float, counts))) if counts else None
-    if told.engine == "sglang":
-        answer = await upstream.get(told.url, "/get_load")
-        return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status == 200 else None
-    return None
+    return side.load.requests(await upstream.get(told.url, side.load.route))

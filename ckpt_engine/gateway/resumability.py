@@ -43,92 +43,21 @@ class Rule:
 Table = Mapping[str, Rule]
 
 
-def _rules(kind: Kind, names: str, neutral: tuple[Any, ...] = NOTHING, why: str = "") -> dict[str, Rule]:
+def rules(kind: Kind, names: str, neutral: tuple[Any, ...] = NOTHING, why: str = "") -> dict[str, Rule]:
+    """One rule for several fields. names: theirs, with blanks between."""
     return dict.fromkeys(names.split(), Rule(kind, neutral, why))
 
 
-_PENALTY = "it counts the tokens of the output, and those so far would count as prompt"
-_TEXT = "it looks at text, which begins anew with each leg"
-_GRAMMAR = "its grammar stands where the output is, and a leg would begin it anew"
-_STATE = "what it keeps from token to token begins anew with each leg"
-_EXPERTS = "what engines return of experts is not put together"
-_BEAM = "beams have no tokens so far until all of them end"
-_NOT_IDS = "the prompt is not token ids alone"
-_PARSER = "a parser's state is not known to the gateway"
-_ELSEWHERE = "it ties the request to memory of one engine"
-
-_VLLM_SAMPLING: dict[str, Rule] = {
-    **_rules(Kind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens"),
-    **_rules(Kind.TRAVELS, "spaces_between_special_tokens logprobs logit_bias allowed_token_ids logprob_token_ids"),
-    **_rules(Kind.TRAVELS, "include_stop_str_in_output detokenize stream_interval skip_reading_prefix_cache"),
-    **_rules(Kind.COUNTED, "max_tokens min_tokens"),
-    **_rules(Kind.OURS, "n seed truncate_prompt_tokens"),
-    **_rules(Kind.NEVER, "presence_penalty frequency_penalty", why=_PENALTY),
-    **_rules(Kind.NEVER, "repetition_penalty", (None, 1, 1.0), _PENALTY),
-    **_rules(Kind.NEVER, "stop bad_words", why=_TEXT),
-    **_rules(Kind.NEVER, "structured_outputs", why=_GRAMMAR),
-    **_rules(Kind.NEVER, "repetition_detection extra_args vllm_xargs watermarking", why=_STATE),
-    **_rules(Kind.NEVER, "thinking_token_budget", (None, -1), _STATE),
-    **_rules(Kind.NEVER, "routed_experts_prompt_start return_routed_experts", why=_EXPERTS),
-    **_rules(Kind.WHOLE, "prompt_logprobs", (None,), "engines return them with whole answers only"),
-}
-
-COMPLETIONS: Table = {
-    **_VLLM_SAMPLING,
-    **_rules(Kind.OURS, "prompt stream stream_options return_token_ids request_id"),
-    **_rules(Kind.TRAVELS, "model user priority cache_salt session_id return_tokens_as_token_ids add_special_tokens"),
-    **_rules(Kind.FIRST, "echo"),
-    **_rules(Kind.NEVER, "truncation_side", why="the gateway cuts prompts from the left only"),
-    **_rules(Kind.NEVER, "suffix prompt_embeds mm_processor_kwargs", why=_NOT_IDS),
-    **_rules(Kind.NEVER, "use_beam_search best_of", (*NOTHING, 1), _BEAM),
-    **_rules(Kind.NEVER, "length_penalty", (None, 1, 1.0), _BEAM),
-    **_rules(Kind.NEVER, "response_format", (None, {"type": "text"}), _GRAMMAR),
-    **_rules(Kind.NEVER, "guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf", why=_GRAMMAR),
-    **_rules(Kind.NEVER, "logits_processors custom_logit_processor return_hidden_states", why=_STATE),
-    **_rules(Kind.NEVER, "kv_transfer_params ec_transfer_params", why=_ELSEWHERE),
-}
-"""`/v1/completions`, as vLLM has it."""
-
-INFERENCE: Table = {
-    **_rules(Kind.OURS, "token_ids stream stream_options request_id sampling_params"),
-    **_rules(Kind.TRAVELS, "model priority cache_salt token_offsets"),
-    **_rules(Kind.WHOLE, "return_token_ids"),
-    **_rules(Kind.NEVER, "features content_parts", why=_NOT_IDS),
-    **_rules(Kind.NEVER, "output_mode", (None, "tokens"), _TEXT),
-    **_rules(Kind.NEVER, "reasoning_ended reasoning_parser_kwargs", why=_PARSER),
-    **_rules(Kind.NEVER, "kv_transfer_params ec_transfer_params", why=_ELSEWHERE),
-}
-"""vLLM's `/inference/v1/generate`, beside its `sampling_params`."""
-
-INFERENCE_SAMPLING: Table = {**_VLLM_SAMPLING, **_rules(Kind.OURS, "output_kind")}
-
-SGLANG: Table = {
-    **_rules(Kind.OURS, "input_ids stream rid sampling_params return_prompt_token_ids"),
-    **_rules(Kind.TRAVELS, "return_logprob top_logprobs_num token_ids_logprob return_text_in_logprobs log_metrics"),
-    **_rules(
-        Kind.TRAVELS, "priority extra_key cache_salt session_id routing_key conversation_id no_logs custom_labels"
-    ),
-    **_rules(Kind.TRAVELS, "lora_path modalities background routed_dp_rank data_parallel_rank require_reasoning"),
-    **_rules(Kind.FIRST, "logprob_start_len"),
-    **_rules(Kind.NEVER, "text input_embeds image_data video_data audio_data", why=_NOT_IDS),
-    **_rules(Kind.NEVER, "session_params bootstrap_host bootstrap_port bootstrap_room", why=_ELSEWHERE),
-    **_rules(Kind.NEVER, "custom_logit_processor return_hidden_states return_sampling_mask watermark", why=_STATE),
-    **_rules(Kind.NEVER, "return_routed_experts routed_experts_start_len return_indexer_topk", why=_EXPERTS),
-}
-"""SGLang's `/generate`, beside its `sampling_params`."""
-
-SGLANG_SAMPLING: Table = {
-    **_rules(Kind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens logit_bias"),
-    **_rules(Kind.TRAVELS, "spaces_between_special_tokens no_stop_trim stream_interval"),
-    **_rules(Kind.COUNTED, "max_new_tokens min_new_tokens"),
-    **_rules(Kind.OURS, "n sampling_seed"),
-    **_rules(Kind.NEVER, "presence_penalty frequency_penalty", why=_PENALTY),
-    **_rules(Kind.NEVER, "repetition_penalty", (None, 1, 1.0), _PENALTY),
-    **_rules(Kind.NEVER, "stop stop_regex", why=_TEXT),
-    **_rules(Kind.NEVER, "json_schema regex ebnf structural_tag", why=_GRAMMAR),
-    **_rules(Kind.NEVER, "custom_params max_thinking_tokens", why=_STATE),
-    **_rules(Kind.NEVER, "beam_width", (None, 1), _BEAM),
-}
+# Why fields are of NEVER, in words for the answer.
+PENALTY = "it counts the tokens of the output, and those so far would count as prompt"
+TEXT = "it looks at text, which begins anew with each leg"
+GRAMMAR = "its grammar stands where the output is, and a leg would begin it anew"
+STATE = "what it keeps from token to token begins anew with each leg"
+EXPERTS = "what engines return of experts is not put together"
+BEAM = "beams have no tokens so far until all of them end"
+NOT_IDS = "the prompt is not token ids alone"
+PARSER = "a parser's state is not known to the gateway"
+ELSEWHERE = "it ties the request to memory of one engine"
 
 
 def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_engine.gateway.dialects.base import MalformedError, labels_of
+from ckpt_engine.gateway.dialect import MalformedError, labels_of
 from ckpt_engine.gateway.stitching import ABORT, Leg
 from ckpt_engine.gateway.versions import Label, Span, leg_spans, told
 

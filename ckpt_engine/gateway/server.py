@@ -15,6 +15,7 @@ from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.engines import installed_engines
 from ckpt_engine.gateway.fleet import Fleet
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.placing import Placing
@@ -68,18 +69,18 @@ def _check_url(url: str) -> None:
 @contextlib.asynccontextmanager
 async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIterator[Gateway]:
     """A gateway without its HTTP server: it knows its replicas and can answer requests."""
-    fleet, metrics = Fleet(), Metrics()
+    fleet, metrics, engines = Fleet(), Metrics(), installed_engines()
     async with Upstream(settings) as upstream:
-        placing = Placing(settings, fleet, upstream, metrics)
+        placing = Placing(settings, fleet, upstream, metrics, engines)
         gateway = Gateway(placing, Door(settings.security))
         tasks = [
-            asyncio.ensure_future(probe_loads(fleet, upstream, settings.probe)),
+            asyncio.ensure_future(probe_loads(fleet, upstream, engines, settings.probe)),
             asyncio.ensure_future(gateway.look_after()),
         ]
         if settings.manager:
             tasks.append(asyncio.ensure_future(watch(settings.manager, name, fleet, placing.changed, settings.pool)))
         else:
-            probing = probe_replicas(settings.replicas, fleet, upstream, settings.probe, placing.changed)
+            probing = probe_replicas(settings.replicas, fleet, upstream, engines, settings.probe, placing.changed)
             tasks.append(asyncio.ensure_future(probing))
         for task in tasks:
             task.add_done_callback(_notice)

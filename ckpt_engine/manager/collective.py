@@ -12,9 +12,9 @@ from ckpt_engine.core.collective_plan import KEY_BYTES, collective_plan, meeting
 from ckpt_engine.core.offers import by_transport, label, ranks_of
 from ckpt_engine.core.plan import PlanRequest, Plans
 from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.core.transports import collective_transport
 from ckpt_engine.machines.events import CollectivePlan, WorkerKey
 from ckpt_engine.machines.manager.collective import name_of
-from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
 from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
 
@@ -44,7 +44,7 @@ def plan_together(
     for number, member in enumerate(found.members):
         if not member.is_source:
             each = workers[member.name]
-            wants += wants_of(plans.workers[each.key], each.needs, number, sources, COLLECTIVE)
+            wants += wants_of(plans.workers[each.key], each.needs, number, sources, collective_transport())
     dtypes = [spec.dtype for spec in plans.publication.manifest.tensors]
     plan = blobs.put(collective_plan(found.members, wants, dtypes))
     lead = _locators(tables[found.members[0].name])[0]
@@ -66,5 +66,5 @@ def _rank(table: SourceTable) -> Rank:
 
 def _locators(table: SourceTable) -> list[bytes]:
     """Locators of the regions that it offers for collectives."""
-    ways = [by_transport(region).get(COLLECTIVE) for region in table.regions]
+    ways = [by_transport(region).get(collective_transport()) for region in table.regions]
     return [way.locator for way in ways if way is not None]

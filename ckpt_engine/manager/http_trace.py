@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Path, Query, Response
 
-from ckpt_engine.core.prediction import MEASURED
+from ckpt_engine.core.prediction import measured
 from ckpt_engine.manager.ledger import Ledger, Record
 from ckpt_engine.manager.update_records import found, no_report
 from ckpt_engine.timeline.perfetto import trace_text
@@ -67,7 +67,7 @@ async def _trace(manager: Traced, record: Record) -> Response:
     if report is None:
         raise no_report(manager.ledger, record)
     places = Whereabouts.of(manager.status())
-    text = await asyncio.to_thread(lambda: trace_text(drawn(report, MEASURED, places)[0]))
+    text = await asyncio.to_thread(lambda: trace_text(drawn(report, measured(), places)[0]))
     name = f"update-{record.epoch}-version-{record.identity.number}.json"
     headers = {"content-disposition": f'attachment; filename="{name}"'}
     return Response(text, media_type="application/json", headers=headers)

@@ -13,14 +13,15 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.prediction import Rates
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.sizes import bytes_of, rate_of
+from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.adapter import load_adapter
-from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE
+from ckpt_engine.engine.kinds import DEFAULT, engine_kind
 from ckpt_engine.options import PREFETCH, UNTIL
 from ckpt_engine.planning import foresight
 from ckpt_engine.planning.model import Model, read_model
 from ckpt_engine.planning.places import Cluster, place
 from ckpt_engine.planning.roles import role_of
-from ckpt_engine.planning.splits import EVERYWHERE, VOCABULARY_MULTIPLE, Fsdp, Parallel, Split, parallel
+from ckpt_engine.planning.splits import VOCABULARY_MULTIPLE, Fsdp, Parallel, Split, parallel
 from ckpt_engine.planning.update import Holding, Question
 
 FILES = "files"
@@ -38,7 +39,7 @@ class Asked:
     model: Path
     trainer: str = "fsdp=1"
     replicas: int = 1
-    engine: str = "vllm"
+    engine: str = DEFAULT
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -156,7 +157,7 @@ def _check(asked: Asked) -> None:
         raise invalid("--cpu: workers without GPUs read no GPU memory; add --trainer-memory host, or leave --cpu out")
     if asked.same_gpus and (asked.hosts is not None or asked.cpu or asked.trainer == FILES):
         raise invalid("--same-gpus puts workers on the trainer's GPUs: leave out --hosts and --cpu, and name a trainer")
-    if asked.trainer_memory == COLLECTIVE:
+    if is_collective(asked.trainer_memory):
         raise invalid("collectives are not planned for; see docs/collective.md")
     if asked.gpus_per_host > MOST_GPUS:
         raise invalid(f"--gpus-per-host {asked.gpus_per_host}: a host has {MOST_GPUS} at most")
@@ -197,18 +198,20 @@ def _replica(asked: Asked, model: Model) -> Parallel:
                 f"--{name} {count}: ckpt-engine drives {asked.engine} with {', '.join(able)} only "
                 f"(`ckpt-engine engines {asked.engine}`)"
             )
-    if asked.engine == "vllm" and asked.ep not in (1, asked.tp):
+    kind = engine_kind(asked.engine)
+    layout = kind.layout
+    if layout.experts_fill_stages and asked.ep not in (1, asked.tp):
         raise invalid(
-            f"--ep {asked.ep}: vLLM deals experts to all workers of a stage, so --ep is 1 or as --tp ({asked.tp})"
+            f"--ep {asked.ep}: {kind.title} deals experts to all workers of a stage, so --ep is 1 or as --tp "
+            f"({asked.tp})"
         )
     if asked.tp > 1 and model.heads is None:
         raise invalid(
             f"--tp {asked.tp}: put the model's config.json beside its files, which says how many heads it has"
         )
-    reference = asked.engine == "reference"
-    multiple = VOCABULARY_MULTIPLE * asked.tp if reference else VOCABULARY_MULTIPLE
-    split = parallel("replicas", model, asked.tp, asked.pp, asked.ep, 1, multiple, not reference)
-    return replace(split, everywhere=asked.engine == "vllm" and model.architecture in EVERYWHERE)
+    multiple = VOCABULARY_MULTIPLE * asked.tp if layout.vocabulary_for_workers else VOCABULARY_MULTIPLE
+    split = parallel("replicas", model, asked.tp, asked.pp, asked.ep, 1, multiple, layout.repeats_heads)
+    return replace(split, everywhere=model.architecture in layout.vocabulary_on_each_stage)
 
 
 def _cluster(asked: Asked, trainer: Split, replica: Split, holding: Holding) -> Cluster:

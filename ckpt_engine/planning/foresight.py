@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_engine.core.prediction import FILL, MEASURED, SEAL, Expected, Memory, Rates, Work, pause, predict
+from ckpt_engine.core.prediction import FILL, SEAL, Expected, Memory, Rates, Work, measured, pause, predict
+from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.engine.kinds import engine_kind
 from ckpt_engine.planning.update import Answer
 
 SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
 
-
-@dataclass(frozen=True)
-class Engine:
-    """Seconds that an engine takes for an update, whatever its bytes. calls: within its pause, in no stage. around: of
-    the call, before and after the pause."""
-
-    quiesce: float
-    resume: float
-    calls: float
-    around: float
-
-
-ENGINES: Mapping[str, Engine] = {
-    "reference": Engine(0.0047, 0.0078, 0.0095, 0.008),
-    "sglang": Engine(0.0108, 0.0070, 0.0124, 0.0085),
-    "vllm": Engine(0.0023, 0.0028, 0.0050, 0.0013),
-}
-"""Medians of gpu_relay.json and gpu_many.json, gpu_sglang.json, gpu_under_load.json (before its load) in
-benchmarks/results: one replica, no request in it."""
 
 CONTROL, CONTROL_REPLICA = 0.009, 0.0036
 """Seconds of an update without weights, and for each replica (benchmarks/results/control_plane.json)."""
@@ -40,25 +23,26 @@ class Foreseen:
 
     stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
     returns when relays hold the version, to that. All but the first update; None: nothing is known of a transport, or
-    no worker is reached, and then there are no stages.
+    no worker is reached, and then there are no stages. unknown: those transports. unmeasured: the engine, if nobody has
+    measured how long an update of it takes beside its bytes; then pause and call are None, too.
     """
 
     stages: Mapping[str, Expected]
     pause: float | None
     call: float | None
     unknown: tuple[str, ...] = ()
+    unmeasured: str = ""
 
 
 def rates_of(told: object | None, engine: str, network: float | None, replicas: int) -> Rates:
     """Rates that were measured, changed by what a file tells. network: bytes a second of each host's card."""
-    seconds = {
-        "plan": CONTROL + CONTROL_REPLICA * replicas,
-        "quiesce": ENGINES[engine].quiesce,
-        "resume": ENGINES[engine].resume,
-    }
-    rates = replace(MEASURED, seconds=seconds)
+    seconds, own = {"plan": CONTROL + CONTROL_REPLICA * replicas}, engine_kind(engine).seconds
+    if own is not None:
+        seconds |= {"quiesce": own.quiesce, "resume": own.resume}
+    rates = replace(measured(), seconds=seconds)
     if network is not None:
-        rates = replace(rates, links={**rates.links, "tcp": {"host": network}, "ucx": {"host": network}})
+        cards = {name: {"host": network} for name, kind in transport_kinds().items() if kind.over_network}
+        rates = replace(rates, links={**rates.links, **cards})
     return rates if told is None else Rates.of(told, rates)
 
 
@@ -93,8 +77,9 @@ def foresee(answer: Answer, rates: Rates, engine: str, held: bool) -> Foreseen:
             }
         )
     )
-    if unknown:
-        return Foreseen(stages, None, None, unknown)
-    paused = pause(stages) + ENGINES[engine].calls
-    before = ENGINES[engine].around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
+    own = engine_kind(engine).seconds
+    if unknown or own is None:
+        return Foreseen(stages, None, None, unknown, engine if own is None else "")
+    paused = pause(stages) + own.calls
+    before = own.around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
     return Foreseen(stages, paused, before if held else before + paused)

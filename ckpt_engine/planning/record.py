@@ -48,6 +48,7 @@ def as_json(answer: Answer, foreseen: Foreseen, setting: Mapping[str, str]) -> d
             "pause_seconds": foreseen.pause,
             "call_seconds": foreseen.call,
             "unknown": list(foreseen.unknown),
+            "unmeasured": foreseen.unmeasured or None,
         },
         "impossible": list(answer.impossible),
     }

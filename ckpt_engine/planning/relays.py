@@ -17,12 +17,11 @@ from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_reach import Origin, Station, as_reader
 from ckpt_engine.core.relay_routes import Route, Routes, relay_routes
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import reading_kinds
+from ckpt_engine.core.transports import passing_transport, reading_kinds, relay_transport
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.relay_facts import TRANSPORT
-from ckpt_engine.machines.manager.relay_filling import OVER, Filling, Together, filled_together
+from ckpt_engine.machines.manager.relay_filling import Filling, Together, filled_together
 from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.planning.offered import Offered
 from ckpt_engine.planning.places import Cluster
@@ -156,9 +155,10 @@ class _Deciding:
         ]
         sets = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
         parts = frozenset(frozenset(publication.tables[source].id for source in each) for each in sets)
-        lends = frozenset({TRANSPORT, OVER})
+        over = passing_transport()
+        lends = frozenset({relay_transport(), over})
         stations = [
-            Station(name, self._cluster.relay_host(host), (*reading_kinds(), OVER), lends)
+            Station(name, self._cluster.relay_host(host), (*reading_kinds(), over), lends)
             for name, host in self._host.items()
         ]
         wanted = [name for name, filling in self._fillings.items() if filling.replicas]
@@ -179,7 +179,9 @@ class _Deciding:
 
     def _holder(self, name: str) -> Holder:
         host = self._cluster.relay_host(self._host[name])
-        filling = manager_pb2.Filling(everything=self._everything, passes_on=weights_pb2.Region(transport=OVER))
+        filling = manager_pb2.Filling(
+            everything=self._everything, passes_on=weights_pb2.Region(transport=passing_transport())
+        )
         return Holder("relay", host.name, "", host, Peer(name), 0.0, (), filling)
 
     def _command(self, filling: Filling) -> manager_pb2.FillRelay:
@@ -228,7 +230,8 @@ class _Deciding:
 
     def _over(self, upstream: str, relay: str) -> Choice:
         source, reader = (self._cluster.relay_host(self._host[each]) for each in (upstream, relay))
-        return choose_transport(source, OVER, reader, [OVER])
+        over = passing_transport()
+        return choose_transport(source, over, reader, [over])
 
     def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
         """Whom a relay asks in each tree, empty: those who hold the version; and for which share of all."""

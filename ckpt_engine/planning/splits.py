@@ -15,11 +15,8 @@ from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.planning.model import Model, Tensor
 from ckpt_engine.planning.roles import Role, role_of
 
-EVERYWHERE = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
-"""Of these vLLM's classes keep embedding, last norm and output head on each pipeline stage."""
-
 VOCABULARY_MULTIPLE = 64
-"""Engines pad the rows of embedding and head to a multiple of this; the reference engine of this times its workers."""
+"""Engines pad the rows of embedding and head to a multiple of this, or of this times their workers."""
 
 
 class Split(ABC):

@@ -18,8 +18,15 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_layout import SLOTS, check_memory
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending, reading_kinds
-from ckpt_engine.machines.manager.relay_facts import TRANSPORT
+from ckpt_engine.core.transports import (
+    FILES,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    is_of_gpus,
+    lending,
+    reading_kinds,
+    relay_transport,
+)
 from ckpt_engine.planning.model import Model
 from ckpt_engine.planning.offered import Offered, offered
 from ckpt_engine.planning.places import Cluster, Spot
@@ -103,7 +110,7 @@ class _Planning:
         sealed = question.holding == "files"
         transports = [kind.name for kind in kinds]
         self._offered = offered(question.model, question.trainer, question.replica, hosts, transports, sealed)
-        self._reads = [name for name in reading_kinds() if question.readers == "gpu" or name != "cuda_ipc"]
+        self._reads = [name for name in reading_kinds() if question.readers == "gpu" or not is_of_gpus(name)]
         self._workers = {
             (name, worker): place
             for name, places in zip(question.names, cluster.workers, strict=True)
@@ -191,7 +198,7 @@ class _Planning:
 
     def _from_relay(self, name: str, worker: int, place: Spot) -> Line:
         host = self._cluster.relay_host(place.host)
-        choice = choose_transport(host, TRANSPORT, self._cluster.host(place), self._reads)
+        choice = choose_transport(host, relay_transport(), self._cluster.host(place), self._reads)
         size = self._offered.needed(worker)
         source = relay_name(self._cluster.hosts[place.host])
         return self._line(source, place.host, name, worker, place, choice, size)

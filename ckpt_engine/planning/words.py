@@ -175,6 +175,9 @@ def _time(answer: Answer, foreseen: Foreseen) -> list[str]:
     if foreseen.unknown:
         names = ", ".join(foreseen.unknown)
         lines += _wrapped("  ", f"nothing is known of the rate of {names}, so neither is the pause: give it in --rates")
+    if foreseen.unmeasured:
+        words = f"nobody has measured an update of engine {foreseen.unmeasured}, so the pause is not known"
+        lines += _wrapped("  ", words)
     if foreseen.pause is not None and foreseen.call is not None:
         call = f"the whole call: {seconds(foreseen.call)}"
         lines.append(f"  pause of the slowest replica: {seconds(foreseen.pause)}; {call}")

@@ -23,12 +23,12 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precondition
 from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
+from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.transport.ucx.settings import UCX
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
 
@@ -162,7 +162,8 @@ class Reader:
             return
         self.close()
         self._buffer = torch.empty(size, dtype=torch.uint8)
-        readers = {name: each for name, each in all_transports(relay=True).items() if name != UCX}
+        kinds = transport_kinds()
+        readers = {name: each for name, each in all_transports(relay=True).items() if kinds[name].writer is None}
         host = this_host()
         self._sources = Sources(self._recorded, self._tables, readers, host, landing=self._buffer)
 

@@ -3,7 +3,7 @@
 The file's size is sealed, and so is writing by whoever gets its descriptor (F_SEAL_FUTURE_WRITE): what this process
 mapped before stays writable, nothing else ever is. Memory is taken slot by slot, as far as a version needs it, after
 it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies. One other process
-may map it writable, if the relay is told so: the one that makes UCX helpers, which maps it before it is sealed.
+may map it writable, if a transport needs that: it maps the memory before that is sealed (`ArenaWriter`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +24,7 @@ from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, chec
 from ckpt_engine.cuda.pinning import Pin, pin
 from ckpt_engine.host.numa import spread
 from ckpt_engine.host.room import memory_room
-from ckpt_engine.transport.base import ArenaMemory
-from ckpt_engine.transport.ucx.lanes import Lanes
+from ckpt_engine.transport.base import ArenaMapping, ArenaMemory, ArenaWriter
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +38,18 @@ class Arena:
     """Two slots of equal size. Written by its relay alone; any thread. nodes: of the host's memory, over which its
     pages are spread evenly; fewer than two: they are where the thread that takes them runs.
 
-    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. ucx: the devices of each lane
-    (transport/ucx/lanes.py); none: no other process ever writes to it.
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. writers: make what else may
+    write to it (TransportKind.writer); none: no other process ever does.
 
-    Raises INVALID_ARGUMENT if that is too little for anything, UNAVAILABLE if the kernel gives no such memory, or if no
-    process for UCX can be started; DEADLINE_EXCEEDED.
+    Raises INVALID_ARGUMENT if that is too little for anything, UNAVAILABLE if the kernel gives no such memory, and what
+    writers raise: UNAVAILABLE, DEADLINE_EXCEEDED.
     """
 
     def __init__(
         self,
         memory: int,
         huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB"),
-        ucx: Sequence[str] = (),
+        writers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]] = (),
     ) -> None:
         self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
         self.size = SLOTS * self.slot_bytes
@@ -70,7 +69,7 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
-            self.lanes = self._lanes(self._memory, ucx) if ucx else None
+            self.writers = self._made(self._memory, writers) if writers else ()
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
@@ -87,9 +86,12 @@ class Arena:
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
 
-    def _lanes(self, memory: mmap.mmap, devices: Sequence[str]) -> Lanes:
+    def _made(
+        self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]]
+    ) -> tuple[ArenaWriter, ...]:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        return Lanes(self.descriptor, self.size, address, self.slot_bytes, tuple(devices))
+        mapping = ArenaMapping(self.descriptor, self.size, address, self.slot_bytes)
+        return tuple(writer for make in makers if (writer := make(mapping)) is not None)
 
     def reserve(self, slot: int, size: int, what: str) -> None:
         """Takes memory for the first `size` bytes of a slot, if it has none yet.
@@ -109,8 +111,8 @@ class Arena:
         except OSError as error:
             raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
         self._reserved[slot] = size
-        if self.lanes is not None:
-            self.lanes.reserved[slot] = size
+        for writer in self.writers:
+            writer.reserved[slot] = size
 
     def pin(self, slot: int, gpu: int) -> None:
         """Registers what was reserved of a slot with the driver of GPUs, for all of them, so that they write to it at
@@ -159,8 +161,8 @@ class Arena:
     def close(self) -> None:
         """Gives its descriptor to nobody from now on. The memory goes when nobody maps it any more. May be repeated."""
         self._memory = None
-        if self.lanes is not None:
-            self.lanes.close()
+        for writer in self.writers:
+            writer.close()
         self._closer()
 
 

@@ -1,10 +1,10 @@
 """Where a relay lends its arena: a Unix socket in a shared directory, and a thread that waits for nobody.
 
-The other side is `transport/relay_memory.py`. A reader's connection is its lease. It gets the arena's descriptor, says
-which slot it is about to read and when it has read it. Whoever does not ask, does not listen or is stopped holds up
-neither the relay nor other readers: nothing here blocks on a peer, and a slot is waited for until its readers are done
-or have had it for `slot_grace`, whichever comes first. What a reader that was overruled has copied no longer hashes.
-"""
+The other side is `transport/relay_memory/reader.py`. A reader's connection is its lease. It gets the arena's
+descriptor, says which slot it is about to read and when it has read it. Whoever does not ask, does not listen or is
+stopped holds up neither the relay nor other readers: nothing here blocks on a peer, and a slot is waited for until its
+readers are done or have had it for `slot_grace`, whichever comes first. What a reader that was overruled has copied no
+longer hashes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ckpt_engine.host.owned import unwritable
 from ckpt_engine.host.processes import peer_user
 from ckpt_engine.host.relay_directory import directory_identity, made_directory, socket_address
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.relay_memory import ANSWER_BYTES, HOLD, NAME, OPEN, QUESTION, RELEASE
+from ckpt_engine.transport.relay_memory.kind import NAME
+from ckpt_engine.transport.relay_memory.reader import ANSWER_BYTES, HOLD, OPEN, QUESTION, RELEASE
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Region
 

@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.transports import made, transport_kinds
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.fill import NAMED, Filled, Filling, Memory, Missing, Progress
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.transport.base import Passing
-from ckpt_engine.transport.tcp.asking import Passed
+from ckpt_engine.transport.base import PassedOn, Passing
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
@@ -143,8 +143,8 @@ class _Trees:
         self._slot, self._key, self._passing, self._recorded, self._stop_at = slot, key, passing, recorded, stop_at
         self._peers = fan_out.peers
         self._changed = threading.Condition()
-        self._connections: set[Passed] = set()
-        self._parents: dict[Passed, int] = {}  # those that may be left, and the bytes that are to come from them
+        self._connections: set[PassedOn] = set()
+        self._parents: dict[PassedOn, int] = {}  # those that may be left, and the bytes that are to come from them
         self._stopped = False
         self._taken: set[int] = set()  # chunks that others have passed on, compared
         self._again = 0
@@ -287,7 +287,7 @@ class _Trees:
             self._changed.notify_all()
 
     def _read(self, owner: str, region: Region, chunks: deque[int], parent: bool) -> None:
-        connection = Passed(region, owner, self._key, self._stop_at)
+        connection = _connection(region, owner, self._key, self._stop_at)
         try:
             with self._changed:
                 if self._stopped:
@@ -346,3 +346,15 @@ def _checked(fan_out: FanOut) -> list[int]:
     if not shares or not all(shares):
         raise invalid(f"a plan has trees with shares {shares}; each needs one, and there has to be a tree")
     return shares
+
+
+def _connection(region: Region, owner: str, key: bytes, stop_at: float) -> PassedOn:
+    """To a relay that passes on what it is being filled with. Raises UNAVAILABLE and as PassedOn."""
+    kind = transport_kinds().get(region.transport)
+    if kind is None or kind.passed is None:
+        raise unavailable(
+            f"{owner} passes on over {region.transport or 'no transport'!r}, and this relay does not know how to read "
+            "that; bring both to one version"
+        )
+    connection: PassedOn = made(kind.passed, region, owner, key, stop_at)
+    return connection

@@ -13,13 +13,12 @@ import torch
 
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.reach import same_host
+from ckpt_engine.core.transports import is_of_gpus
 from ckpt_engine.cuda.driver import CudaDriverError, driver, library_problem
 from ckpt_engine.host import nvml
 from ckpt_engine.v1.weights_pb2 import Gpu, Host, SourceTable
 
 log = logging.getLogger("ckpt_engine.relay")
-
-NAME = "cuda_ipc"
 
 
 class TrainersGpus:
@@ -55,7 +54,7 @@ class TrainersGpus:
             yield found[0][0]
 
     def _of(self, table: SourceTable, host: Host) -> list[tuple[int, Gpu]]:
-        lends = any(NAME in by_transport(region) for region in table.regions)
+        lends = any(is_of_gpus(name) for region in table.regions for name in by_transport(region))
         if not lends or not same_host(table.host, host) or torch.version.cuda is None or library_problem():
             return []
         try:

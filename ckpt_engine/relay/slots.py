@@ -23,6 +23,7 @@ from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
 from ckpt_engine.core.sealed_record import Commits, read_record
+from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
@@ -33,7 +34,6 @@ from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.base import Network, Transport
-from ckpt_engine.transport.ucx.settings import UCX, ucx_devices
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
@@ -129,7 +129,8 @@ class Slots:
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
-        self._arena = Arena(memory, ucx=ucx_devices() if network is not None and UCX in transports else ())
+        kinds = [kind for kind in arena_kinds() if kind.name in transports] if network is not None else []
+        self._arena = Arena(memory, writers=[partial(made, kind.writer) for kind in kinds if kind.writer is not None])
         try:
             self._ways = Ways(self._arena, self._transports, slot_grace, users, network)
         except BaseException:

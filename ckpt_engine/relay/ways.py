@@ -12,16 +12,13 @@ from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import Group
-from ckpt_engine.core.transports import arena_kinds, made
+from ckpt_engine.core.transports import arena_kinds, made, relay_transport
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
 from ckpt_engine.transport.base import ArenaLender, Network, PassesOn, Passing
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Region
 
 log = logging.getLogger("ckpt_engine.relay")
-
-NEAR = "relay_memory"
-"""The transport over which processes of the host read it."""
 
 
 class Ways:
@@ -41,7 +38,7 @@ class Ways:
     ) -> None:
         self._door = Door(arena, slot_grace, users)
         self._lenders: list[ArenaLender] = []
-        self.names: tuple[str, ...] = (NEAR,)
+        self.names: tuple[str, ...] = (relay_transport(),)
         try:
             for kind in arena_kinds() if network is not None else ():
                 if kind.name in transports:

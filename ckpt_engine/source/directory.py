@@ -22,7 +22,7 @@ from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.safetensors import FileTensor, read_directory
 from ckpt_engine.source.ways import Wish, served_dtype
 from ckpt_engine.transport.base import FileMemory
-from ckpt_engine.transport.file import FileTransport, file_region
+from ckpt_engine.transport.file.files import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Region, Shard, SourceTable, TensorSpec
 

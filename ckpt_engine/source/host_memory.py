@@ -15,7 +15,7 @@ from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.source.rehome import by_storage, byte_range, move, storage_bytes
 from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.transport.base import HostMemory
-from ckpt_engine.transport.shared_memory import ALIGNMENT, OwnedMemory, SharedArena, arena_at
+from ckpt_engine.transport.shared_memory.memory import ALIGNMENT, OwnedMemory, SharedArena, arena_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_engine.core.strides import span
 from ckpt_engine.torch_storages import storage_key
-from ckpt_engine.transport.shared_memory import lies_in_arena
+from ckpt_engine.transport.shared_memory.memory import lies_in_arena
 
 SHARED = "is in memory that torch shares between processes (share_memory)"
 FOREIGN = "is in memory that torch did not allocate itself (numpy, a mapped file, torch.load)"

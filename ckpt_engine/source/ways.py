@@ -15,7 +15,7 @@ from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
 from ckpt_engine.source.held import Held
 from ckpt_engine.source.rehome import why_not
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
-from ckpt_engine.transport.shared_memory import arena_at
+from ckpt_engine.transport.shared_memory.memory import arena_at
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
 CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)

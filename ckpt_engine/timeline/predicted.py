@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Edge, Expected, Memory, Rates, Work, predict
+from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, is_of_gpus, lending, passing_transport
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.timeline.drawing import draw
 from ckpt_engine.timeline.told import believable
@@ -120,8 +121,8 @@ def _fills(report: manager_pb2.UpdateReport) -> list[list[Edge]]:
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
         for brought in relay.filled.brought:
-            near = "cuda_ipc" if brought.source in gpus else "shared_memory"
-            transport = "tcp" if brought.source.startswith("relay ") else near
+            near = lending(GPU_MEMORY if brought.source in gpus else HOST_MEMORY, None)[0].name
+            transport = passing_transport() if brought.source.startswith("relay ") else near
             hosts = (brought.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
             edge = Edge(brought.source, relay.relay, transport, brought.bytes, *hosts)
             waves.setdefault(relay.stage, []).append(edge)
@@ -152,7 +153,7 @@ def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Wor
 def _memory(outcome: manager_pb2.ReplicaOutcome, rank: int, places: Whereabouts) -> Memory:
     """Transports that reach GPUs only tell it too, of a replica that has left."""
     reads = {edge.transport for edge in outcome.edges if edge.worker_rank == rank}
-    on_gpu = (outcome.replica, rank) in places.gpus or "cuda_ipc" in reads
+    on_gpu = (outcome.replica, rank) in places.gpus or any(map(is_of_gpus, reads))
     return "gpu" if on_gpu else "host"
 
 

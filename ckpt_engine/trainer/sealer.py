@@ -10,7 +10,7 @@ from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import precondition
-from ckpt_engine.core.transports import GPU_MEMORY, memory_of
+from ckpt_engine.core.transports import is_of_gpus
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
 from ckpt_engine.trainer.part import held_of
@@ -101,4 +101,4 @@ class Sealer:
 
 
 def _on_gpu(region: weights_pb2.OfferedRegion) -> bool:
-    return any(memory_of(name) == {GPU_MEMORY} for name in by_transport(region))
+    return any(map(is_of_gpus, by_transport(region)))

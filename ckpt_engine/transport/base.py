@@ -33,7 +33,7 @@ import torch
 
 from ckpt_engine.copy.prepared import PreparedCopy
 from ckpt_engine.core.problems import CkptEngineError, unavailable
-from ckpt_engine.core.rates import Rate
+from ckpt_engine.core.rates import Flow, Rate
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY
 from ckpt_engine.core.transports import Availability as Availability
 from ckpt_engine.v1.weights_pb2 import Region
@@ -278,6 +278,36 @@ class ArenaMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaMapping:
+    """A relay's memory before it is sealed: whoever maps its memory file now may write to it later."""
+
+    descriptor: int
+    """The memory file."""
+    size: int
+    """Bytes of all slots."""
+    address: int
+    """Where the relay's process maps it."""
+    slot_bytes: int
+
+
+class ArenaWriter(Protocol):
+    """What may write to a relay's memory beside the relay: processes that bring what it reads. Any thread.
+
+    What it was asked to write may land later than somebody waits for it. So it ends with certainty, or ends the relay:
+    after `close` nothing lands any more.
+    """
+
+    @property
+    def reserved(self) -> list[int]:
+        """Bytes that each slot has taken, which the arena sets whenever that changes."""
+        ...
+
+    def close(self) -> None:
+        """Ends every process that could still write. May be repeated. Never raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: name or IP at which
     other hosts reach it; the same as Host.address. slot_grace: seconds that a reader may keep a slot which the relay
@@ -373,6 +403,48 @@ class PassesOn(Protocol):
         """Begins the filling of a slot that nobody reads. key: 16 bytes by which readers name it. chunks: of each its
         runs, (offset in the slot, length), in the order in which they are sent. passed: told, on any thread, how fast
         it was passed on, whenever the last of its readers has left."""
+        ...
+
+
+class PassedOn(Protocol):
+    """The reader's side of a slot that is lent while it is being filled: a connection to its relay. Made of (region,
+    owner, key, stop_at): the lender's `passes_on`, the relay's name for messages, the filling's key, and a monotonic
+    time at which all of it ends. Raises UNAVAILABLE, DEADLINE_EXCEEDED."""
+
+    @property
+    def owner(self) -> str:
+        """The relay, as messages name it."""
+        ...
+
+    @property
+    def flows(self) -> Sequence[Flow]:
+        """How fast it received, by now."""
+        ...
+
+    def ask(self, chunk: int) -> None:
+        """Asks for a chunk; they come in the order in which they were asked for."""
+        ...
+
+    def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
+        """Waits for the next chunk that was asked for, and receives it. moved: called whenever some of it has come;
+        what it raises ends the connection's use."""
+        ...
+
+    def at_most(self) -> tuple[int, float] | None:
+        """Bytes of the chunk that comes now that are here, or about to be, and how many of them came a second at most;
+        None while none comes. Any thread."""
+        ...
+
+    def leave(self, why: str) -> None:
+        """Whoever waits for it is told why nobody does any more. Any thread."""
+        ...
+
+    def shut(self) -> None:
+        """Whoever waits for it wakes up. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """Closes, on its own thread, once it is done. May be repeated."""
         ...
 
 

@@ -12,17 +12,17 @@ import pytest
 from ckpt_engine.agent.launched import LaunchSettings
 from ckpt_engine.agent.session import AgentSettings
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
-from ckpt_engine.engine import adapter
 from tests.agent.plain_manager import PlainManager, plain_manager
 from tests.agent.running_agent import QUICK, SECONDS, RunningAgent, Start
+from tests.distributions import SMALL, distribution
 
 __all__ = ["plain_manager"]
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The small engine, and an agent that looks at it often."""
-    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+    monkeypatch.syspath_prepend(distribution(tmp_path_factory.mktemp("installed"), "small", SMALL))
     monkeypatch.setenv(ENVIRONMENT, QUICK)
 
 

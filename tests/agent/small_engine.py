@@ -35,6 +35,7 @@ from ckpt_engine.engine.adapter import (
     EngineInfo,
     LaunchPlan,
 )
+from ckpt_engine.engine.kinds import EngineKind
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.worker_pb2 import (
@@ -51,14 +52,19 @@ from ckpt_engine.words.state import EnginePage
 
 ROOT = Path(__file__).parents[2]
 
+ENGINE = EngineKind(name="small", title="the small engine", driver="tests.agent.small_engine")
+
+
+CAPABILITIES = Capabilities(
+    frozenset({manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT}), manager_pb2.PAUSE_MODE_KEEP
+)
+
 
 class SmallAdapter:
     """Drives it. Every call is a POST to the route of that name."""
 
     kind = "small"
-    capabilities = Capabilities(
-        frozenset({manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT}), manager_pb2.PAUSE_MODE_KEEP
-    )
+    capabilities = CAPABILITIES
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = EngineClient(settings.url.rstrip("/"))

@@ -19,15 +19,15 @@ from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
 from ckpt_engine.agent.logs import KEPT, new_log
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.engine import adapter
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import answers, by_hand, environment
+from tests.distributions import SMALL, distribution
 from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)
-def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+def small_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.syspath_prepend(distribution(tmp_path_factory.mktemp("installed"), "small", SMALL))
     monkeypatch.setenv(ENVIRONMENT, QUICK)
 
 

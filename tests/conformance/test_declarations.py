@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.engine.adapter import ADAPTERS
 from ckpt_engine.engine.declarations import COMMAND, declared
+from ckpt_engine.engine.kinds import engine_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines" / "README.md"
 
@@ -20,7 +20,7 @@ def test_the_page_of_engines_is_what_their_adapters_declare() -> None:
     assert PAGE.read_text() == written, f"{PAGE} is out of date: {COMMAND} > {PAGE}"
 
 
-@pytest.mark.parametrize("kind", sorted(ADAPTERS))
+@pytest.mark.parametrize("kind", engine_names())
 def test_a_declaration_is_whole(kind: str) -> None:
     """Whoever reads it can choose: a default that works, versions that were run, sentences that end."""
     of = declared()[kind]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.prediction import (
-    MEASURED,
     STAGES,
     Edge,
     Rates,
     Work,
+    measured,
     of_work,
     over_lanes,
     pause,
@@ -105,10 +105,10 @@ def test_workers_may_digest_at_a_rate_of_their_own() -> None:
 
 
 def test_rates_are_read_over_those_that_were_measured() -> None:
-    rates = Rates.of({"links": {"tcp": {"host": 12}}, "seconds": {"resume": 0}}, MEASURED)
+    rates = Rates.of({"links": {"tcp": {"host": 12}}, "seconds": {"resume": 0}}, measured())
     assert rates.links["tcp"] == {"host": 12e9}
-    assert rates.links["shared_memory"] == MEASURED.links["shared_memory"]
-    assert (rates.digest, rates.verify) == (MEASURED.digest, MEASURED.verify)
+    assert rates.links["shared_memory"] == measured().links["shared_memory"]
+    assert (rates.digest, rates.verify) == (measured().digest, measured().verify)
     assert rates.seconds == {"resume": 0.0}
 
 

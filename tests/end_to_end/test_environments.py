@@ -12,17 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, running_cluster
+from tests.distributions import SMALL, distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 
 AGENT = """
 import sys
-from enum import StrEnum
-sys.path.insert(0, ".")
-from ckpt_engine.commands import choices
-from ckpt_engine.engine import adapter
-adapter.ADAPTERS = {**adapter.ADAPTERS, "small": "tests.agent.small_engine"}
-choices.Engine = StrEnum("Engine", {name.upper(): name for name in adapter.ADAPTERS})
+sys.path[:0] = [".", sys.argv.pop(1)]
 from ckpt_engine.cli import main
 sys.argv[0] = "ckpt-engine"
 main()
@@ -66,7 +62,8 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def update_in(manager: Cluster, environment: Mapping[str, str], name: str, prefix: Sequence[str] = ()) -> None:
     """An agent and a trainer that have this environment and nothing else, and one update from one to the other."""
     log = manager.path / f"{name}.log"
-    options = ["agent", "--manager", manager.address, "--engine", "small", "--name", name]
+    installed = distribution(manager.path / f"{name}-installed", "small", SMALL)
+    options = [str(installed), "agent", "--manager", manager.address, "--engine", "small", "--name", name]
     with log.open("wb") as output:
         agent = subprocess.Popen(
             [*prefix, sys.executable, "-c", AGENT, *options], env=environment, cwd=ROOT, stdout=output, stderr=output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from ckpt_engine_adapters.reference.server import parse
 from ckpt_engine_adapters.sglang import driver as sglang
 from ckpt_engine_adapters.vllm import driver as vllm
 from ckpt_engine_adapters.vllm.command import options_of
+from tests.distributions import SMALL, distribution
 
 FIRST, SECOND = NodePart(2, 0, "10.0.0.1", 7200), NodePart(2, 1, "10.0.0.1", 7200)
 
@@ -77,7 +79,7 @@ def test_the_reference_engines_parts_are_commands_that_its_server_understands(
         reference.node_plan((), 8000, str(model), FIRST)
 
 
-def test_an_adapter_that_says_nothing_of_nodes_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "ADAPTERS", {"small": "tests.agent.small_engine"})
+def test_an_adapter_that_says_nothing_of_nodes_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(distribution(tmp_path, "small", SMALL))
     with pytest.raises(ValueError, match="--nodes: an engine of kind small on several nodes cannot be driven yet"):
         node_plan_of("small")

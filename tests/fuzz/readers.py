@@ -27,9 +27,9 @@ from ckpt_engine.planning.model import read_model
 from ckpt_engine.security.grants import Tokens
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.safetensors import INDEX, read_directory, read_header
-from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
-from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
+from ckpt_engine.transport.file.files import FileTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.tcp.fetcher import checked
 from ckpt_engine.transport.tcp.lendings import Lendings

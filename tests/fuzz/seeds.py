@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, canonical
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
-from ckpt_engine.transport.file import file_region
-from ckpt_engine.transport.shared_memory import SharedArena
+from ckpt_engine.transport.file.files import file_region
+from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.ucx import channel
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2

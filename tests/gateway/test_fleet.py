@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.gateway import dialect
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
-from ckpt_engine.gateway.dialects import base
 from ckpt_engine.gateway.fleet import Fleet, State, Told, Visit, Want
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.versions import Identity
@@ -237,7 +237,7 @@ def test_a_replica_that_goes_back_is_not_asked_for_a_later_version() -> None:
     ],
 )
 def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None) -> None:
-    assert base.made_by(label) == made_by
+    assert dialect.made_by(label) == made_by
 
 
 def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:

@@ -17,9 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_engine.gateway import json_numbers, large_json
-from ckpt_engine.gateway.dialects.completions import Completions
 from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.large_json import dump_in_steps, load_in_steps, values_of
+from ckpt_engine_adapters.vllm.completions import Completions
 from tests.gateway.misbehaving import BODY, Engine, asking, told, until
 
 values = st.recursive(

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_engine.gateway import server
 from ckpt_engine.gateway.choice import key_of
+from ckpt_engine.gateway.engines import installed_engines
 from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
 from ckpt_engine.gateway.metrics import Metrics
 from ckpt_engine.gateway.placing import Placing
@@ -82,7 +83,7 @@ async def test_prefills_of_resumed_requests_are_bounded_at_each_replica() -> Non
     settings, fleet, key = Settings(prefills=1), Fleet(), key_of("", [1])
     fleet.tell([Told("a", "http://a", "vllm", State.SERVING)])
     async with Upstream(settings) as upstream:
-        placing = Placing(settings, fleet, upstream, Metrics())
+        placing = Placing(settings, fleet, upstream, Metrics(), installed_engines())
 
         async def place(resumed: bool) -> Any:
             return await placing.place(Want(), key, placing.patience(0.0), resumed)

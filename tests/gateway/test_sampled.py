@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ckpt_engine.gateway import single
-from ckpt_engine.gateway.dialects import completions
-from ckpt_engine.gateway.dialects.completions import Completions
 from ckpt_engine.gateway.stitching import Stitch
 from ckpt_engine_adapters.reference.sampling import choose
+from ckpt_engine_adapters.vllm import completions
+from ckpt_engine_adapters.vllm.completions import Completions
 
 SAMPLES, TOKENS, REQUESTS, VOCABULARY = 4, 3, 200, 4
 Answer = tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ def leg(dialect: Completions, stitch: Stitch, cut: int) -> None:
         assert drawn is not None
         context.append(drawn[0])
         choice: dict[str, Any] = {"token_ids": [drawn[0]], "finish_reason": None}
-        stitch.take(dialect.piece(stitch, {"choices": [choice]}, "vllm"))
+        stitch.take(dialect.piece(stitch, {"choices": [choice]}, False))
     stitch.broken(dialect.finish)
 
 

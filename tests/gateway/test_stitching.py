@@ -12,18 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.gateway import resumability
-from ckpt_engine.gateway.dialects import base
-from ckpt_engine.gateway.dialects.base import Dialect
-from ckpt_engine.gateway.dialects.completions import Completions
-from ckpt_engine.gateway.dialects.inference import Inference
-from ckpt_engine.gateway.dialects.sglang import Sglang
+from ckpt_engine.gateway import dialect as dialects
+from ckpt_engine.gateway.dialect import Dialect
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.resumability import Kind
 from ckpt_engine.gateway.single import leg_seed
 from ckpt_engine.gateway.stitching import ABORT, OverrunError, Piece, Stitch
 from ckpt_engine.gateway.versions import Identity
 from ckpt_engine_adapters.reference.sampling import choose
+from ckpt_engine_adapters.sglang import generate
+from ckpt_engine_adapters.sglang.generate import Generate
+from ckpt_engine_adapters.vllm import fields
+from ckpt_engine_adapters.vllm.completions import Completions
+from ckpt_engine_adapters.vllm.inference import Inference
 from tests.gateway import model_engine
 
 Engine = Callable[[Mapping[str, Any], model_engine.Chunks, int], Iterator[dict[str, Any]]]
@@ -45,7 +46,7 @@ def body_of(dialect: type[Dialect], **sampling: Any) -> dict[str, Any]:
 ENGINES: dict[type[Dialect], Engine] = {
     Completions: model_engine.completions,
     Inference: model_engine.inference,
-    Sglang: model_engine.sglang,
+    Generate: model_engine.sglang,
 }
 DIALECTS = sorted(ENGINES, key=lambda each: each.__name__)
 
@@ -68,7 +69,7 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
             for place, event in enumerate(events):
                 if place == cut:
                     break
-                piece = stitch.take(made.piece(stitch, event, "vllm"))
+                piece = stitch.take(made.piece(stitch, event, False))
                 told += piece.tokens
                 made.chunk(number, stitch, piece, stitch.finish is not None)
             if stitch.broken(made.finish):
@@ -115,7 +116,7 @@ def test_min_tokens_is_reduced(dialect: type[Dialect], cuts: list[int], chunks: 
     body = body_of(dialect, min_tokens=least, stop_token_ids=list(range(0, model_engine.VOCABULARY, 4)))
     answer = in_legs(dialect, body, cuts, chunks)
     assert bare(answer) == bare(in_legs(dialect, body, [], [1]))
-    tokens = answer["output_ids"] if dialect is Sglang else answer["choices"][0]["token_ids"]
+    tokens = answer["output_ids"] if dialect is Generate else answer["choices"][0]["token_ids"]
     assert len(tokens) > least
 
 
@@ -142,9 +143,9 @@ def test_an_echo_is_of_the_first_leg_that_says_anything(cuts: list[int], chunks:
 @settings(max_examples=40, deadline=None)
 @given(cuts=cuts, chunks=sizes)
 def test_log_probabilities_of_the_prompt_are_of_the_first_leg_only(cuts: list[int], chunks: list[int]) -> None:
-    body = {**body_of(Sglang), "logprob_start_len": 1}
-    answer = in_legs(Sglang, body, cuts, chunks)
-    assert bare(answer) == bare(in_legs(Sglang, body, [], [1]))
+    body = {**body_of(Generate), "logprob_start_len": 1}
+    answer = in_legs(Generate, body, cuts, chunks)
+    assert bare(answer) == bare(in_legs(Generate, body, [], [1]))
     assert [entry[1] for entry in answer["meta_info"]["input_token_logprobs"]] == [2, 3]
     said = answer["meta_info"]["ckpt_engine"]["prompt"]
     first = next((place for place, cut in enumerate(cuts) if cut), len(cuts))
@@ -163,7 +164,7 @@ def test_a_prompt_that_is_truncated_stays_so(cuts: list[int], chunks: list[int],
 @settings(max_examples=25, deadline=None)
 @given(cuts=cuts, chunks=sizes, count=st.integers(2, 3))
 def test_several_samples_are_split(dialect: type[Dialect], cuts: list[int], chunks: list[int], count: int) -> None:
-    body = body_of(dialect, n=count, seed=5) if dialect is not Sglang else body_of(dialect, n=count, sampling_seed=5)
+    body = body_of(dialect, n=count, seed=5) if dialect is not Generate else body_of(dialect, n=count, sampling_seed=5)
     asked = dialect.read(body)
     assert asked is not None
     assert [single.seed for single in asked.singles] == list(range(5, 5 + count))
@@ -175,7 +176,7 @@ def test_several_samples_are_split(dialect: type[Dialect], cuts: list[int], chun
 @given(cuts=cuts, chunks=sizes)
 def test_each_token_is_under_the_leg_that_made_it(dialect: type[Dialect], cuts: list[int], chunks: list[int]) -> None:
     answer = in_legs(dialect, body_of(dialect), cuts, chunks)
-    said = answer["meta_info"]["ckpt_engine"] if dialect is Sglang else answer["choices"][0]["ckpt_engine"]
+    said = answer["meta_info"]["ckpt_engine"] if dialect is Generate else answer["choices"][0]["ckpt_engine"]
     assert [span["first"] for span in said["spans"]] == [
         sum(span["count"] for span in said["spans"][:place]) for place in range(len(said["spans"]))
     ]
@@ -186,13 +187,13 @@ def test_each_token_is_under_the_leg_that_made_it(dialect: type[Dialect], cuts: 
 
 
 def test_events_that_do_not_repeat_the_tokens_before_are_read_alike() -> None:
-    asked = Sglang.read(body_of(Sglang))
+    asked = Generate.read(body_of(Generate))
     assert asked is not None
-    made, stitch = Sglang(asked, "id", 0), Stitch(asked.singles[0])
+    made, stitch = Generate(asked, "id", 0), Stitch(asked.singles[0])
     stitch.begin("one")
     for event in model_engine.sglang(made.leg_body(stitch, "leg"), lambda count: split(count, [3]), 0, repeats=False):
-        stitch.take(made.piece(stitch, event, "sglang"))
-    assert bare(made.whole([stitch])) == bare(in_legs(Sglang, body_of(Sglang), [], [1]))
+        stitch.take(made.piece(stitch, event, False))
+    assert bare(made.whole([stitch])) == bare(in_legs(Generate, body_of(Generate), [], [1]))
 
 
 NEVER = [
@@ -209,10 +210,10 @@ NEVER = [
     (Inference, "presence_penalty", 0.5),
     (Inference, "extra_args", {"mine": 1}),
     (Inference, "thinking_token_budget", 5),
-    (Sglang, "frequency_penalty", 0.5),
-    (Sglang, "regex", "a*"),
-    (Sglang, "custom_params", {"mine": 1}),
-    (Sglang, "a_field_of_tomorrow", 1),
+    (Generate, "frequency_penalty", 0.5),
+    (Generate, "regex", "a*"),
+    (Generate, "custom_params", {"mine": 1}),
+    (Generate, "a_field_of_tomorrow", 1),
 ]
 
 
@@ -283,7 +284,7 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
     made, stitch = Completions(asked, "id", 0), Stitch(asked.singles[0])
     stitch.begin("one")
     event = {"choices": [{"index": 0, "text": "", "token_ids": [4], "finish_reason": "abort"}]}
-    piece = stitch.take(made.piece(stitch, event, "vllm"))
+    piece = stitch.take(made.piece(stitch, event, False))
     assert piece.finish is not None
     assert piece.finish.kind == ABORT
     assert stitch.finish is None
@@ -311,8 +312,8 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
         (Completions, {"prompt": [1], "stream": "yes"}, "true or false"),
         (Inference, {"token_ids": "text"}, "at least one token id"),
         (Inference, {"token_ids": [1], "sampling_params": []}, "an object"),
-        (Sglang, {}, "at least one token id"),
-        (Sglang, {"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 for 2 prompts"),
+        (Generate, {}, "at least one token id"),
+        (Generate, {"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 for 2 prompts"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_replica_hears_of_it(
@@ -324,7 +325,7 @@ def test_what_cannot_be_is_refused_before_a_replica_hears_of_it(
 
 
 def test_as_many_prompts_and_samples_as_are_allowed_and_not_one_more() -> None:
-    most = base.SAMPLES
+    most = dialects.SAMPLES
     for prompts, each in ((most, 1), (1, most)):
         asked = Completions.read({"prompt": [[1]] * prompts, "n": each, "max_tokens": 1})
         assert asked is not None
@@ -336,7 +337,7 @@ def test_as_many_prompts_and_samples_as_are_allowed_and_not_one_more() -> None:
 
 def test_texts_are_passed_on() -> None:
     assert Completions.read({"prompt": "Call me"}) is None
-    assert Sglang.read({"text": "Call me"}) is None
+    assert Generate.read({"text": "Call me"}) is None
 
 
 def test_the_page_has_the_tables() -> None:
@@ -348,11 +349,11 @@ def test_the_page_has_the_tables() -> None:
         if match[1] in {kind.value for kind in Kind}
     }
     tables = [
-        resumability.COMPLETIONS,
-        resumability.INFERENCE,
-        resumability.INFERENCE_SAMPLING,
-        resumability.SGLANG,
-        resumability.SGLANG_SAMPLING,
+        fields.COMPLETIONS,
+        fields.INFERENCE,
+        fields.INFERENCE_SAMPLING,
+        generate.FIELDS,
+        generate.SAMPLING,
     ]
     for kind in Kind:
         assert rows[kind] == {name for table in tables for name, rule in table.items() if rule.kind is kind}

@@ -24,8 +24,8 @@ from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, CudaRegions
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport, CudaRegions
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
 from tests.line_process import LineProcess
 from tests.source.reading import readable

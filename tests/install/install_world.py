@@ -20,7 +20,7 @@ from ckpt_engine.install.installer import Installer
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import dtype_name
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 from ckpt_engine.words.state import EnginePage
 

@@ -10,8 +10,8 @@ import pytest
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.transport.file import FileTransport, file_region
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.file.files import FileTransport, file_region
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_models import TensorParallel, assert_same, state
 from tests.install.install_world import Checkpoint, OneWorker

@@ -24,10 +24,11 @@ from ckpt_engine.cuda.driver import IPC_HANDLE_BYTES, Driver
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.transport.cuda_ipc import CudaIpcTransport, reader
+from ckpt_engine.transport.cuda_ipc import reader
 from ckpt_engine.transport.cuda_ipc.lease import LeaseOffice
 from ckpt_engine.transport.cuda_ipc.memory import LEGACY, PIECES, Imported, UnmappableError
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator
 from tests.install.install_models import TensorParallel, assert_same, state

@@ -15,7 +15,7 @@ from ckpt_engine.core.stages import STAGES
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.transport.base import Availability, Move, OpenedRegions
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_models import Plain, TensorParallel, assert_same, state
 from tests.install.install_world import Checkpoint, OneWorker, random_tensor

@@ -9,7 +9,7 @@ from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.transport.base import OpenedRegions
 from ckpt_engine.transport.mapped import MappedRegions
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import weights_pb2
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint, OneWorker

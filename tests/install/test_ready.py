@@ -18,7 +18,7 @@ from ckpt_engine.digest import prepared as prepared_digests
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.install import ready
 from ckpt_engine.transport.mapped import MappedRegions
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint, OneWorker

@@ -18,7 +18,7 @@ from test_security import Keys, token
 from test_updates import one_update
 
 from ckpt_engine.channel import ManagerStub
-from ckpt_engine.core.prediction import MEASURED
+from ckpt_engine.core.prediction import measured
 from ckpt_engine.core.version import Version
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.server import ServerSecurity
@@ -57,7 +57,7 @@ async def test_it_is_the_file_of_the_command(
 ) -> None:
     members = await updated(stub, version=7)
     report, places = await report_of(manager.address, 7)
-    command = trace_text(drawn(report, MEASURED, places)[0])
+    command = trace_text(drawn(report, measured(), places)[0])
     answer = await client.get("/v1/versions/7/trace")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     assert answer.text == command

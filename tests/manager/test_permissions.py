@@ -20,7 +20,7 @@ from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
-from ckpt_engine.transport.shared_memory import SharedArena
+from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine.words.state import EnginePage

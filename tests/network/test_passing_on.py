@@ -22,8 +22,9 @@ from ckpt_engine.core.sealed_record import Commits
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay import fan_in, work
 from ckpt_engine.relay.slots import Held, Wish
-from ckpt_engine.transport.tcp import TcpArenaLender, asking, connection, passer, passing, sending, sockets, wire
+from ckpt_engine.transport.tcp import asking, connection, passer, passing, sending, sockets, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.tcp.server import TcpArenaLender
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.relay_pb2 import TcpLocator

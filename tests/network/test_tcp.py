@@ -20,9 +20,10 @@ from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay.slots import Held, Slots
 from ckpt_engine.transport.base import Network, Run
 from ckpt_engine.transport.fetched import FetchedTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.transport.tcp import TcpArenaLender, TcpFetcher, connection, sending, server, wire
-from ckpt_engine.transport.tcp.fetcher import TcpLink
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp import connection, sending, server, wire
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher, TcpLink
+from ckpt_engine.transport.tcp.server import TcpArenaLender
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SourceTable
 from tests.install.install_models import TensorParallel

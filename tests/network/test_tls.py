@@ -15,7 +15,8 @@ import trustme
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import TcpFetcher, asking
+from ckpt_engine.transport.tcp import asking
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 from tests.install.install_world import Checkpoint

@@ -19,8 +19,9 @@ from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.registry import all_transports
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.transport.tcp import TcpFetcher
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher
+from ckpt_engine.transport.ucx.lanes import Lanes
 from ckpt_engine.transport.ucx.reader import UcxFetcher
 from ckpt_engine.transport.ucx.settings import DEVICES
 from ckpt_engine.v1.weights_pb2 import SourceTable
@@ -49,6 +50,13 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slots, Slots]]:
     far.close()
 
 
+def lanes_in(slots: Slots) -> Lanes:
+    """What a relay has for UCX."""
+    (lanes,) = slots._arena.writers
+    assert isinstance(lanes, Lanes)
+    return lanes
+
+
 def test_a_relay_fills_itself_over_ucx_bit_for_bit(pair: tuple[Slots, Slots]) -> None:
     near, far = pair
     weights = odd()
@@ -56,8 +64,7 @@ def test_a_relay_fills_itself_over_ucx_bit_for_bit(pair: tuple[Slots, Slots]) ->
     recorded = seal(checkpoint, [])
     table = filled(near, 0, recorded, tables(checkpoint)).table
     assert [[offer.transport for offer in each.offers] for each in table.regions] == [["relay_memory", "ucx", "tcp"]]
-    read = far._arena.lanes
-    assert read is not None
+    read = lanes_in(far)
     assert len(read.helpers) == 1  # its own lender
     for slot in (0, 1, 0):
         held = filled(far, slot, recorded, [table])
@@ -73,9 +80,8 @@ def test_without_ucx_the_next_way_is_taken(pair: tuple[Slots, Slots]) -> None:
     checkpoint = Checkpoint(weights, 1)
     recorded = seal(checkpoint, [])
     table = filled(near, 0, recorded, tables(checkpoint)).table
-    assert far._arena.lanes is not None
-    server = far._arena.lanes.fork_server
-    (lender,) = far._arena.lanes.helpers
+    server = lanes_in(far).fork_server
+    (lender,) = lanes_in(far).helpers
     os.kill(server, signal.SIGKILL)
     until(lambda: not alive(lender))
     held = filled(far, 0, recorded, [table])

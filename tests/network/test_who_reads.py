@@ -16,7 +16,8 @@ from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import TcpFetcher, connection, wire
+from ckpt_engine.transport.tcp import connection, wire
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SourceTable
 from tests.install.install_world import Checkpoint

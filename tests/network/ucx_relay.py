@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.base import Network, Run
+from ckpt_engine.transport.ucx.lanes import Lanes, lanes_on
 from ckpt_engine.transport.ucx.lender import UcxLender
 from ckpt_engine.transport.ucx.reader import UcxFetcher, UcxLink
 from ckpt_engine.v1.weights_pb2 import Region
@@ -30,11 +32,12 @@ class Relay:
     """One arena of two slots, all of it reserved, and both sides of UCX. stall: of its fetcher."""
 
     def __init__(self, slot_bytes: int, devices: tuple[str, ...], stall: float = 20.0) -> None:
-        self.arena = Arena(2 * slot_bytes, ucx=devices)
+        self.arena = Arena(2 * slot_bytes, writers=[partial(lanes_on, devices=devices)])
         for slot in range(2):
             self.arena.reserve(slot, slot_bytes, "a test")
-        assert self.arena.lanes is not None
-        self.lanes = self.arena.lanes
+        (lanes,) = self.arena.writers
+        assert isinstance(lanes, Lanes)
+        self.lanes = lanes
         try:
             self.lender = UcxLender(self.arena.lendable(), Network("", "", 5.0))
         except CkptEngineError:

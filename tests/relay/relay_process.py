@@ -21,10 +21,11 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.slots import Slots, Wish
 from ckpt_engine.transport.base import Network, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
-from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
-from ckpt_engine.transport.tcp import TcpFetcher, connection
+from ckpt_engine.transport.file.files import FileTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
+from ckpt_engine.transport.tcp import connection
+from ckpt_engine.transport.tcp.fetcher import TcpFetcher
 from ckpt_engine.transport.ucx.reader import UcxFetcher
 from ckpt_engine.transport.ucx.settings import ucx_devices
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
 from tests.line_process import LineProcess
 

@@ -14,7 +14,7 @@ from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.relay.slots import Wish
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable, WorkerNeeds
 from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
 from tests.install.install_models import TensorParallel

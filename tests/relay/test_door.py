@@ -18,7 +18,7 @@ from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, sock
 from ckpt_engine.relay import door as relay_door
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import Door
-from ckpt_engine.transport.relay_memory import QUESTION, RelayMemoryTransport
+from ckpt_engine.transport.relay_memory.reader import QUESTION, RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint

@@ -31,9 +31,9 @@ from ckpt_engine.relay.fill import Filling
 from ckpt_engine.relay.slots import Held, Slots, Wish
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.source.directory import directory_source
-from ckpt_engine.transport.file import FileTransport
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.file.files import FileTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint

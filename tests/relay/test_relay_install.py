@@ -12,7 +12,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import Commits
-from ckpt_engine.transport import relay_memory
+from ckpt_engine.transport.relay_memory import reader as relay_memory
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.worker_pb2 import WorkerInstalled
 from tests.install.install_models import TensorParallel, assert_same, state

@@ -22,7 +22,7 @@ from ckpt_engine.machines.events import TrainerEvent
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.relay.process import run_relay
 from ckpt_engine.relay.settings import RelaySettings
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.manager_pb2 import (
     FillRelay,
     Goodbye,

@@ -19,8 +19,8 @@ from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayF
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
-from ckpt_engine.transport.relay_memory import RelayMemoryTransport
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem, Region, SealedRecord, SourceTable

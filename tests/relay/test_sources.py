@@ -19,7 +19,7 @@ from ckpt_engine.core.transports import (
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.transport.base import OpenedRegions
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint

@@ -12,7 +12,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
-from ckpt_engine.transport.shared_memory import SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem
 from tests.source.reading import assert_equal, read, readable, whole_atoms
 

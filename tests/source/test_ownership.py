@@ -19,7 +19,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.source import host_memory
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.open import open_source
-from ckpt_engine.transport.shared_memory import arena_at
+from ckpt_engine.transport.shared_memory.memory import arena_at
 from ckpt_engine.v1.weights_pb2 import Problem
 from tests.source.reading import assert_equal, read, whole_atoms
 

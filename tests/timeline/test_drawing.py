@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from trace_format import File, read
 
-from ckpt_engine.core.prediction import MEASURED, Rates
+from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.timeline.clocks import ANSWERED, GUESSED
 from ckpt_engine.timeline.drawing import HOLDS, KEPT, draw
 from ckpt_engine.timeline.perfetto import trace_events
@@ -93,9 +93,9 @@ def report(replicas: Sequence[pb.ReplicaOutcome], relays: Sequence[pb.RelayRepor
     return made
 
 
-def shown(made: pb.UpdateReport, rates: Rates = MEASURED) -> File:
+def shown(made: pb.UpdateReport, rates: Rates | None = None) -> File:
     timeline = draw(made)
-    add_prediction(timeline, compared(made, rates, Whereabouts()))
+    add_prediction(timeline, compared(made, rates or measured(), Whereabouts()))
     return read(json.dumps(trace_events(timeline)))
 
 

@@ -1,8 +1,8 @@
-"""Two transports that ckpt-engine has never heard of, one of each shape, and updates over them: this file is all that
-they take.
+"""Two transports that ckpt-engine has never heard of, one of each shape, and updates over them: a file is all that each
+takes.
 
-*Borrowed* is mapped: a reader opens the owner's memory file by its path. *Told* is fetched: the owner answers questions
-for bytes over a Unix socket, as a network's other end would.
+*Borrowed* (tests/toys) is mapped: a reader opens the owner's memory file by its path. *Told* is fetched: the owner
+answers questions for bytes over a Unix socket, as a network's other end would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plain_replica import PlainReplica
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.core import transports
 from ckpt_engine.core.problems import data_loss, deadline, unavailable
-from ckpt_engine.core.reach import Verdict, by_network, same_host
+from ckpt_engine.core.reach import by_network
 from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.core.transports import (
     HOST_MEMORY,
@@ -40,7 +40,6 @@ from ckpt_engine.core.transports import (
 from ckpt_engine.source.open import open_source
 from ckpt_engine.transport import fetched
 from ckpt_engine.transport.base import (
-    OPEN_SECONDS,
     Availability,
     HostMemory,
     Memory,
@@ -48,58 +47,12 @@ from ckpt_engine.transport.base import (
     Run,
 )
 from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
-from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.transport.registry import all_transports, transport_rows
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region
 from tests.cluster import eventually
-
-# ------------------------------------------------------------------------------------------------- one that is mapped
-
-
-class BorrowedLender:
-    """The owner's side: a duplicate of the memory file's descriptor, named by its path."""
-
-    def __init__(self) -> None:
-        self._descriptors: list[int] = []
-
-    def offer(self, id: int, memory: Memory) -> Region:
-        if not isinstance(memory, HostMemory):
-            raise unavailable(f"{memory.kind} cannot be borrowed")
-        self._descriptors.append(os.dup(memory.descriptor))
-        path = f"/proc/{os.getpid()}/fd/{self._descriptors[-1]}"
-        return Region(id=id, transport="borrowed", size=memory.bytes.numel(), locator=path.encode())
-
-    def unchanged(self) -> bool:
-        return True
-
-    def withdraw(self, seconds: float) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
-class Borrowed:
-    """The reader's side."""
-
-    name = "borrowed"
-
-    def availability(self) -> Availability:
-        return Availability(True, "paths can be opened")
-
-    def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
-        found = {}
-        for region in regions:
-            try:
-                descriptor = os.open(region.locator, os.O_RDONLY)
-            except OSError as error:
-                raise unavailable(str(error)) from error
-            found[region.locator] = Mapping(descriptor, region.size)
-            os.close(descriptor)
-        return MappedRegions(found, lambda: None, lambda: True)
-
+from tests.distributions import distribution
+from tests.toys.borrowed import BORROWED, BorrowedLender, near
 
 # ------------------------------------------------------------------------------------------------ one that is fetched
 
@@ -230,12 +183,6 @@ class Told:
         return ToldLink(region, landing, seconds)
 
 
-def near(source: Host, worker: Host) -> Verdict:
-    """Nearer than everything that is built."""
-    return Verdict(same_host(source, worker), "both are made up", -1)
-
-
-BORROWED = TransportKind("borrowed", near, Borrowed, BorrowedLender, frozenset({HOST_MEMORY}), unasked=False)
 TOLD = TransportKind("told", near, Told, ToldLender, frozenset({HOST_MEMORY}), unasked=False)
 
 # ------------------------------------------------------------------------------------------------------------ updates
@@ -466,21 +413,15 @@ def test_what_fails_names_the_source(lent: tuple[torch.Tensor, Region]) -> None:
 
 # --------------------------------------------------------------------------------------------- as a package brings it
 
-ENTRY_POINTS = """[ckpt_engine.transports]
-borrowed = {module}:BORROWED
-told = {module}:TOLD
-nonsense = {module}:QUESTION
-"""
+HERE = Path(__file__)
 
 
 def installed(path: Path) -> dict[str, str]:
-    """This file as a distribution below `path`; the environment in which processes find it."""
-    about = path / "made_up-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS.format(module=Path(__file__).stem))
-    here = Path(__file__).parent
-    return {"PYTHONPATH": os.pathsep.join([str(path), str(here), os.environ.get("PYTHONPATH", "")])}
+    """These two as a distribution below `path`; the environment in which processes find it."""
+    points = {"borrowed": "borrowed:BORROWED", "nonsense": f"{HERE.stem}:QUESTION", "told": f"{HERE.stem}:TOLD"}
+    distribution(path, "made-up", {transports.ENTRY_POINTS: points})
+    folders = (path, HERE.parent, HERE.parents[1] / "toys", os.environ.get("PYTHONPATH", ""))
+    return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def test_entry_points_are_found_by_every_process_and_nonsense_is_left_out(tmp_path: Path) -> None:
@@ -496,7 +437,6 @@ def test_entry_points_are_found_by_every_process_and_nonsense_is_left_out(tmp_pa
     ours = ["cuda_ipc", "relay_memory", "shared_memory", "file", "ucx", "tcp", "nccl"]
     assert found.stdout.split() == [*ours, "borrowed", "told"]
     assert "nonsense" in found.stderr
-    assert transports.ENTRY_POINTS in ENTRY_POINTS
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def _serve() -> None:
     import torch
 
     from ckpt_engine.core.problems import CkptEngineError
-    from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+    from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 
     arenas, opened, transport = [], [], SharedMemoryTransport()
     for line in sys.stdin:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.cuda.driver import Allocation, CudaDriverError, Driver, driver, library_problem
-from ckpt_engine.transport.cuda_ipc import CudaIpcTransport
 from ckpt_engine.transport.cuda_ipc.memory import LEGACY, NOT_SHAREABLE, PIECES, Imported, Kind, run_at, runs_of
 from ckpt_engine.transport.cuda_ipc.probe import probe
+from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Problem, Region
 
 Allocations = list[tuple[Allocation, Kind]]

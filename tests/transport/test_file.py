@@ -11,7 +11,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.file import FileTransport, file_region
+from ckpt_engine.transport.file.files import FileTransport, file_region
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 

@@ -17,8 +17,8 @@ from ckpt_engine.cuda.driver import Allocation
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.transport.base import FileMemory, GpuMemory, Lender, Memory
 from ckpt_engine.transport.cuda_ipc.memory import LEGACY, Run
-from ckpt_engine.transport.file import FileLender, FileTransport
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryLender, SharedMemoryTransport
+from ckpt_engine.transport.file.files import FileLender, FileTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryLender, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 

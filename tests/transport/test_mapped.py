@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_engine.cuda.driver import library_problem
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 
 
 @pytest.mark.skipif(not library_problem(), reason="this host has an NVIDIA driver")

@@ -13,7 +13,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.shared_memory import SharedArena, SharedMemoryTransport
+from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Problem, Region, SharedMemoryLocator
 from tests.transport.peer import Peer, holders
 

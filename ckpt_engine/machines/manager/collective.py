@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ckpt_engine.core.problems import unavailable
+from ckpt_engine.core.transports import collective_transport
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import CollectivePlan, Compiled, WorkerKey
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Trainer
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_or_collective import COLLECTIVE, CollectiveCandidate, collective_decision
+from ckpt_engine.machines.manager.relay_or_collective import CollectiveCandidate, collective_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NEW = manager_pb2.OUTCOME_NEW_SERVING
@@ -60,19 +61,20 @@ class UpdateCollective:
             self._without(compiled.unfit)
             return False
         sources = goal.published.sources
+        transport = collective_transport()
         ways = [way for source in sources for way in source.ways]
-        offered = bool(ways) and all(COLLECTIVE in way for way in ways)
+        offered = bool(ways) and all(transport in way for way in ways)
         candidates = {}
         for worker in self._recipients.workers():
             name = worker.key[0]
             unable = ""
             if not offered:
-                unable = f"cannot take part in one: the trainer does not publish for {COLLECTIVE}"
-            elif COLLECTIVE not in worker.transports:
-                unable = f"cannot use {COLLECTIVE}"
+                unable = f"cannot take part in one: the trainer does not publish for {transport}"
+            elif transport not in worker.transports:
+                unable = f"cannot use {transport}"
             candidates[name] = CollectiveCandidate(name not in compiled.unfit, name in near_relays, unable)
-        self._published = any(COLLECTIVE in way for way in ways)
-        self._asked = offered and all(way == {COLLECTIVE} for way in ways)
+        self._published = any(transport in way for way in ways)
+        self._asked = offered and all(way == {transport} for way in ways)
         if goal.sealed is None:
             self._leave_out(candidates)
         self._sessions = {rank: trainer.session_id for rank, trainer in self._trainers().items()}

@@ -8,15 +8,13 @@ from collections.abc import Collection, Iterable, Mapping
 from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.relay_reach import Origin, Station
-from ckpt_engine.core.transports import reading_kinds
+from ckpt_engine.core.transports import reading_kinds, relay_transport
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.state import State
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-TRANSPORT = "relay_memory"
 
 Neighbourhood = tuple[str, str]
 """What decides which relays a process reaches: its host and its directory of relays."""
@@ -59,7 +57,7 @@ def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
     for worker in recipients.workers():
-        if TRANSPORT not in worker.transports:
+        if relay_transport() not in worker.transports:
             continue
         around = _around(worker.host)
         if around not in near:
@@ -122,7 +120,7 @@ def station_of(relay: Holder) -> Station:
     """What a relay reads and lends. One that does not say reads what workers read, and is read on its host only."""
     assert relay.filling is not None
     reads = tuple(relay.filling.reads) or tuple(reading_kinds())
-    return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({TRANSPORT}))
+    return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({relay_transport()}))
 
 
 def origins_of(published: Published) -> list[Origin]:

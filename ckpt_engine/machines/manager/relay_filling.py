@@ -15,6 +15,7 @@ from ckpt_engine.core.problems import deadline
 from ckpt_engine.core.reach import by_network
 from ckpt_engine.core.relay_remedy import relay_remedy
 from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.core.transports import passes_on
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import SourceOffer
 from ckpt_engine.machines.manager.course import Course
@@ -26,9 +27,6 @@ Problem = weights_pb2.Problem
 
 FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
 """Problems that another try does not solve: no memory, needs that do not fit."""
-
-OVER = "tcp"
-"""The transport over which relays pass on."""
 
 
 @dataclass
@@ -145,8 +143,8 @@ def filled_together(
         if not route.over or route.ahead:
             continue
         # One that is reached on its own host only is no step for others.
-        passes_on = holder.filling.HasField("passes_on") and by_network(holder.host, weights_pb2.Host()).ok
-        if set(route.over) != {OVER} or not passes_on:
+        is_step = holder.filling.HasField("passes_on") and by_network(holder.host, weights_pb2.Host()).ok
+        if not all(map(passes_on, route.over)) or not is_step:
             others.setdefault(route.over, []).append(filling.relay)
             continue
         command = command_of(filling)
@@ -174,7 +172,7 @@ def filled_together(
             words = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
             why[name] = f"{words}, but passes nothing on: it {leaves[name]}" if name in leaves else words
     for over, names in others.items():
-        if len(names) > 1 and over != (OVER,):
+        if len(names) > 1 and not all(map(passes_on, over)):
             why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
     return Together(orders, why)
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.v1 import manager_pb2
 
-COLLECTIVE = "nccl"
-
 
 class Decision(NamedTuple):
     """For which replicas a relay is filled, or which a collective updates.
@@ -88,8 +86,8 @@ class CollectiveCandidate(NamedTuple):
 
 
 def collective_decision(asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]) -> Decision:
-    """Which replicas take part. asked: all that is published is offered over nccl alone. held: callers return when
-    relays hold the version. late: a late replica is brought to a version that replicas have already."""
+    """Which replicas take part. asked: all that is published is offered over a collective alone. held: callers return
+    when relays hold the version. late: a late replica is brought to a version that replicas have already."""
     if late:
         return Decision((), "no collective: a late replica is brought up without the others")
     if held:

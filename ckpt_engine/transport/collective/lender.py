@@ -10,9 +10,8 @@ from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.cuda.driver import driver
 from ckpt_engine.transport.base import FileMemory, GpuMemory, Memory
 from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.kind import NAME
 from ckpt_engine.v1.weights_pb2 import NcclLocator, Region
-
-NAME = "nccl"
 
 
 class CollectiveLender:

@@ -16,10 +16,9 @@ from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.cuda.driver import NOT_FOUND, OUT_OF_MEMORY, Allocation, CudaDriverError, Driver
 from ckpt_engine.cuda.elsewhere import forget_elsewhere, note_elsewhere
 from ckpt_engine.host.processes import process_start_time
+from ckpt_engine.transport.cuda_ipc.kind import NAME
 from ckpt_engine.transport.cuda_ipc.lease import BATCH, fetch_descriptors
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
-
-NAME = "cuda_ipc"
 
 Kind = CudaIpcLocator.Kind
 NOT_SHAREABLE, LEGACY, PIECES = (

@@ -28,8 +28,9 @@ from ckpt_engine.cuda.driver import CudaDriverError, driver, library_problem
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, Move
+from ckpt_engine.transport.cuda_ipc.kind import NAME
 from ckpt_engine.transport.cuda_ipc.lease import Lease
-from ckpt_engine.transport.cuda_ipc.memory import NAME, Imported, UnmappableError
+from ckpt_engine.transport.cuda_ipc.memory import Imported, UnmappableError
 from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 

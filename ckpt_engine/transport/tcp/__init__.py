@@ -4,6 +4,3 @@
 `fetcher.py` the reader's, `tls.py` both sides' certificates. What is read while it is being filled: `passing.py` and
 `passer.py` on the owner's side, `asking.py` on the reader's.
 """
-
-from ckpt_engine.transport.tcp.fetcher import TcpFetcher as TcpFetcher
-from ckpt_engine.transport.tcp.server import TcpArenaLender as TcpArenaLender

@@ -14,10 +14,9 @@ from ckpt_engine.transport.base import Availability, Run
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import connection, wire
 from ckpt_engine.transport.tcp.connection import Asked, Lane
+from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
-
-NAME = "tcp"
 
 REQUEST_BYTES = 8 << 20
 """Of one question, about: several are on their way at any time."""

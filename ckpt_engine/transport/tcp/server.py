@@ -21,6 +21,7 @@ from ckpt_engine.core.rates import Rate
 from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.base import ArenaMemory, Network
 from ckpt_engine.transport.tcp import tls, wire
+from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.passer import Passer
 from ckpt_engine.transport.tcp.passing import Passing, Runs
@@ -31,7 +32,6 @@ from ckpt_engine.v1.weights_pb2 import Region
 
 log = logging.getLogger("ckpt_engine.relay")
 
-NAME = "tcp"
 
 MOST_CONNECTIONS = 512
 """At a time; more are closed at once."""

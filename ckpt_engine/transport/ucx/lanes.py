@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.transport.base import ArenaMapping
 from ckpt_engine.transport.ucx import channel as c
 from ckpt_engine.transport.ucx.helpers import ForkServer, Helper
+from ckpt_engine.transport.ucx.settings import ucx_devices
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -181,6 +183,13 @@ def has_rdma() -> bool:
         return any(RDMA_DEVICES.iterdir())
     except OSError:
         return False
+
+
+def lanes_on(arena: ArenaMapping, devices: tuple[str, ...] | None = None) -> Lanes | None:
+    """UCX of an arena that is not sealed yet; None: it is not to be used. devices: None: those of the settings. Raises
+    as Lanes."""
+    found = ucx_devices() if devices is None else devices
+    return Lanes(arena.descriptor, arena.size, arena.address, arena.slot_bytes, found) if found else None
 
 
 def lanes_of(address: int, length: int) -> Lanes | None:

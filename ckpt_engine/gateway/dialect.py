@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
-from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish, Piece, Stitch
+from ckpt_engine.gateway.stitching import Finish, Piece, Stitch
 from ckpt_engine.gateway.versions import Identity, Label, told
 
 SAMPLES = 1024
@@ -40,8 +40,8 @@ class Dialect(ABC):
     """One route. Instances are for one request."""
 
     route: ClassVar[str]
-    engines: ClassVar[frozenset[str]]
-    """Kinds of engine that speak it."""
+    of_any_engine: ClassVar[bool] = False
+    """Whether servers of all engines have the route, so that any may be asked what is only passed on."""
 
     @classmethod
     @abstractmethod
@@ -57,8 +57,9 @@ class Dialect(ABC):
         """What the next leg asks an engine for; always streamed. identifier: of this leg."""
 
     @abstractmethod
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
-        """Reads an event of the running leg. kind: of the engine. Raises MalformedError."""
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
+        """Reads an event of the running leg. labelled: the engine names the version of each token
+        (`GatewaySide.labels_each_token`). Raises MalformedError."""
 
     @abstractmethod
     def finish(self, kind: str, detail: Any) -> Finish:
@@ -231,11 +232,3 @@ def output_tokens(value: Any) -> list[int]:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise MalformedError("an event has no token ids")
     return value
-
-
-def vllm_finish(reason: Any, stop_reason: Any) -> Finish | None:
-    """The finish reason, from the words of vLLM's routes."""
-    if reason is None:
-        return None
-    kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
-    return Finish(kind, reason, stop_reason)

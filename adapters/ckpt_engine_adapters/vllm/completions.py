@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ckpt_engine.gateway.dialects import base
-from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
+from ckpt_engine.gateway import dialect
+from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError, bad_request
-from ckpt_engine.gateway.resumability import COMPLETIONS, judge, not_streamed, travelling
+from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
 from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
 from ckpt_engine.gateway.versions import Label
+from ckpt_engine_adapters.vllm.fields import COMPLETIONS, finish_of
 
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")
 
@@ -20,23 +21,23 @@ class Completions(Dialect):
     """See Dialect. A record is the token's entry of each list in `logprobs`."""
 
     route: ClassVar[str] = "/v1/completions"
-    engines: ClassVar[frozenset[str]] = frozenset({"reference", "vllm"})
+    of_any_engine: ClassVar[bool] = True
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Asked | None:
-        given = base.prompts(body.get("prompt"), "prompt")
+        given = dialect.prompts(body.get("prompt"), "prompt")
         if given is None:
             return None
-        count, seed = base.samples(body.get("n"), "n"), base.seed_of(body.get("seed"), "seed")
-        most = base.whole_number(body["max_tokens"], "max_tokens", None) if "max_tokens" in body else 16
-        least = base.whole_number(body.get("min_tokens"), "min_tokens", 0) or 0
-        stops = base.stop_ids(body.get("stop_token_ids"), "stop_token_ids")
-        echo = base.truth(body.get("echo"), "echo")
-        if count * len(given) > base.SAMPLES:
-            raise bad_request(f"{count} samples of {len(given)} prompts; {base.SAMPLES} are the most of one request")
+        count, seed = dialect.samples(body.get("n"), "n"), dialect.seed_of(body.get("seed"), "seed")
+        most = dialect.whole_number(body["max_tokens"], "max_tokens", None) if "max_tokens" in body else 16
+        least = dialect.whole_number(body.get("min_tokens"), "min_tokens", 0) or 0
+        stops = dialect.stop_ids(body.get("stop_token_ids"), "stop_token_ids")
+        echo = dialect.truth(body.get("echo"), "echo")
+        if count * len(given) > dialect.SAMPLES:
+            raise bad_request(f"{count} samples of {len(given)} prompts; {dialect.SAMPLES} are the most of one request")
         singles, reasons = [], [judge(body, COMPLETIONS)]
         for prompt in given:
-            cut, why = base.truncated(prompt, body.get("truncate_prompt_tokens"), "truncate_prompt_tokens")
+            cut, why = dialect.truncated(prompt, body.get("truncate_prompt_tokens"), "truncate_prompt_tokens")
             reasons.append(why)
             for sample in range(count):
                 drawn = None if seed is None else seed + sample
@@ -44,7 +45,7 @@ class Completions(Dialect):
         return Asked(
             body,
             tuple(singles),
-            base.truth(body.get("stream"), "stream"),
+            dialect.truth(body.get("stream"), "stream"),
             "; ".join(dict.fromkeys(filter(None, reasons))),
             # An echo is text unless ids are asked for, and only the engine knows the prompt's text.
             not_streamed(body, COMPLETIONS) or (echo and not body.get("return_token_ids")),
@@ -63,7 +64,7 @@ class Completions(Dialect):
             body["truncate_prompt_tokens"] = single.fields["truncate_prompt_tokens"]
         return {**body, "stream": True, "return_token_ids": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
         about = {}
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         if isinstance(details.get("cached_tokens"), int):
@@ -75,7 +76,7 @@ class Completions(Dialect):
         if choice.get("text") and choice.get("token_ids") is None:
             said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
             raise RefusedError(502, ENGINE_REFUSED, said)
-        tokens = base.output_tokens(choice.get("token_ids") or [])
+        tokens = dialect.output_tokens(choice.get("token_ids") or [])
         # vLLM's event with an echo has log-probabilities and text of both, but ids of the output alone.
         echoes = stitch.single.echo and not stitch.begun and choice.get("prompt_token_ids") is not None
         echo = list(stitch.single.prompt) if echoes else []
@@ -88,8 +89,8 @@ class Completions(Dialect):
             choice.get("text") or "",
             echo,
             records[: len(echo)],
-            base.vllm_finish(choice.get("finish_reason"), choice.get("stop_reason")),
-            _labels(stitch, event, len(tokens), kind),
+            finish_of(choice.get("finish_reason"), choice.get("stop_reason")),
+            _labels(stitch, event, len(tokens)) if labelled else None,
             about,
             len(echo) if records else 0,
         )
@@ -177,13 +178,12 @@ def _records(logprobs: Any, count: int, before: int) -> list[Any]:
     ]
 
 
-def _labels(stitch: Stitch, event: Mapping[str, Any], count: int, kind: str) -> list[Label] | None:
-    """The reference engine says of each event, which is of one token, which version made it. Others name the version
-    that they hold when they answer, which says nothing of the tokens before."""
+def _labels(stitch: Stitch, event: Mapping[str, Any], count: int) -> list[Label] | None:
+    """The versions of the leg's tokens by now, of an engine whose events are of one token each and name its version."""
     label = (event.get("metadata") or {}).get("weight_version")
-    if kind != "reference" or label is None or count > 1:
+    if label is None or count > 1:
         return None
-    labels, at, version = list(stitch.leg.labels or []), stitch.leg.count, base.made_by(label)
+    labels, at, version = list(stitch.leg.labels or []), stitch.leg.count, dialect.made_by(label)
     if count == 0:
         return labels or None
     if labels and labels[-1].made_by == version and labels[-1].end == at:

@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ckpt_engine.gateway.dialects import base
-from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
+from ckpt_engine.gateway import dialect
+from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
 from ckpt_engine.gateway.refusals import bad_request
-from ckpt_engine.gateway.resumability import SGLANG, SGLANG_SAMPLING, judge, not_streamed, travelling
+from ckpt_engine.gateway.resumability import (
+    BEAM,
+    ELSEWHERE,
+    EXPERTS,
+    GRAMMAR,
+    NOT_IDS,
+    PENALTY,
+    STATE,
+    TEXT,
+    Kind,
+    Table,
+    judge,
+    not_streamed,
+    rules,
+    travelling,
+)
 from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import ABORT, ERROR, STOP, Finish, Piece, Stitch
 
@@ -18,61 +33,86 @@ _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 _OF_THE_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs", "cached_tokens")
 _PER_PROMPT = ("sampling_params", "return_logprob", "rid", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 
+FIELDS: Table = {
+    **rules(Kind.OURS, "input_ids stream rid sampling_params return_prompt_token_ids"),
+    **rules(Kind.TRAVELS, "return_logprob top_logprobs_num token_ids_logprob return_text_in_logprobs log_metrics"),
+    **rules(Kind.TRAVELS, "priority extra_key cache_salt session_id routing_key conversation_id no_logs custom_labels"),
+    **rules(Kind.TRAVELS, "lora_path modalities background routed_dp_rank data_parallel_rank require_reasoning"),
+    **rules(Kind.FIRST, "logprob_start_len"),
+    **rules(Kind.NEVER, "text input_embeds image_data video_data audio_data", why=NOT_IDS),
+    **rules(Kind.NEVER, "session_params bootstrap_host bootstrap_port bootstrap_room", why=ELSEWHERE),
+    **rules(Kind.NEVER, "custom_logit_processor return_hidden_states return_sampling_mask watermark", why=STATE),
+    **rules(Kind.NEVER, "return_routed_experts routed_experts_start_len return_indexer_topk", why=EXPERTS),
+}
+"""Of a request, beside its `sampling_params`."""
 
-class Sglang(Dialect):
+SAMPLING: Table = {
+    **rules(Kind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens logit_bias"),
+    **rules(Kind.TRAVELS, "spaces_between_special_tokens no_stop_trim stream_interval"),
+    **rules(Kind.COUNTED, "max_new_tokens min_new_tokens"),
+    **rules(Kind.OURS, "n sampling_seed"),
+    **rules(Kind.NEVER, "presence_penalty frequency_penalty", why=PENALTY),
+    **rules(Kind.NEVER, "repetition_penalty", (None, 1, 1.0), PENALTY),
+    **rules(Kind.NEVER, "stop stop_regex", why=TEXT),
+    **rules(Kind.NEVER, "json_schema regex ebnf structural_tag", why=GRAMMAR),
+    **rules(Kind.NEVER, "custom_params max_thinking_tokens", why=STATE),
+    **rules(Kind.NEVER, "beam_width", (None, 1), BEAM),
+}
+
+
+class Generate(Dialect):
     """See Dialect. A record is the token's entry of each list of log-probabilities that `meta_info` has.
 
     Each event of a caller's stream repeats the tokens before it, as SGLang's do.
     """
 
     route: ClassVar[str] = "/generate"
-    engines: ClassVar[frozenset[str]] = frozenset({"reference", "sglang"})
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Asked | None:
         if body.get("input_ids") is None and ("text" in body or "input_embeds" in body):
             return None
-        given = base.prompts(body.get("input_ids"), "input_ids")
+        given = dialect.prompts(body.get("input_ids"), "input_ids")
         if given is None:
             raise bad_request("input_ids: a list of token ids; texts are `text`")
         nested = isinstance(body["input_ids"][0], list)
         singles, reasons, session = [], [], ""
         for index, prompt in enumerate(given):
             fields = {name: _of_prompt(name, value, index, len(given), nested) for name, value in body.items()}
-            params = base.an_object(fields.get("sampling_params"), "sampling_params")
-            reasons += [judge(fields, SGLANG), judge(params, SGLANG_SAMPLING, "sampling_params.")]
+            params = dialect.an_object(fields.get("sampling_params"), "sampling_params")
+            reasons += [judge(fields, FIELDS), judge(params, SAMPLING, "sampling_params.")]
             session = session or str(fields.get("session_id") or fields.get("routing_key") or fields.get("rid") or "")
             singles += _samples(prompt, fields, params)
-        if len(singles) > base.SAMPLES:
-            raise bad_request(f"{len(singles)} samples, {base.SAMPLES} are the most of one request")
+        if len(singles) > dialect.SAMPLES:
+            raise bad_request(f"{len(singles)} samples, {dialect.SAMPLES} are the most of one request")
         if len(singles) % len(given):
             raise bad_request("sampling_params.n must be the same for all prompts")
         return Asked(
             body,
             tuple(singles),
-            base.truth(body.get("stream"), "stream"),
+            dialect.truth(body.get("stream"), "stream"),
             "; ".join(dict.fromkeys(filter(None, reasons))),
-            not_streamed(body, SGLANG),
+            not_streamed(body, FIELDS),
             session,
         )
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
         single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
-        params = travelling(single.sampling, SGLANG_SAMPLING, first)
+        params = travelling(single.sampling, SAMPLING, first)
         params["max_new_tokens"] = stitch.remaining
         if single.min_tokens:
             params["min_new_tokens"] = max(0, single.min_tokens - offset)
         if single.seed is not None:
             params["sampling_seed"] = leg_seed(single.seed, offset)
-        body = travelling(single.fields, SGLANG, first)
+        body = travelling(single.fields, FIELDS, first)
         body |= {"input_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "rid": identifier, "stream": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
         meta = event.get("meta_info")
         if not isinstance(meta, dict):
             raise MalformedError("an event of /generate has no meta_info")
-        output = base.output_tokens(event.get("output_ids") or [])
+        output = dialect.output_tokens(event.get("output_ids") or [])
         total = meta.get("completion_tokens")
         # Servers differ in whether an event repeats the tokens before it, so what is new is counted from the end.
         new = (total if isinstance(total, int) else len(output)) - stitch.leg.count
@@ -88,7 +128,7 @@ class Sglang(Dialect):
             _records(meta, new),
             text,
             finish=_finish(meta.get("finish_reason"), len(stitch.tokens) + new),
-            labels=base.labels_of(meta.get("weight_versions")),
+            labels=dialect.labels_of(meta.get("weight_versions")),
             about=about,
             scored=len(meta.get("input_token_logprobs") or ()),
         )
@@ -161,18 +201,18 @@ def _of_prompt(name: str, value: Any, index: int, prompts: int, nested: bool) ->
 def _samples(prompt: tuple[int, ...], fields: Mapping[str, Any], params: Mapping[str, Any]) -> list[Single]:
     where = "sampling_params."
     most = (
-        base.whole_number(params["max_new_tokens"], f"{where}max_new_tokens", None)
+        dialect.whole_number(params["max_new_tokens"], f"{where}max_new_tokens", None)
         if ("max_new_tokens" in params)
         else DEFAULT_TOKENS
     )
-    least = base.whole_number(params.get("min_new_tokens"), f"{where}min_new_tokens", 0) or 0
-    stops = base.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
+    least = dialect.whole_number(params.get("min_new_tokens"), f"{where}min_new_tokens", 0) or 0
+    stops = dialect.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
     if params.get("ignore_eos"):
         stops = frozenset()  # this engine then ignores them as well
-    seed = base.seed_of(params.get("sampling_seed"), f"{where}sampling_seed")
+    seed = dialect.seed_of(params.get("sampling_seed"), f"{where}sampling_seed")
     return [
         Single(prompt, most, least, None if seed is None else seed + sample, stops, False, fields, params)
-        for sample in range(base.samples(params.get("n"), f"{where}n"))
+        for sample in range(dialect.samples(params.get("n"), f"{where}n"))
     ]
 
 

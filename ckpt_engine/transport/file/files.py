@@ -15,13 +15,11 @@ import weakref
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import CkptEngineError, data_loss, invalid, unavailable
-from ckpt_engine.transport import on_host
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, FileMemory, Memory
+from ckpt_engine.transport.file.kind import NAME, on_host
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
 from ckpt_engine.v1.weights_pb2 import FileLocator, Region
-
-NAME = "file"
 
 
 def file_region(id: int, path: str, offset: int, size: int) -> Region:
@@ -81,7 +79,7 @@ class FileTransport:
 
     def availability(self) -> Availability:
         """Whether it works, for every process of the host alike."""
-        return on_host.file()
+        return on_host()
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
         """Maps the regions, those already mapped once more at no cost.

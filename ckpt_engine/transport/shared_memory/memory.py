@@ -28,11 +28,11 @@ from ckpt_engine.host.room import memory_room
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, CannotOpenError, HostMemory, Memory
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.transport.shared_memory.kind import NAME
 from ckpt_engine.v1.weights_pb2 import Region, SharedMemoryLocator
 
 log = logging.getLogger(__name__)
 
-NAME = "shared_memory"
 
 ALIGNMENT = 64
 """Bytes; where tensors should start in an arena, so that none shares a cache line with another."""

@@ -35,16 +35,14 @@ from ckpt_engine.host.relay_directory import (
     relay_directory,
     socket_address,
 )
-from ckpt_engine.transport import on_host
 from ckpt_engine.transport.base import Availability, CannotOpenError, Move
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
+from ckpt_engine.transport.relay_memory.kind import NAME, on_host
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
 log = logging.getLogger(__name__)
-
-NAME = "relay_memory"
 
 
 QUESTION = struct.Struct("<B3xI16s")
@@ -259,7 +257,7 @@ class RelayMemoryTransport:
 
     def availability(self) -> Availability:
         """What holds for the host."""
-        return on_host.relay_memory()
+        return on_host()
 
     def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
         """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most

@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ckpt_engine.gateway.dialects import base
-from ckpt_engine.gateway.dialects.base import Asked, Dialect, MalformedError
-from ckpt_engine.gateway.resumability import INFERENCE, INFERENCE_SAMPLING, judge, not_streamed, travelling
+from ckpt_engine.gateway import dialect
+from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
 from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
+from ckpt_engine_adapters.vllm.fields import INFERENCE, INFERENCE_SAMPLING, finish_of
 
 
 class Inference(Dialect):
     """See Dialect. A record is the token's entry of `logprobs.content`."""
 
     route: ClassVar[str] = "/inference/v1/generate"
-    engines: ClassVar[frozenset[str]] = frozenset({"reference", "vllm"})
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Asked | None:
         where = "sampling_params."
-        prompt = base.ids(body.get("token_ids"), "token_ids")
-        params = base.an_object(body.get("sampling_params"), "sampling_params")
-        count, seed = base.samples(params.get("n"), f"{where}n"), base.seed_of(params.get("seed"), f"{where}seed")
-        most = base.whole_number(params.get("max_tokens"), f"{where}max_tokens", None)
-        least = base.whole_number(params.get("min_tokens"), f"{where}min_tokens", 0) or 0
-        stops = base.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
+        prompt = dialect.ids(body.get("token_ids"), "token_ids")
+        params = dialect.an_object(body.get("sampling_params"), "sampling_params")
+        count, seed = dialect.samples(params.get("n"), f"{where}n"), dialect.seed_of(params.get("seed"), f"{where}seed")
+        most = dialect.whole_number(params.get("max_tokens"), f"{where}max_tokens", None)
+        least = dialect.whole_number(params.get("min_tokens"), f"{where}min_tokens", 0) or 0
+        stops = dialect.stop_ids(params.get("stop_token_ids"), f"{where}stop_token_ids")
         name = f"{where}truncate_prompt_tokens"
-        prompt, why = base.truncated(prompt, params.get("truncate_prompt_tokens"), name)
+        prompt, why = dialect.truncated(prompt, params.get("truncate_prompt_tokens"), name)
         reasons = [judge(body, INFERENCE), judge(params, INFERENCE_SAMPLING, where), why]
         singles = [
             Single(prompt, most, least, None if seed is None else seed + sample, stops, False, body, params)
             for sample in range(count)
         ]
         whole = not_streamed(body, INFERENCE) or not_streamed(params, INFERENCE_SAMPLING)
-        stream = base.truth(body.get("stream"), "stream")
+        stream = dialect.truth(body.get("stream"), "stream")
         return Asked(body, tuple(singles), stream, "; ".join(filter(None, reasons)), whole)
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
@@ -55,17 +55,17 @@ class Inference(Dialect):
         body |= {"token_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "request_id": identifier, "stream": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], kind: str) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
         choices = event.get("choices")
         if not choices:
             return Piece()
         choice = choices[0]
-        tokens = base.output_tokens(choice.get("token_ids") or [])
+        tokens = dialect.output_tokens(choice.get("token_ids") or [])
         content = (choice.get("logprobs") or {}).get("content") or []
         if content and len(content) != len(tokens):
             raise MalformedError(f"log-probabilities of {len(content)} tokens beside {len(tokens)} token ids")
-        finish = base.vllm_finish(choice.get("finish_reason"), choice.get("stop_reason"))
-        return Piece(tokens, content, finish=finish, labels=base.labels_of(choice.get("weight_versions")))
+        finish = finish_of(choice.get("finish_reason"), choice.get("stop_reason"))
+        return Piece(tokens, content, finish=finish, labels=dialect.labels_of(choice.get("weight_versions")))
 
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, kind, detail if kind == STOP else None)

@@ -1,0 +1,14 @@
+"""What the gateway knows of SGLang: its dialect, and how it counts its requests."""
+
+from __future__ import annotations
+
+from ckpt_engine.gateway.engines import GatewaySide, Load
+from ckpt_engine.http_client.connections import Answer
+from ckpt_engine_adapters.sglang.generate import Generate
+
+
+def _count(answer: Answer) -> int | None:
+    return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status == 200 else None
+
+
+SIDE = GatewaySide(dialects=(Generate,), load=Load("/get_load", _count))

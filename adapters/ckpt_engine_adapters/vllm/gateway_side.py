@@ -1,0 +1,24 @@
+"""What the gateway knows of vLLM: its dialects, and how it counts its requests."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_engine.gateway.engines import GatewaySide, Load, Mark
+from ckpt_engine.http_client.connections import Answer
+from ckpt_engine_adapters.vllm.completions import Completions
+from ckpt_engine_adapters.vllm.inference import Inference
+
+_COUNTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+def _count(answer: Answer) -> int | None:
+    counts = _COUNTS.findall(answer.text)
+    return int(sum(map(float, counts))) if counts else None
+
+
+SIDE = GatewaySide(
+    dialects=(Completions, Inference),
+    mark=Mark("/openapi.json", "/inference/v1"),
+    load=Load("/metrics", _count),
+)

@@ -1,0 +1,46 @@
+"""What installed packages offer under a group of entry points: which names there are, and whose they are. It loads
+nothing that they name, and does not decide what such a thing must be.
+
+Our own engines and transports are found in this way too, so that one of another package is no less than they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+OURS = frozenset({"ckpt_engine", "ckpt_engine_adapters"})
+"""The packages of this distribution."""
+
+REINSTALL = "the metadata of ckpt-engine is missing here, or older than its code: install it again (pip install)"
+"""Why a group has none of ours, and what to do."""
+
+log = logging.getLogger(__name__)
+
+
+def points_of(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group by their names, in the order of the names. Of two of one name ours stays, else the
+    first; the other one is left out, which is logged, as it is if none is ours. Looked for once for each `sys.path`."""
+    return _points_of(group, tuple(sys.path))
+
+
+@cache
+def _points_of(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: (not is_ours(point), point.name, point.value)):
+        known = found.setdefault(point.name, point)
+        if known.value != point.value:
+            what = "ckpt-engine: %s %s (%s) is left out: %s has that name already"
+            log.error(what, group, point.name, point.value, known.value)
+    if not any(map(is_ours, found.values())):
+        log.error("ckpt-engine: none of its own %s is known: %s", group, REINSTALL)
+    return MappingProxyType({name: found[name] for name in sorted(found)})
+
+
+def is_ours(point: EntryPoint) -> bool:
+    """Whether it names something of this distribution."""
+    return point.value.partition(":")[0].partition(".")[0] in OURS

@@ -1,0 +1,20 @@
+"""One-sided reads between relays, as planners, relays and commands ask about them. Loads no side of it."""
+
+from __future__ import annotations
+
+from ckpt_engine.core.reach import by_network
+from ckpt_engine.core.transports import TransportKind
+from ckpt_engine.transport.ucx.settings import UCX
+
+KIND = TransportKind(
+    name=UCX,
+    order=50,
+    reach=by_network,
+    reader="ckpt_engine.transport.ucx.reader:UcxFetcher",
+    relays_only=True,
+    arena="ckpt_engine.transport.ucx.lender:UcxLender",
+    writer="ckpt_engine.transport.ucx.lanes:lanes_on",
+    over_network=True,
+    checks="ckpt_engine.doctor.ucx_checks:ucx_rows",
+    rates={"host": 1.03e9},
+)
