@@ -19,9 +19,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.network_host import WAYS
 from benchmarks.test_relay import LAYER, Trainer
-from ckpt_engine.core.sealed_record import Recorded
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import Wish
+from ckpt_engine.relay.slots import FillWish
 from ckpt_engine.transport.tcp.connection import LANES
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable
 from tests.line_process import LineProcess
@@ -33,9 +33,9 @@ ROUNDS = 10
 MEMORY = 3 << 30
 
 
-def wish_of(recorded: Recorded, table: SourceTable) -> Wish:
+def wish_of(recorded: ProvenRecord, table: SourceTable) -> FillWish:
     identity = Identity(lineage="run", version=1, root=recorded.root)
-    return Wish(identity, recorded.record, [table], [], everything=True)
+    return FillWish(identity, recorded.record, [table], [], everything=True)
 
 
 def test_relay_to_relay(benchmark: BenchmarkFixture, tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import Recorded, read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import Slots, Wish
+from ckpt_engine.relay.slots import FillWish, Slots
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, TensorSpec, WorkerNeeds
@@ -77,7 +77,7 @@ class Trainer:
             found.append(needs)
         return found
 
-    def sealed(self, needs: list[WorkerNeeds]) -> Recorded:
+    def sealed(self, needs: list[WorkerNeeds]) -> ProvenRecord:
         publication = merge_tables([self.table])
         asked = [PlanRequest(rank, each, this_host(), ["shared_memory"]) for rank, each in enumerate(needs)]
         plans = compile_plans(publication, publication.table_digests, asked)
@@ -100,7 +100,7 @@ def test_filling_a_slot(
     needs = trainer.needs(ranks)
     recorded = trainer.sealed(needs)
     slots = Slots("a", this_host(), 3 << 30, {"shared_memory": SharedMemoryTransport()})
-    wish = Wish(Identity(lineage="run", version=1, root=recorded.root), recorded.record, [trainer.table], needs)
+    wish = FillWish(Identity(lineage="run", version=1, root=recorded.root), recorded.record, [trainer.table], needs)
     began = time.perf_counter()
     held = slots.fill(0, wish, 600.0)
     first = time.perf_counter() - began

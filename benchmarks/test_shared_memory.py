@@ -26,9 +26,9 @@ from ckpt_engine.core.boxes import Box, intersect, whole
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.source.held import Held
+from ckpt_engine.source.held import HeldBox
 from ckpt_engine.source.memory import MemorySource
-from ckpt_engine.source.ways import Wish
+from ckpt_engine.source.ways import PublishWish
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Region, SourceTable
@@ -71,9 +71,9 @@ def offer(rank: int) -> None:
     torch.manual_seed(rank)
     boxes = {name: rows(shape, rank) for name, shape in SHAPES.items()}
     held = [
-        Held(name, torch.randn(box.shape).bfloat16(), SHAPES[name], box.start) for name, box in sorted(boxes.items())
+        HeldBox(name, torch.randn(box.shape).bfloat16(), SHAPES[name], box.start) for name, box in sorted(boxes.items())
     ]
-    source = MemorySource(lambda: held, host=this_host(), rank=rank, wish=Wish(snapshot=False, move=True))
+    source = MemorySource(lambda: held, host=this_host(), rank=rank, wish=PublishWish(snapshot=False, move=True))
     source.seal()
     print(source.table().SerializeToString().hex(), flush=True)
     sys.stdin.read()

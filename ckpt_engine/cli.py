@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import begin_loading
 from ckpt_engine.commands.renamed import command_now
 from ckpt_engine.manager.about import software_version
@@ -184,7 +184,7 @@ def _in_common(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and sentences.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of a report.")] = False,
     log_level: Annotated[Level | None, typer.Option(help="What is worth a line.")] = None,
-    log_format: Annotated[Form | None, typer.Option(help="Of the log's lines.")] = None,
+    log_format: Annotated[LogForm | None, typer.Option(help="Of the log's lines.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     """Each training step's weights, in every inference server, exactly.

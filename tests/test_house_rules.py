@@ -130,6 +130,16 @@ def test_no_file_is_too_long_to_have_one_idea() -> None:
     assert not long
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """One meaning a name, in the whole code base."""
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
 def test_files_that_are_begun_first_are_there() -> None:
     names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(LONGEST) <= names

@@ -23,7 +23,7 @@ import torch
 from torch import multiprocessing
 
 from ckpt_engine.core.collective_plan import KEY_BYTES
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.gloo import GlooGroup
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import Communicator, nccl, spelled
@@ -166,7 +166,7 @@ def member(rank: int, where: tuple[str, int], told: Any) -> None:
 
 def measure(setting: str) -> dict[str, Any]:
     """GB/s that each GPU receives, under one of SETTINGS."""
-    door = Door()
+    door = MeetingDoor()
     door.meeting(b"", KEY)
     told = multiprocessing.get_context("spawn").SimpleQueue()
     before = {name: os.environ.get(name) for name in SETTINGS[setting]}

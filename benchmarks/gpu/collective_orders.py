@@ -23,10 +23,10 @@ import torch
 from torch import multiprocessing
 
 from ckpt_engine.core.boxes import whole
-from ckpt_engine.core.collective import Member, Schedule, arrange, make_schedule
-from ckpt_engine.core.collective_buckets import Want
+from ckpt_engine.core.collective import CollectiveMember, Schedule, arrange, make_schedule
+from ckpt_engine.core.collective_buckets import BoxWant
 from ckpt_engine.core.collective_plan import KEY_BYTES
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.part import held_boxes
 
@@ -80,8 +80,8 @@ def run(rank: int, members: int, order: Sequence[int], where: tuple[str, int], t
     """One member. told: takes the seconds of each round, from the last one of the chain."""
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     gpus = [bytes([number]) * 16 if GPU else b"" for number in range(members)]
-    chain = arrange([Member(f"{number:03}", "h", number == 0, gpus[number]) for number in range(members)])
-    wants = [Want(worker, 0, index, whole(SHAPE)) for worker in range(1, members) for index in range(TENSORS)]
+    chain = arrange([CollectiveMember(f"{number:03}", "h", number == 0, gpus[number]) for number in range(members)])
+    wants = [BoxWant(worker, 0, index, whole(SHAPE)) for worker in range(1, members) for index in range(TENSORS)]
     schedule = renumbered(make_schedule(chain, wants, [2] * TENSORS), order)
     names = [member.name for member in schedule.members]
     attendance = Attendance(where, KEY, names[rank], names[0], LIMIT)
@@ -120,7 +120,7 @@ def main() -> None:
     members = int(sys.argv[1]) if len(sys.argv) > 1 else max(4, torch.cuda.device_count())
     size = TENSORS * SHAPE[0] * SHAPE[1] * 2
     for name, order in orders(members).items():
-        door = Door()
+        door = MeetingDoor()
         door.meeting(b"", KEY)
         told = multiprocessing.get_context("spawn").SimpleQueue()
         multiprocessing.spawn(run, (members, order, door.address, told), nprocs=members)

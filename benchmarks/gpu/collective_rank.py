@@ -17,12 +17,12 @@ from torch import distributed
 from benchmarks.gpu.measure import Series
 from benchmarks.gpu.qwen3_8b import BYTES, SHAPES, Tree, renew
 from ckpt_engine.core.boxes import whole
-from ckpt_engine.core.collective import Member, arrange, make_schedule
-from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
+from ckpt_engine.core.collective import CollectiveMember, arrange, make_schedule
+from ckpt_engine.core.collective_buckets import BUCKET_BYTES, BoxWant
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.transport.collective import on_gpu
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import nccl, spelled
 from ckpt_engine.transport.collective.on_gpu import AHEAD, GpuMember
@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device("cuda", member)
     torch.cuda.set_device(device)
     if member == 0:
-        door = Door()
+        door = MeetingDoor()
         door.meeting(b"", KEY)
         rival_store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         print(json.dumps([*door.address, rival_store.port]), flush=True)
@@ -53,8 +53,8 @@ def main() -> None:
     parameters = dict(model.named_parameters())
     shapes = sorted(SHAPES.items())
     held = [(index, whole(shape), parameters[name].detach()) for index, (name, shape) in enumerate(shapes)]
-    members = arrange([Member(names[0], "h", True, b"0"), Member(names[1], "h", False, b"1")])
-    wants = [Want(1, 0, index, whole(shape)) for index, (_, shape) in enumerate(shapes)]
+    members = arrange([CollectiveMember(names[0], "h", True, b"0"), CollectiveMember(names[1], "h", False, b"1")])
+    wants = [BoxWant(1, 0, index, whole(shape)) for index, (_, shape) in enumerate(shapes)]
     schedule = make_schedule(members, wants, [2] * len(shapes), slots=slots)
     began = time.perf_counter()
     ours = GpuMember(schedule, member, attendance, held_boxes(held), [torch.bfloat16] * len(shapes), device, LIMIT)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
     EngineEvents,
-    Watch,
+    EngineWatch,
     connect,
     locate,
     probe,
@@ -160,7 +160,7 @@ class AttachedEngine:
         ready = await probe(adapter, self._url, self._deadlines.engine_probe, self._advertise)
         self._events.say(f"engine ready at {self._url}")
         self._events.engine_ready(ready)
-        watch = Watch(adapter, self.page, self._deadlines)
+        watch = EngineWatch(adapter, self.page, self._deadlines)
         reason = ""
         while not reason:
             await asyncio.sleep(self._deadlines.engine_watch)

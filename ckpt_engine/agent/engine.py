@@ -166,7 +166,7 @@ def _is_ipv6(address: str) -> bool:
         return False
 
 
-class Watch:
+class EngineWatch:
     """Decides from repeated looks whether an engine is gone. One instance a start of an engine."""
 
     def __init__(

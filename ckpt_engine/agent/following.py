@@ -188,7 +188,7 @@ class FollowingAgent:
                 self._work = asyncio.create_task(self._start(part))
             case events.EndPart():
                 self._work = asyncio.create_task(self._stop())
-            case events.Say(line):
+            case events.SayLine(line):
                 self._say(line)
 
     async def _start(self, part: NodePart) -> None:

@@ -14,7 +14,7 @@ from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
     EngineEvents,
     EngineFailedError,
-    Watch,
+    EngineWatch,
     connect,
     locate,
     probe,
@@ -322,7 +322,7 @@ class LaunchedEngine:
         assert self._process is not None
         assert self.adapter is not None
         assert self.page is not None
-        watch = Watch(self.adapter, self.page, self._deadlines)
+        watch = EngineWatch(self.adapter, self.page, self._deadlines)
         self._given_up = ""
         ended = asyncio.ensure_future(self._process.wait())
         try:

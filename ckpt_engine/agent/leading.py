@@ -105,7 +105,7 @@ class Followers:
         page: new, of this start. Raises NodesMissingError after `seconds`, CkptEngineError if no port is free.
         """
         self._root, self._slots = root, FarSlots(page)
-        await self._answered(events.AllHere, events.Gather(seconds))
+        await self._answered(events.AllHere, events.GatherNodes(seconds))
         assert self._port is not None
         return self.part(self._port.number)
 
@@ -199,7 +199,7 @@ class Followers:
                 self._slots.show(command)
             case WorkerAsked(number, request):
                 self._loop.start(self._ask(number, request))
-            case events.Say(line):
+            case events.SayLine(line):
                 self._say(line)
             case events.AllHere():
                 self._begin()

@@ -21,7 +21,7 @@ from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits, verdict
+from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 
 if TYPE_CHECKING:
     from ckpt_engine.transport.base import Transport
@@ -74,7 +74,9 @@ class TaskRunner:
                 self._page().mark(EngineMark(task.own_weights, task.sleeping))
                 return None
             case events.HoldRequests():
-                hold = Hold(task.epoch, time.monotonic() + task.left, task.closed) if task.epoch else Hold()
+                hold = (
+                    RequestHold(task.epoch, time.monotonic() + task.left, task.closed) if task.epoch else RequestHold()
+                )
                 self._page().hold(hold, self._hold_limits)
                 return None
             case events.SealDirectory():

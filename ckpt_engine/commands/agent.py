@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Form, Level, Mode
+from ckpt_engine.commands.choices import Level, LogForm, Mode
 from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
@@ -156,7 +156,7 @@ def agent(
         Beside, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
     ] = Beside.NEVER,
     log_level: LogLevel = Level.WARNING,
-    log_format: LogFormat = Form.TEXT,
+    log_format: LogFormat = LogForm.TEXT,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="That starts the engine, or its options alone; passed on untouched."),
@@ -201,7 +201,7 @@ def agent(
         Mode.COLOCATED: manager_pb2.MODE_COLOCATED,
     }
     fields = {"replica": name} if name else {}  # of each JSON line
-    say = partial(_say_json, fields) if log_format is Form.JSON else _say
+    say = partial(_say_json, fields) if log_format is LogForm.JSON else _say
 
     def named(found: str) -> None:
         fields["replica"] = found

@@ -23,7 +23,7 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
-class Prefetch(StrEnum):
+class PrefetchChoice(StrEnum):
     """Whether relays are filled before anything is paused: see docs/relays.md."""
 
     AUTO = "auto"
@@ -54,7 +54,7 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-class Form(StrEnum):
+class LogForm(StrEnum):
     """Forms of the log's lines."""
 
     TEXT = "text"

@@ -15,7 +15,7 @@ from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Outcome, play
 from ckpt_engine.demo.servers import DEFAULT
 from ckpt_engine.demo.show import ConsoleShow
-from ckpt_engine.demo.stage import Settings
+from ckpt_engine.demo.stage import DemoSettings
 from ckpt_engine.engine.kinds import UnknownAdapterError
 from ckpt_engine.extras import require
 
@@ -60,7 +60,7 @@ def demo(
     require("demo", "torch", "numba", "transformers", what="this command")
     if page and hosts > 1:
         raise typer.BadParameter("no browser of this machine reaches the network of --hosts: leave one of them out")
-    settings = Settings(
+    settings = DemoSettings(
         engine=engine,
         updates=updates,
         tensor_parallel=2 if tensor_parallel else 1,
@@ -86,7 +86,7 @@ def _console(json_output: bool) -> Console:
     return console if console.is_terminal else Console(stderr=json_output, highlight=False, width=140)
 
 
-async def _show(settings: Settings, console: Console) -> Outcome:
+async def _show(settings: DemoSettings, console: Console) -> Outcome:
     playing = asyncio.current_task()
     assert playing is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)

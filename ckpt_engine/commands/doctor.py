@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.doctor.host_checks import Check, Result, all_checks, as_json, works
+from ckpt_engine.doctor.host_checks import HostCheck, Result, all_checks, as_json, works
 
 _STYLES = {Result.OK: "green", Result.NO: "red", Result.NOTE: "yellow"}
 
@@ -27,7 +27,7 @@ def doctor(
     raise typer.Exit(0 if works(checks) else 1)
 
 
-def _print_table(checks: Sequence[Check]) -> None:
+def _print_table(checks: Sequence[HostCheck]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

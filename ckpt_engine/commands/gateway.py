@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import join_address, listening, split_address
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway.server import check, serve
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.workers import SETTINGS, SOCKET, end_with, run_workers
 from ckpt_engine.security.server import ServerSecurity
 
@@ -36,29 +36,33 @@ def gateway(
         list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
     ] = None,
     listen: Annotated[str, typer.Option(help="Where callers connect, host:port. Port 0 takes a free one.")] = (
-        Settings.listen
+        GatewaySettings.listen
     ),
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port, and nothing else.")] = 1,
     queue_seconds: Annotated[
         float, typer.Option(min=0, help="How long a request waits for a replica, unless its caller says.")
-    ] = Settings.queue_seconds,
+    ] = GatewaySettings.queue_seconds,
     unready_after: Annotated[
         float, typer.Option(min=0, help="/readyz answers 503 when nobody could serve for so long.")
-    ] = Settings.unready_after,
+    ] = GatewaySettings.unready_after,
     idle_seconds: Annotated[
         float, typer.Option(min=1, help="A request to an engine that brings nothing for so long is given up.")
-    ] = Settings.idle,
+    ] = GatewaySettings.idle,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="How long running requests may go on after SIGTERM.")
-    ] = Settings.drain,
+    ] = GatewaySettings.drain,
     requests: Annotated[
         int, typer.Option(min=1, help="Requests that run or wait at most, in each process.")
-    ] = Settings.requests,
-    body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = Settings.body_bytes,
+    ] = GatewaySettings.requests,
+    body_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of a request's body at most.")
+    ] = GatewaySettings.body_bytes,
     body_values: Annotated[
         int, typer.Option(min=1, help="Values in a request's body at most, such as token ids; texts are one each.")
-    ] = Settings.body_values,
-    resumes: Annotated[int, typer.Option(min=0, help="How often one sample is resumed at most.")] = Settings.resumes,
+    ] = GatewaySettings.body_values,
+    resumes: Annotated[
+        int, typer.Option(min=0, help="How often one sample is resumed at most.")
+    ] = GatewaySettings.resumes,
     certificate: Certificate = None,
     key: Key = None,
     client_authority: ClientAuthority = None,
@@ -67,7 +71,7 @@ def gateway(
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,
-    log_format: LogFormat = Form.TEXT,
+    log_format: LogFormat = LogForm.TEXT,
 ) -> None:
     """Run a gateway: one address for generation in token ids, which resumes what updates and deaths interrupt.
 
@@ -79,7 +83,7 @@ def gateway(
     source = context.get_parameter_source("manager")
     if replica and source is not None and source.name == "ENVIRONMENT":
         manager = ""  # what is said on the command line is meant for this gateway, the variable for all commands
-    settings = Settings(
+    settings = GatewaySettings(
         listen=listen,
         manager=manager,
         pool=pool,
@@ -110,8 +114,8 @@ def gateway(
 
 def work() -> None:
     """One of several processes behind one port, see workers.py."""
-    log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), Form(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
-    settings = Settings.from_json(os.environ[SETTINGS])
+    log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), LogForm(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
+    settings = GatewaySettings.from_json(os.environ[SETTINGS])
     bound = socket.socket(fileno=int(os.environ[SOCKET]))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     end_loading()

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 
 LogLevel = Annotated[Level, typer.Option(envvar="CKPT_ENGINE_LOG_LEVEL", help="What is worth a line.")]
 LogFormat = Annotated[
-    Form, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Lines for people, or one JSON object a line.")
+    LogForm, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Lines for people, or one JSON object a line.")
 ]
 
 _PLACE = re.compile(r"%(?:%|[-+ #0-9.]*[a-zA-Z])")
@@ -54,10 +54,10 @@ class _Stderr(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
 
-def log_to_stderr(level: Level, form: Form, **fields: str) -> None:
+def log_to_stderr(level: Level, form: LogForm, **fields: str) -> None:
     """Sends log records to standard error from now on. fields: of every JSON line."""
     handler = _Stderr()
-    if form is Form.JSON:
+    if form is LogForm.JSON:
         handler.setFormatter(JsonLines(**fields))
     else:
         words = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s"

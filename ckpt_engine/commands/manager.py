@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
@@ -69,7 +69,7 @@ def manager(
     ] = None,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
-    log_format: LogFormat = Form.TEXT,
+    log_format: LogFormat = LogForm.TEXT,
 ) -> None:
     """Run the manager, which trainers and replicas connect to.
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from ckpt_engine.addresses import MANAGER, check_reach, join_address, listening, split_address
 from ckpt_engine.commands.asking import Manager, Pool
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Certificate, ClientAuthority, Insecure, Key, Timeout, configured_deadlines
 from ckpt_engine.connection import checked_address
@@ -51,13 +51,13 @@ def prime_rl(
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,
-    log_format: LogFormat = Form.TEXT,
+    log_format: LogFormat = LogForm.TEXT,
 ) -> None:
     """Answer what prime-rl's orchestrator asks of inference servers: each of its weight updates is one update of all
     replicas, from the directory that its trainer wrote. The manager must allow that (`ckpt-engine manager
     --allow-directory`).
     """
-    from ckpt_engine.integrations.prime_rl import Facade, Settings
+    from ckpt_engine.integrations.prime_rl import Facade, PrimeRlSettings
 
     log_to_stderr(log_level, log_format)
     log = logging.getLogger("ckpt_engine.prime_rl")
@@ -70,7 +70,7 @@ def prime_rl(
         security.check()
         host, _ = split_address(listen, "--listen")
         check_reach(host, security)
-        settings = Settings(
+        settings = PrimeRlSettings(
             manager=manager,
             lineage=lineage,
             pool=pool,

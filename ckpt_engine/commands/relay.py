@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
 from ckpt_engine.commands.options import Deadline, configured_deadlines
@@ -27,7 +27,7 @@ TAKEN = 4
 """The exit status of a relay whose directory another one has."""
 
 
-class Hold(StrEnum):
+class RelayScope(StrEnum):
     """What a relay wants of a version."""
 
     NEEDS = "needs"
@@ -44,8 +44,8 @@ def relay(
         ),
     ] = "",
     hold: Annotated[
-        Hold, typer.Option(help="What this host's workers need of a version, or all of the model.")
-    ] = Hold.NEEDS,
+        RelayScope, typer.Option(help="What this host's workers need of a version, or all of the model.")
+    ] = RelayScope.NEEDS,
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -101,7 +101,7 @@ def relay(
     until_stdin_ends: Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)] = False,
     deadline: Deadline = None,
     log_level: LogLevel = Level.INFO,
-    log_format: LogFormat = Form.TEXT,
+    log_format: LogFormat = LogForm.TEXT,
 ) -> None:
     """Runs this host's relay: weights wait in its memory while engines generate.
 
@@ -131,7 +131,7 @@ def relay(
             manager=manager,
             memory=size,
             name=name,
-            everything=hold is Hold.EVERYTHING,
+            everything=hold is RelayScope.EVERYTHING,
             users=tuple(user or ()),
             slot_grace=slot_grace,
             listen=listen,

@@ -20,7 +20,7 @@ _LANE_BYTES = 16
 _SPLIT_BYTES = 4096
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """`rows` rows of `length` bytes each. destination, source: addresses of the first; pitches: bytes between rows.
 
     A cast counts in the source's own bytes: `source_pitch` is of the source, `length` and `destination_pitch` are of
@@ -44,15 +44,15 @@ class Block(NamedTuple):
         pitches = self[4:] if self.rows > 1 else ()
         return gcd(_LANE_BYTES, *self[:3], *pitches)
 
-    def unrolled(self) -> Iterator[Block]:
+    def unrolled(self) -> Iterator[RowBlock]:
         """The rows, each a block."""
         for row in range(self.rows):
-            yield Block(
+            yield RowBlock(
                 self.destination + row * self.destination_pitch, self.source + row * self.source_pitch, self.length
             )
 
 
-def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[Block] | None:
+def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock] | None:
     """The pair as blocks; None if it is scattered. Equal shapes, not empty; dtypes may differ in size.
 
     The order of elements within a row is that of the destination's memory.
@@ -71,7 +71,7 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[Block] | 
         return None
     count, there, here = outer[rows] if outer else (1, 0, 0)
     return [
-        Block(
+        RowBlock(
             destination.data_ptr() + wide * sum(i * axis[1] for i, axis in zip(place, others, strict=True)),
             source.data_ptr() + narrow * sum(i * axis[2] for i, axis in zip(place, others, strict=True)),
             length * wide,
@@ -83,9 +83,9 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[Block] | 
     ]
 
 
-def merged(blocks: Sequence[Block]) -> list[Block]:
+def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     """The same with runs that touch each other at both ends made one. In order of destination; for one dtype."""
-    joined: list[Block] = []
+    joined: list[RowBlock] = []
     for block in sorted(blocks):
         last = joined[-1] if joined else None
         if (
@@ -116,7 +116,7 @@ def _merged(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
     return found
 
 
-def aligned(run: Block) -> list[Block]:
+def aligned(run: RowBlock) -> list[RowBlock]:
     """A run in up to three parts, the middle one as well aligned as both ends allow, if that is worth a split."""
     width = gcd(_LANE_BYTES, run.destination - run.source)
     if run.rows > 1 or run.alignment >= width or run.length < _SPLIT_BYTES:
@@ -125,11 +125,13 @@ def aligned(run: Block) -> list[Block]:
     body = (run.length - head) // width * width
     cuts = (0, head, head + body, run.length)
     return [
-        Block(run.destination + first, run.source + first, end - first) for first, end in pairwise(cuts) if end > first
+        RowBlock(run.destination + first, run.source + first, end - first)
+        for first, end in pairwise(cuts)
+        if end > first
     ]
 
 
-def cut(run: Block, most_bytes: int) -> Iterator[Block]:
+def cut(run: RowBlock, most_bytes: int) -> Iterator[RowBlock]:
     """A run in parts of at most `most_bytes`."""
     for first in range(0, run.length, most_bytes):
-        yield Block(run.destination + first, run.source + first, min(most_bytes, run.length - first))
+        yield RowBlock(run.destination + first, run.source + first, min(most_bytes, run.length - first))

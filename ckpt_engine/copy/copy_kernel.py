@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.copy.blocks import Block
+from ckpt_engine.copy.blocks import RowBlock
 
 try:
     import triton
@@ -51,11 +51,11 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
         return
     for rows, near in product((1, 2), (True, False)):
         for alignment in (width for width in _BYTES if width >= min((dtype.itemsize for dtype in dtypes), default=16)):
-            CopyTable([Block(0, 0, alignment, rows, alignment, alignment)], device, alignment, near=near)
+            CopyTable([RowBlock(0, 0, alignment, rows, alignment, alignment)], device, alignment, near=near)
         for dtype in dtypes:
             if dtype != torch.float32 and can_cast(torch.float32, dtype):
                 for count in (1, 4):
-                    block = Block(0, 0, count * dtype.itemsize, rows, count * dtype.itemsize, count * 4)
+                    block = RowBlock(0, 0, count * dtype.itemsize, rows, count * dtype.itemsize, count * 4)
                     CopyTable([block], device, 1, (torch.float32, dtype), near)
 
 
@@ -69,7 +69,7 @@ class CopyTable:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[RowBlock],
         device: torch.device,
         alignment: int,
         cast: tuple[torch.dtype, torch.dtype] | None = None,
@@ -121,7 +121,7 @@ class CopyTable:
         )
 
 
-def _four_at_once(block: Block, source: torch.dtype, destination: torch.dtype) -> bool:
+def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether a cast can take four elements a lane: everything is a multiple of that."""
     there = (block.destination, block.length, block.destination_pitch)
     here = (block.source, block.source_pitch)
@@ -130,7 +130,7 @@ def _four_at_once(block: Block, source: torch.dtype, destination: torch.dtype) -
     )
 
 
-def _lines(blocks: Sequence[Block], rows: bool, here: int, there: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _lines(blocks: Sequence[RowBlock], rows: bool, here: int, there: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The table. Runs: (destination, source, lanes). Rows: those of its first row, the first lane in that row, lanes
     in a row, and both pitches in lanes. here, there: bytes of a lane at the source and at the destination."""
     table = np.array([tuple(block) for block in blocks], np.int64).reshape(-1, 6)

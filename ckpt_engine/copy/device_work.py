@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_engine.copy import copy_kernel
-from ckpt_engine.copy.blocks import Block, aligned, blocks_of, cut, merged
+from ckpt_engine.copy.blocks import RowBlock, aligned, blocks_of, cut, merged
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.elsewhere import lies_elsewhere
 
@@ -62,8 +62,8 @@ class DeviceWork:
         self._device = device
         self._kernel = not copy_kernel.problem()
         self._keep: list[Pair] = []
-        self._same: dict[Side, list[Block]] = defaultdict(list)
-        self._casts: dict[tuple[Side, torch.dtype, torch.dtype], list[Block]] = defaultdict(list)
+        self._same: dict[Side, list[RowBlock]] = defaultdict(list)
+        self._casts: dict[tuple[Side, torch.dtype, torch.dtype], list[RowBlock]] = defaultdict(list)
         self._others: list[Pair] = []
         self.segments: list[Segment] = []
         self.launches = self.engine_copies = 0
@@ -113,10 +113,10 @@ class DeviceWork:
             found = source.device.index
         return Side.SAME if found == self._device.index else Side.PEER
 
-    def _add_blocks(self, side: Side, blocks: Sequence[Block]) -> None:
-        tables: dict[tuple[int, bool], list[Block]] = defaultdict(list)
-        runs: list[Block] = []
-        small: list[Block] = []
+    def _add_blocks(self, side: Side, blocks: Sequence[RowBlock]) -> None:
+        tables: dict[tuple[int, bool], list[RowBlock]] = defaultdict(list)
+        runs: list[RowBlock] = []
+        small: list[RowBlock] = []
         for block in blocks:
             if block.rows == 1 and (block.length >= ENGINE_BYTES[side] or not self._kernel):
                 runs += cut(block, SEGMENT_BYTES[side])
@@ -127,7 +127,7 @@ class DeviceWork:
             for part in aligned(block):
                 tables[part.alignment, part.rows > 1].append(part)
         self.engine_copies += len(runs)
-        batch: list[Block] = []
+        batch: list[RowBlock] = []
         size = 0
         for run in runs:
             batch.append(run)
@@ -152,7 +152,7 @@ class DeviceWork:
             self.launches += len(pairs)
 
 
-def _queue_runs(runs: Sequence[Block], stream: int) -> None:
+def _queue_runs(runs: Sequence[RowBlock], stream: int) -> None:
     copy = driver().copy_async
     for run in runs:
         copy(run.destination, run.source, run.length, stream)

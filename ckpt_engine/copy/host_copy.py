@@ -47,7 +47,7 @@ def host_work(pairs: Iterable[Pair]) -> list[Work]:
     return [*batches_of(near), *rows]
 
 
-class Batch:
+class CopyBatch:
     """What a thread takes at once: copied by one call, outside of the interpreter's lock."""
 
     __slots__ = ("_destinations", "_sources", "bytes")
@@ -61,7 +61,7 @@ class Batch:
         torch._foreach_copy_(self._destinations, self._sources)
 
 
-Work = Batch | Rows
+Work = CopyBatch | Rows
 """What a thread takes at once: `copy` and `bytes`."""
 
 
@@ -162,15 +162,15 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Pair]:
     return [piece for pair in rows_of_both for piece in _pieces(*pair)]
 
 
-def batches_of(pairs: Sequence[Pair]) -> list[Batch]:
+def batches_of(pairs: Sequence[Pair]) -> list[CopyBatch]:
     """The pairs, in what a thread takes at once."""
-    batches: list[Batch] = []
+    batches: list[CopyBatch] = []
     batch: list[Pair] = []
     size = 0
     for pair in pairs:
         batch.append(pair)
         size += pair[0].numel() * pair[0].element_size()
         if size >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
-            batches.append(Batch(batch, size))
+            batches.append(CopyBatch(batch, size))
             batch, size = [], 0
-    return [*batches, Batch(batch, size)] if batch else batches
+    return [*batches, CopyBatch(batch, size)] if batch else batches

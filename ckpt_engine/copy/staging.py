@@ -46,7 +46,7 @@ class Flight(Protocol):
         ...
 
 
-class _Batch(NamedTuple):
+class _StagedBatch(NamedTuple):
     fill: list[Work]
     work: DeviceWork
 
@@ -56,7 +56,7 @@ class StagedFeed:
 
     def __init__(self, pairs: Iterable[Pair], device: torch.device) -> None:
         self._ring = _ring(device)
-        self._batches: list[_Batch] = []
+        self._batches: list[_StagedBatch] = []
         waiting: list[Pair] = []
         room = SLOT_BYTES
         for pair in (part for whole in pairs for part in _parts(*whole)):
@@ -82,7 +82,7 @@ class StagedFeed:
             filled.append((place, source))
             taken.append((destination, place))
             first += _packed(source)
-        self._batches.append(_Batch(host_work(filled), DeviceWork(taken, device)))
+        self._batches.append(_StagedBatch(host_work(filled), DeviceWork(taken, device)))
 
     def run(self, flight: Flight) -> None:
         """Fills and queues everything; what was queued may still be on its way when it returns. Raises what filling or

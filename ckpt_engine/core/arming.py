@@ -38,7 +38,7 @@ class Word(Enum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class BallotAnswer:
     """What a ballot tells a member.
 
     clock: the lead's, seconds; None while the ballot is not open. voted: whether it has this member's vote. aborted:
@@ -52,7 +52,7 @@ class Answer:
     why: str = ""
 
 
-NOT_OPEN = Answer(Word.UNDECIDED)
+NOT_OPEN = BallotAnswer(Word.UNDECIDED)
 
 
 @dataclass
@@ -91,33 +91,33 @@ class Ballot:
         """Whether nobody has anything to do any more."""
         return self.word is Word.NO or self.aborted or (self.word is Word.GO and self._done >= self.members)
 
-    def vote(self, member: str, until: float, now: float) -> Answer:
+    def vote(self, member: str, until: float, now: float) -> BallotAnswer:
         """A member is ready, and stays so until then. A repeated vote does not hold longer."""
         if self.word is Word.UNDECIDED and member in self.members:
             self._until.setdefault(member, until)
         return self.ask(member, now)
 
-    def ask(self, member: str, now: float) -> Answer:
+    def ask(self, member: str, now: float) -> BallotAnswer:
         """A member asks what was decided, and shows that it is there."""
         if member not in self.members:
-            return Answer(Word.NO, now, why=f"{member} is no member of the collective of epoch {self.epoch}")
+            return BallotAnswer(Word.NO, now, why=f"{member} is no member of the collective of epoch {self.epoch}")
         self.look(now, member)
-        return Answer(self.word, now, member in self._until, self.aborted, self.why)
+        return BallotAnswer(self.word, now, member in self._until, self.aborted, self.why)
 
-    def done(self, member: str, now: float) -> Answer:
+    def done(self, member: str, now: float) -> BallotAnswer:
         """A member has all its bytes, and has sent all that others want of it; that it still verifies them is its own
         matter."""
         if self.word is Word.GO:
             self._done.add(member)
         return self.ask(member, now)
 
-    def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
+    def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> BallotAnswer:
         """A member will not go on, or cannot: *no* if nothing is decided; after *go* the whole is aborted, unless the
         member is done. blamed: other members because of which it cannot."""
         self._end(member, why, blamed)
         return self.ask(member, now)
 
-    def give_up(self, member: str, now: float) -> Answer:
+    def give_up(self, member: str, now: float) -> BallotAnswer:
         """A member has waited for longer than its vote holds: *no* if nothing is decided. If it is, that counts."""
         if self.word is Word.UNDECIDED:
             late = self.missing or (member,)
@@ -198,14 +198,14 @@ class Ballots:
             del self._ballots[number]
         return ballot
 
-    def find(self, epoch: int) -> Ballot | Answer:
+    def find(self, epoch: int) -> Ballot | BallotAnswer:
         """The ballot of an epoch; or what everybody is told for whom there is none: not open yet, or long over."""
         highest = max(self._ballots, default=0)
         if epoch not in self._ballots and epoch < highest:
-            return Answer(Word.NO, why=f"epoch {epoch} was overtaken by {highest}")
+            return BallotAnswer(Word.NO, why=f"epoch {epoch} was overtaken by {highest}")
         return self._ballots.get(epoch, NOT_OPEN)
 
-    def leave(self, epoch: int, member: str, why: str, now: float, blamed: Collection[str] = ()) -> Answer:
+    def leave(self, epoch: int, member: str, why: str, now: float, blamed: Collection[str] = ()) -> BallotAnswer:
         """A member will not go on, or cannot; blamed: because of others. Remembered if the ballot is not open yet."""
         ballot = self.find(epoch)
         if isinstance(ballot, Ballot):
@@ -249,7 +249,7 @@ class Ballots:
             ballot.look(now)
 
 
-class Step(Enum):
+class BallotStep(Enum):
     """What a member is to do now."""
 
     ASK = "ask"  # in a moment, and take the answer
@@ -291,31 +291,31 @@ class Participant:
         """When it asks to be let out if nothing is decided."""
         return self._waits_until
 
-    def step(self, now: float) -> Step:
+    def step(self, now: float) -> BallotStep:
         """What is to be done now."""
         if self._word is Word.NO:
-            return Step.BACK
+            return BallotStep.BACK
         if self._word is Word.GO:
             return self._step_of_a_run(now)
         if now >= self._waits_until:
             left = max(0.0, self._end - self._waits_until)
             if not self._gave_up or now < self._waits_until + min(self._silence, left / 2):
-                return Step.GIVE_UP
+                return BallotStep.GIVE_UP
             self.why = "nothing was heard of a decision"
-            return Step.BACK
-        return Step.ASK if self.until is None or self._voted else Step.VOTE
+            return BallotStep.BACK
+        return BallotStep.ASK if self.until is None or self._voted else BallotStep.VOTE
 
-    def _step_of_a_run(self, now: float) -> Step:
+    def _step_of_a_run(self, now: float) -> BallotStep:
         if not self._stopped and now >= self._end:
             self._stop("its time was over")
         elif not self._stopped and now - self._heard > self._silence:
             self._stop(f"the lead was not heard for {self._silence:g} s")
-        return Step.STOP if self._stopped else Step.GO
+        return BallotStep.STOP if self._stopped else BallotStep.GO
 
-    def took(self, answer: Answer | None, now: float, asked: Step = Step.ASK) -> None:
+    def took(self, answer: BallotAnswer | None, now: float, asked: BallotStep = BallotStep.ASK) -> None:
         """The ballot has answered what it was asked, or has not in time (None). A member never goes back without having
         asked to be let out: it may have been stopped since it asked last, and *go* be written."""
-        self._gave_up |= asked is Step.GIVE_UP
+        self._gave_up |= asked is BallotStep.GIVE_UP
         if answer is None:
             return
         self._heard = now

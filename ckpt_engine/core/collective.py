@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Bucket, Want, cut_buckets
+from ckpt_engine.core.collective_buckets import BUCKET_BYTES, BoxWant, Bucket, cut_buckets
 from ckpt_engine.core.problems import internal, invalid
 
 SLOTS = 2
@@ -24,7 +24,7 @@ SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CollectiveMember:
     """One process of a collective. name: as messages name it ("rank 0", "worker 1 of replica a"). host: processes of
     one host are near each other. gpu: the UUID of the GPU that its buffers are on; empty: a CPU."""
 
@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
     bytes: int
 
 
-class Step(NamedTuple):
+class ExchangeStep(NamedTuple):
     """What a member does in one round, both at once."""
 
     round: int
@@ -59,9 +59,9 @@ class Schedule:
     each member uses. slot_bytes: of one slot.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[CollectiveMember, ...]
     buckets: tuple[Bucket, ...]
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[ExchangeStep, ...], ...]
     slots: tuple[int, ...]
     slot_bytes: int
 
@@ -78,7 +78,7 @@ class Schedule:
         return sum(step.receive.bytes for step in self.steps[member] if step.receive is not None)
 
 
-def arrange(members: Iterable[Member]) -> tuple[Member, ...]:
+def arrange(members: Iterable[CollectiveMember]) -> tuple[CollectiveMember, ...]:
     """Members in the order of their ranks: sources first, then workers, those of one host next to each other and those
     of sources' hosts first. Chains follow this order, so a bucket enters each host once.
 
@@ -103,8 +103,8 @@ def arrange(members: Iterable[Member]) -> tuple[Member, ...]:
 
 
 def make_schedule(
-    members: Sequence[Member],
-    wants: Iterable[Want],
+    members: Sequence[CollectiveMember],
+    wants: Iterable[BoxWant],
     widths: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
     slots: int = SLOTS,
@@ -156,7 +156,7 @@ class _Rounds:
 
     def __init__(self, members: int, streams: Sequence[Sequence[Bucket]], slots: int) -> None:
         self.buckets = [bucket for stream in streams for bucket in stream]
-        self.steps: list[list[Step]] = [[] for _ in range(members)]
+        self.steps: list[list[ExchangeStep]] = [[] for _ in range(members)]
         self.used: list[set[int]] = [set() for _ in range(members)]
         self._members = members
         self._streams: list[list[_Stream]] = [[] for _ in range(members)]
@@ -194,7 +194,7 @@ class _Rounds:
                     self._move(bucket, sender, number, sends, receives)
                     break
         for member in sorted({*sends, *receives}):
-            self.steps[member].append(Step(number, sends.get(member), receives.get(member)))
+            self.steps[member].append(ExchangeStep(number, sends.get(member), receives.get(member)))
 
     def _queues(self, sender: int) -> list[deque[int]]:
         streams = sorted((stream for stream in self._streams[sender] if stream.waiting), key=lambda each: each.done)

@@ -26,7 +26,7 @@ ALIGNMENT = 64
 """Of the parts in a bucket, bytes."""
 
 
-class Want(NamedTuple):
+class BoxWant(NamedTuple):
     """A box of a tensor that a worker reads from a source. worker, source: members, by number. tensor: its index in the
     manifest."""
 
@@ -55,13 +55,13 @@ class Bucket(NamedTuple):
 
 def wants_of(
     plan: WorkerPlan, needs: WorkerNeeds, worker: int, sources: Mapping[str, int], transport: str
-) -> list[Want]:
+) -> list[BoxWant]:
     """What a worker reads over a collective: the pieces of those edges of its plan that `transport` serves.
 
     sources: the number of the member that a source is, by SourceTable.id. Raises INVALID_ARGUMENT for an edge whose
     source is no member, and for pieces that name a source or need that is not there.
     """
-    found: list[Want] = []
+    found: list[BoxWant] = []
     for piece in plan.pieces:
         if piece.source >= len(plan.sources) or piece.need >= len(needs.needs):
             raise invalid(f"a piece of the plan names source {piece.source} or need {piece.need}; it lacks one of them")
@@ -71,11 +71,11 @@ def wants_of(
         if edge.source not in sources:
             raise invalid(f"source {edge.source} is read over {transport}, but is no member of the collective")
         box = Box(tuple(piece.start), tuple(piece.stop))
-        found.append(Want(worker, sources[edge.source], needs.needs[piece.need].tensor, box))
+        found.append(BoxWant(worker, sources[edge.source], needs.needs[piece.need].tensor, box))
     return found
 
 
-def cut_buckets(wants: Iterable[Want], widths: Sequence[int], most: int = BUCKET_BYTES) -> list[list[Bucket]]:
+def cut_buckets(wants: Iterable[BoxWant], widths: Sequence[int], most: int = BUCKET_BYTES) -> list[list[Bucket]]:
     """All buckets, one list for each chain, in the order in which its source sends them.
 
     widths: bytes of an element of each tensor, in the served dtype. most: bytes of a bucket. The same wants in any

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_engine.core.collective import Member, arrange
+from ckpt_engine.core.collective import CollectiveMember, arrange
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.core.reach import by_collective
 from ckpt_engine.core.relay_remedy import name_of
@@ -26,7 +26,7 @@ class Rank(NamedTuple):
     gpus: frozenset[bytes]
 
 
-class Reader(NamedTuple):
+class CollectiveReader(NamedTuple):
     """A worker. name: as messages name it. reads: the sources that its plan reads, by their ids."""
 
     replica: str
@@ -35,23 +35,23 @@ class Reader(NamedTuple):
     reads: frozenset[str]
 
 
-class Together(NamedTuple):
+class CollectiveMembers(NamedTuple):
     """The members of one collective.
 
     members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
     and why.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[CollectiveMember, ...]
     refused: Mapping[str, Problem]
 
 
-def together(ranks: Sequence[Rank], readers: Sequence[Reader]) -> Together:
+def together(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
     """All who can take part, of these, by their replicas' names. A rank that nobody of them reads takes none, and is in
     nobody's way."""
     named = {rank.name: rank for rank in ranks}
     refused: dict[str, Problem] = {}
-    members: dict[str, list[Member]] = {}
+    members: dict[str, list[CollectiveMember]] = {}
     read: set[str] = set()  # by those who take part
     for replica in sorted({reader.replica for reader in readers}):
         those = [reader for reader in readers if reader.replica == replica]
@@ -73,7 +73,7 @@ def together(ranks: Sequence[Rank], readers: Sequence[Reader]) -> Together:
             members[replica] = found
             read = wanted
     ranks_read = [_rank(named[name]) for name in sorted(read)]
-    return Together(arrange([*ranks_read, *(each for some in members.values() for each in some)]), refused)
+    return CollectiveMembers(arrange([*ranks_read, *(each for some in members.values() for each in some)]), refused)
 
 
 def _check_ranks(ranks: Sequence[Rank]) -> None:
@@ -90,7 +90,7 @@ def _check_ranks(ranks: Sequence[Rank]) -> None:
         )
 
 
-def _check_lead(lead: Rank, others: Sequence[Rank | Reader]) -> None:
+def _check_lead(lead: Rank, others: Sequence[Rank | CollectiveReader]) -> None:
     """Raises FAILED_PRECONDITION unless all others find the lead, which may be a rank that they do not read."""
     for other in others:
         verdict = by_collective(lead.host, other.host)
@@ -98,11 +98,11 @@ def _check_lead(lead: Rank, others: Sequence[Rank | Reader]) -> None:
             raise precondition(f"{lead.name} leads it, and {other.name} does not find it: {verdict.reason}")
 
 
-def _rank(rank: Rank) -> Member:
-    return Member(rank.name, _place(rank.host), True, min(rank.gpus, default=b""))
+def _rank(rank: Rank) -> CollectiveMember:
+    return CollectiveMember(rank.name, _place(rank.host), True, min(rank.gpus, default=b""))
 
 
-def _member(reader: Reader, rank: Rank) -> Member:
+def _member(reader: CollectiveReader, rank: Rank) -> CollectiveMember:
     """rank: one of those that the weights come from. Raises FAILED_PRECONDITION."""
     gpus = [gpu.uuid for gpu in reader.host.gpus]
     if len(gpus) > 1:
@@ -113,7 +113,7 @@ def _member(reader: Reader, rank: Rank) -> Member:
             f"{reader.name} computes on {here} (host {name_of(reader.host)}), and the weights of {rank.name} lie on "
             f"{there}: publish them over another transport, or from where replicas compute"
         )
-    return Member(reader.name, _place(reader.host), False, gpus[0] if gpus else b"")
+    return CollectiveMember(reader.name, _place(reader.host), False, gpus[0] if gpus else b"")
 
 
 def _place(host: Host) -> str:

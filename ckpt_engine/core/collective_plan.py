@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.collective import SLOTS, Member, Schedule, arrange, make_schedule
-from ckpt_engine.core.collective_buckets import BUCKET_BYTES, Want
+from ckpt_engine.core.collective import SLOTS, CollectiveMember, Schedule, arrange, make_schedule
+from ckpt_engine.core.collective_buckets import BUCKET_BYTES, BoxWant
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
@@ -30,8 +30,8 @@ MOST_BUCKETS = 1 << 20
 
 
 def collective_plan(
-    members: Sequence[Member],
-    wants: Iterable[Want],
+    members: Sequence[CollectiveMember],
+    wants: Iterable[BoxWant],
     dtypes: Sequence[str],
     bucket_bytes: int = BUCKET_BYTES,
     slots: int = SLOTS,
@@ -106,11 +106,11 @@ def read_collective_plan(data: bytes) -> tuple[Schedule, tuple[str, ...]]:
             f"a collective with {plan.slots} slots of {plan.bucket_bytes} bytes a member is too large; the most is "
             f"{MOST_SLOTS} of {MOST_BUCKET_BYTES}"
         )
-    members = [Member(each.name, each.host, each.is_source, each.gpu) for each in plan.members]
+    members = [CollectiveMember(each.name, each.host, each.is_source, each.gpu) for each in plan.members]
     if arrange(members) != tuple(members):
         raise invalid("the members of a collective's plan are not in the order of their ranks")
     widths = [itemsize(dtype) for dtype in plan.dtypes]
-    wants: list[Want] = []
+    wants: list[BoxWant] = []
     axes: dict[int, int] = {}
     size = 0
     for each in plan.wants:
@@ -119,7 +119,7 @@ def read_collective_plan(data: bytes) -> tuple[Schedule, tuple[str, ...]]:
         if not fits or any(not 0 <= first <= last for first, last in zip(box.start, box.stop, strict=True)):
             raise invalid(f"a collective's plan wants {list(box.start)} to {list(box.stop)} of tensor {each.tensor}")
         size += box.volume * len(each.workers) * (widths[each.tensor] if each.tensor < len(widths) else 1)
-        wants += [Want(worker, each.source, each.tensor, box) for worker in each.workers]
+        wants += [BoxWant(worker, each.source, each.tensor, box) for worker in each.workers]
     if size > MOST_BUCKETS * plan.bucket_bytes:
         raise invalid(f"a collective of {size} bytes in buckets of {plan.bucket_bytes} has more than {MOST_BUCKETS}")
     return make_schedule(members, wants, widths, plan.bucket_bytes, plan.slots), tuple(plan.dtypes)

@@ -88,7 +88,7 @@ class Tree:
         }
 
 
-class Upstream(NamedTuple):
+class TreePlace(NamedTuple):
     """What a host does in one tree. tree: its number. parent, alternates: names, in the order in which they are to be
     tried; None: the trainers' hosts. chunks: in the order in which they come."""
 
@@ -116,7 +116,7 @@ class FanOut:
         """The number of each host, by name."""
         return {host.name: number for number, host in enumerate(self.hosts)}
 
-    def upstreams(self, name: str) -> tuple[Upstream, ...]:
+    def upstreams(self, name: str) -> tuple[TreePlace, ...]:
         """What a host reads, tree by tree. That in which it passes on comes first: others wait for it."""
         host = self.number[name]
         found = []
@@ -124,7 +124,7 @@ class FanOut:
             place = tree.place.get(host)
             if place is not None:
                 alternates = tuple(map(self._name, tree.alternates[place]))
-                found.append(Upstream(number, self._name(tree.parents[place]), alternates, tree.chunks))
+                found.append(TreePlace(number, self._name(tree.parents[place]), alternates, tree.chunks))
         return tuple(sorted(found, key=lambda each: host not in self.trees[each.tree].children))
 
     def _name(self, host: int) -> str | None:

@@ -20,7 +20,7 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import Shut, by_transport, label, labels, ranks_of, ways_shut
 from ckpt_engine.core.problems import CkptEngineError, error, internal, invalid, precondition
-from ckpt_engine.core.publication import Holder, Part, Place, Publication
+from ckpt_engine.core.publication import Part, PartHolder, Place, Publication
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import is_collective
 from ckpt_engine.v1.weights_pb2 import (
@@ -144,7 +144,7 @@ def _compile(
         try:
             if needs_digest not in wanted:
                 wanted[needs_digest] = _wanted(publication, worker)
-            reader = _Reader(publication, worker, choose, spread=len(compiled))
+            reader = _PlanReader(publication, worker, choose, spread=len(compiled))
             plan = reader.plan(wanted[needs_digest], needs_digest)
         except CkptEngineError as problem:
             if refused is None:
@@ -195,7 +195,7 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
     return all(0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True))
 
 
-class _Reader:
+class _PlanReader:
     """Chooses, for one worker, where each piece comes from. distance: of the farthest source that is read."""
 
     def __init__(self, publication: Publication, worker: PlanRequest, choose: Choose, spread: int) -> None:
@@ -302,7 +302,7 @@ class _Reader:
             if not is_collective(way.transport)
         ]
 
-    def _holder(self, tensor: int, box: Box, part: Part) -> Holder:
+    def _holder(self, tensor: int, box: Box, part: Part) -> PartHolder:
         """Near ones first, then another one for each worker."""
         distances = [self._distance(holder) for holder in part.holders]
         reached = [distance for distance in distances if distance is not None]
@@ -312,10 +312,10 @@ class _Reader:
         near = [holder for holder, distance in zip(part.holders, distances, strict=True) if distance == nearest]
         return near[self._spread % len(near)]
 
-    def _region(self, holder: Holder) -> int:
+    def _region(self, holder: PartHolder) -> int:
         return self._publication.places[holder.source][holder.shard].region
 
-    def _distance(self, holder: Holder) -> int | None:
+    def _distance(self, holder: PartHolder) -> int | None:
         """None: out of reach."""
         way = self._look(holder.source, self._region(holder))
         return None if isinstance(way, CkptEngineError) else way.distance

@@ -41,7 +41,7 @@ SAME_GPU = "same gpu"
 """In place of "gpu" among the links of a transport, for a source and a reader on one GPU."""
 
 
-class Edge(NamedTuple):
+class PredictedEdge(NamedTuple):
     """Bytes that one reader reads from one source. source, reader: names, one for each process. source_host,
     reader_host: of the hosts, one for each. memory: where the reader puts them. same_gpu: they do not leave the GPU."""
 
@@ -55,7 +55,7 @@ class Edge(NamedTuple):
     same_gpu: bool = False
 
 
-class Work(NamedTuple):
+class ProcessWork(NamedTuple):
     """Bytes that one process copies or digests where they lie."""
 
     process: str
@@ -101,7 +101,7 @@ class Rates:
             verify={**under.verify, **_rates(given.get("verify", {}), "verify", MEMORIES)},
         )
 
-    def link(self, edge: Edge) -> float | None:
+    def link(self, edge: PredictedEdge) -> float | None:
         """What carries one edge alone; None: nobody said."""
         known = self.links.get(edge.transport, {})
         if edge.same_gpu and SAME_GPU in known:
@@ -119,7 +119,7 @@ def measured() -> Rates:
     )
 
 
-def over_lanes(edges: Iterable[Edge], rates: Rates) -> Expected | None:
+def over_lanes(edges: Iterable[PredictedEdge], rates: Rates) -> Expected | None:
     """What edges take that all begin at once. None if there is nothing to carry, or a transport without a rate."""
     lanes: dict[str, float] = {}
     for edge in edges:
@@ -133,7 +133,7 @@ def over_lanes(edges: Iterable[Edge], rates: Rates) -> Expected | None:
     return _busiest(lanes)
 
 
-def of_work(work: Iterable[Work], rates: Mapping[str, float], verb: str) -> Expected | None:
+def of_work(work: Iterable[ProcessWork], rates: Mapping[str, float], verb: str) -> Expected | None:
     """What copies or digests take that all begin at once: those of a host share its processors and its memory. None if
     there is nothing to do, or no rate. verb: for people."""
     lanes: dict[str, float] = {}
@@ -152,11 +152,11 @@ def of_work(work: Iterable[Work], rates: Mapping[str, float], verb: str) -> Expe
 def predict(
     rates: Rates,
     *,
-    sealed: Sequence[Work] = (),
-    copied: Sequence[Work] = (),
-    fills: Sequence[Sequence[Edge]] = (),
-    installs: Sequence[Edge] = (),
-    verified: Sequence[Work] = (),
+    sealed: Sequence[ProcessWork] = (),
+    copied: Sequence[ProcessWork] = (),
+    fills: Sequence[Sequence[PredictedEdge]] = (),
+    installs: Sequence[PredictedEdge] = (),
+    verified: Sequence[ProcessWork] = (),
 ) -> dict[str, Expected]:
     """Seconds of each stage that something is known of, in the order of STAGES.
 
@@ -180,7 +180,7 @@ def pause(stages: Mapping[str, Expected]) -> float:
     return sum(stages[stage].seconds for stage in PAUSED if stage in stages)
 
 
-def _lanes(edge: Edge) -> tuple[str, ...]:
+def _lanes(edge: PredictedEdge) -> tuple[str, ...]:
     if is_over_network(edge.transport):
         sender, receiver = edge.source_host or edge.source, edge.reader_host or edge.reader
         return (f"{edge.transport} from host {sender}", f"{edge.transport} into host {receiver}")

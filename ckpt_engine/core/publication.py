@@ -26,7 +26,7 @@ from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.v1.weights_pb2 import Manifest, SourceTable, TensorSpec
 
 
-class Holder(NamedTuple):
+class PartHolder(NamedTuple):
     """Who holds a part: indices of a source (in `Publication.tables`) and of a shard of its table.
 
     delta: from the shard's first element to the part's, elements, one entry an axis; empty if it is the same.
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """A box of a tensor, and who holds it. Of more than one holder any may be read."""
 
     box: Box
-    holders: tuple[Holder, ...]
+    holders: tuple[PartHolder, ...]
 
 
 class Place(NamedTuple):
@@ -171,7 +171,7 @@ class _Merger:
         self._index = {spec.name: index for index, spec in enumerate(self._specs)}
         self._shapes = [tuple(spec.shape) for spec in self._specs]
         self._widths = [itemsize(spec.dtype) for spec in self._specs]
-        self._found: list[dict[Box, list[Holder]]] = [{} for _ in self._specs]
+        self._found: list[dict[Box, list[PartHolder]]] = [{} for _ in self._specs]
         self._partitions: dict[tuple[tuple[int, ...], tuple[Box, ...]], Partition] = {}
         self._extents: dict[tuple[tuple[int, ...], ...], tuple[Box, int, int]] = {}
 
@@ -243,7 +243,7 @@ class _Merger:
                     f"region {place.region}, which has {size}; offsets are in bytes, strides in elements",
                 )
             places.append(place)
-            self._found[tensor].setdefault(box, []).append(Holder(source, index))
+            self._found[tensor].setdefault(box, []).append(PartHolder(source, index))
         return tuple(places)
 
     def parts(self, tensor: int) -> tuple[tuple[Part, ...], Partition]:
@@ -271,7 +271,7 @@ class _Merger:
             Part(
                 part,
                 tuple(
-                    Holder(source, shard, delta if any(delta) else ())
+                    PartHolder(source, shard, delta if any(delta) else ())
                     for box in boxes
                     if contains(box, part)
                     for delta in [tuple(map(sub, part.start, box.start))]

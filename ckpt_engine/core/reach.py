@@ -15,7 +15,7 @@ from ckpt_engine.core.relay_remedy import name_of
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
 
-class Verdict(NamedTuple):
+class Reach(NamedTuple):
     """Whether a transport reaches from a source to a worker; if not, `reason` says why not and what to do."""
 
     ok: bool
@@ -38,7 +38,7 @@ class Distance(IntEnum):
     SHARED_FILE = 8
 
 
-Rule = Callable[[Host, Host], Verdict]
+Rule = Callable[[Host, Host], Reach]
 """(source, worker) to verdict."""
 
 
@@ -47,69 +47,69 @@ def same_host(a: Host, b: Host) -> bool:
     return bool(a.boot_id) and a.boot_id == b.boot_id
 
 
-def by_process(source: Host, worker: Host) -> Verdict:
+def by_process(source: Host, worker: Host) -> Reach:
     """Memory that a process of the same host, in the same namespace of process ids, can open."""
     if not same_host(source, worker):
-        return Verdict(
+        return Reach(
             False,
             f"the source's memory is on host {name_of(source)}, and the worker runs on host {name_of(worker)}; only "
             "relays read over a network",
             relays=(source, worker),
         )
     if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
-        return Verdict(
+        return Reach(
             False,
             f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
             f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
             "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), "
             "or start a relay in each",
         )
-    return Verdict(
+    return Reach(
         True,
         f"trainer and worker share host {name_of(source)}, so it reads the trainer's memory directly",
         Distance.HOST_MEMORY,
     )
 
 
-def by_directory(source: Host, worker: Host) -> Verdict:
+def by_directory(source: Host, worker: Host) -> Reach:
     """Memory that a process of the same host hands out over a socket in a directory that both see."""
     where = name_of(source)
     if not same_host(source, worker):
-        return Verdict(
+        return Reach(
             False,
             f"the relay's memory is on host {where}, and the worker runs on host {name_of(worker)}",
             relays=(worker,),
         )
     if not source.relay_directory or source.relay_directory != worker.relay_directory:
-        return Verdict(
+        return Reach(
             False,
             f"relay and worker share host {where} but not the directory of relays' sockets "
             f"({source.relay_directory or 'unknown'} and {worker.relay_directory or 'unknown'}); mount one directory "
             "into both (Kubernetes: a hostPath) and name it in CKPT_ENGINE_RELAY_DIRECTORY",
         )
-    return Verdict(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
+    return Reach(True, f"the relay of host {where} lends its memory to the worker", Distance.HOST_MEMORY)
 
 
-def by_file(source: Host, worker: Host) -> Verdict:
+def by_file(source: Host, worker: Host) -> Reach:
     """Files that every process of the host can open, and those of other hosts that have the same directory. Whether
     they do shows when the files are opened, before anything is paused."""
     if not same_host(source, worker):
-        return Verdict(
+        return Reach(
             True,
             f"the worker on host {name_of(worker)} opens the checkpoint's files where host {name_of(source)} has them, "
             "in a directory that both have",
             Distance.SHARED_FILE,
         )
-    return Verdict(
+    return Reach(
         True, f"source and worker share host {name_of(source)}, so it maps the checkpoint's files", Distance.FILE
     )
 
 
-def by_gpu(source: Host, worker: Host) -> Verdict:
+def by_gpu(source: Host, worker: Host) -> Reach:
     """Memory of a GPU, for processes of the same host whose GPUs reach it."""
     where = name_of(source)
     if not same_host(source, worker):
-        return Verdict(
+        return Reach(
             False,
             f"the source's GPU memory is on host {where}, and the worker runs on host {name_of(worker)}; only relays "
             "read over a network",
@@ -120,7 +120,7 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
         ("network namespace", source.network_namespace, worker.network_namespace),
     ):
         if not one or one != other:
-            return Verdict(
+            return Reach(
                 False,
                 f"source and worker share host {where} but not its {what} ({one or 'unknown'} and "
                 f"{other or 'unknown'}), so GPU memory cannot be lent safely; run both in one container, or their "
@@ -128,7 +128,7 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
                 "with shareProcessNamespace), or publish with transport='shared_memory'",
             )
     if not worker.gpus:
-        return Verdict(
+        return Reach(
             False,
             f"the worker on host {where} uses no GPU, so it cannot map the source's GPU memory; publish with "
             "transport='shared_memory'",
@@ -136,11 +136,11 @@ def by_gpu(source: Host, worker: Host) -> Verdict:
     return _across_gpus(source, worker)
 
 
-def by_network(source: Host, worker: Host) -> Verdict:
+def by_network(source: Host, worker: Host) -> Reach:
     """Memory that a relay sends over a network, to whoever reaches the address that it told."""
     where = name_of(source)
     if not source.address:
-        return Verdict(
+        return Reach(
             False,
             f"host {where} told no address at which others reach it; start its relay with --listen HOST:PORT and "
             "--advertise",
@@ -148,35 +148,35 @@ def by_network(source: Host, worker: Host) -> Verdict:
     if is_loopback(source.address) and not (
         same_host(source, worker) and source.network_namespace and source.network_namespace == worker.network_namespace
     ):
-        return Verdict(
+        return Reach(
             False,
             f"the relay of host {where} is reached at {source.address} only, which leads to no other host than its "
             f"own, and not from host {name_of(worker)}; start it with --listen HOST:PORT, or --advertise another "
             "address",
         )
-    return Verdict(
+    return Reach(
         True,
         f"the relay of host {where} sends its memory over the network, from {source.address}",
         Distance.NETWORK,
     )
 
 
-def by_collective(source: Host, worker: Host) -> Verdict:
+def by_collective(source: Host, worker: Host) -> Reach:
     """Memory that its owner sends to all who take part: they find each other where one of the owners listens."""
     where = name_of(source)
     near = same_host(source, worker) and source.network_namespace == worker.network_namespace
     if not (near and source.network_namespace) and (not source.address or is_loopback(source.address)):
         at = f"at {source.address} only" if source.address else "at no address of its network"
-        return Verdict(
+        return Reach(
             False,
             f"the trainer on host {where} is reached {at}, so nobody on host {name_of(worker)} finds the "
             "members of its collective; tell the trainer the address at which other hosts reach it (advertise, or "
             "CKPT_ENGINE_ADVERTISE)",
         )
-    return Verdict(True, f"it takes part in a collective with the trainer on host {where}", Distance.NETWORK)
+    return Reach(True, f"it takes part in a collective with the trainer on host {where}", Distance.NETWORK)
 
 
-def _across_gpus(source: Host, worker: Host) -> Verdict:
+def _across_gpus(source: Host, worker: Host) -> Reach:
     """The worst of the ways from the worker's GPUs to each of the source's."""
     worst, said = Distance.SAME_GPU, ""
     for gpu in source.gpus:
@@ -184,7 +184,7 @@ def _across_gpus(source: Host, worker: Host) -> Verdict:
         best = min((way for way in ways if way is not None), default=None)
         if best is None:
             readers = ", ".join(_gpu(reader) for reader in worker.gpus)
-            return Verdict(
+            return Reach(
                 False,
                 f"no peer access leads from the worker's GPU ({readers}) to the trainer's ({_gpu(gpu)}) on host "
                 f"{name_of(source)}; publish with transport='shared_memory', or put the replica on a GPU that reaches "
@@ -202,7 +202,7 @@ def _across_gpus(source: Host, worker: Host) -> Verdict:
         Distance.UNKNOWN_PEER: f"trainer and worker share host {name_of(source)}; nothing tells whether its GPU "
         f"reaches the trainer's ({said or 'unknown'}), which mapping it will show",
     }
-    return Verdict(True, sentence[worst], worst)
+    return Reach(True, sentence[worst], worst)
 
 
 def _way(gpu: Gpu, reader: Gpu) -> Distance | None:

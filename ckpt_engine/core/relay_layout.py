@@ -18,7 +18,7 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.problems import invalid, precondition, unavailable
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
 
 SLOTS = 2
@@ -54,14 +54,14 @@ class Group(NamedTuple):
 class SlotLayout:
     """How a version lies in a slot. atoms: by offset. bytes: of all atoms. size: of the slot, gaps included."""
 
-    recorded: Commits
+    recorded: ProvenRecord
     atoms: tuple[RelayAtom, ...]
     groups: tuple[Group, ...]
     bytes: int
     size: int
 
 
-def wanted_of(needs: WorkerNeeds, recorded: Commits) -> Wanted:
+def wanted_of(needs: WorkerNeeds, recorded: ProvenRecord) -> Wanted:
     """A worker's needs, checked against a record's manifest.
 
     Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box that is not in its tensor.
@@ -88,7 +88,7 @@ def wanted_of(needs: WorkerNeeds, recorded: Commits) -> Wanted:
 
 
 def lay_out(
-    recorded: Commits,
+    recorded: ProvenRecord,
     readers: Sequence[Wanted],
     everything: bool = False,
     within: Sequence[Partition] | None = None,
@@ -104,8 +104,8 @@ def lay_out(
     for number, wanted in enumerate(distinct):
         for tensor, box in wanted:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_Piece]] = {}
-    groups: dict[tuple[int, ...], list[tuple[int, _Piece]]] = {}
+    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, _LayoutPiece]]] = {}
     for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
         key = partition, tuple(needs), everything, None if within is None else within[tensor]
         if key not in known:
@@ -128,7 +128,7 @@ def lay_out(
     return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
 
 
-class _Piece(NamedTuple):
+class _LayoutPiece(NamedTuple):
     """An atom of any tensor that is cut and needed alike. cell: its number in the tensor."""
 
     box: Box
@@ -139,7 +139,7 @@ class _Piece(NamedTuple):
 
 def cut_pieces(
     partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool, within: Partition | None = None
-) -> list[_Piece]:
+) -> list[_LayoutPiece]:
     """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box. within: of
     cells that lie wholly in these boxes only."""
     tiling = partition.tiling(frozenset(box for _, box in needs))
@@ -152,7 +152,7 @@ def cut_pieces(
         touched = everything or any(first + index in readers for index in range(len(atoms)))
         if touched and (within is None or _is_within(partition.boxes[cell], within)):
             for index, box in enumerate(atoms):
-                found.append(_Piece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
+                found.append(_LayoutPiece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found
 
 

@@ -46,7 +46,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Routes:
+class RelayRoutes:
     """How all relays are filled.
 
     by_relay: of the relays that are filled. unreached: why others, which replicas wait for, cannot be.
@@ -63,7 +63,7 @@ def relay_routes(
     wanted: Collection[str],
     holding: Mapping[str, frozenset[str]],
     choose: Choose | None = None,
-) -> Routes:
+) -> RelayRoutes:
     """Routes for all relays that replicas wait for.
 
     parts: sets of sources, such that the version is made of one source of each. wanted: by name, the relays that
@@ -117,12 +117,12 @@ class _Routing:
         self._stage = dict.fromkeys(self._has, -1)
         self._ahead: dict[str, int] = {}  # at which stage relays with replicas have what their own sources bring
 
-    def routes(self) -> Routes:
+    def routes(self) -> RelayRoutes:
         self._order()
         chosen = self._choose_upstream()
         self._choose_others(chosen)
         unreached = {name: self._why_unreached(name) for name in sorted(self._wanted - self._stage.keys())}
-        return Routes({name: self._route(name, chosen) for name in sorted(chosen)}, unreached)
+        return RelayRoutes({name: self._route(name, chosen) for name in sorted(chosen)}, unreached)
 
     # -- stages
 

@@ -57,7 +57,7 @@ class Cutting:
 
 
 @dataclass(frozen=True, eq=False)
-class Commits:
+class ProvenRecord:
     """A record that proved itself. cut: how. values: one digest a cell, modulo 2^64. root: 32 bytes."""
 
     record: SealedRecord
@@ -126,7 +126,7 @@ class RecordWriter:
         return self._prefix + digests, hasher.digest()
 
 
-def read_record(record: SealedRecord, root: bytes, known: Iterable[Commits] = ()) -> Commits:
+def read_record(record: SealedRecord, root: bytes, known: Iterable[ProvenRecord] = ()) -> ProvenRecord:
     """A record that somebody brings. root: what the ledger says that this version hashes to. known: of other versions;
     what is cut like one of them is not looked through again.
 
@@ -145,7 +145,7 @@ def read_record(record: SealedRecord, root: bytes, known: Iterable[Commits] = ()
             f"the record hashes to {found.hex()[:16]}, and what was sealed to {root.hex()[:16]}: it is of other "
             "weights, or a release of ckpt-engine that makes other digests sealed it"
         )
-    return Commits(record, cut, values, root)
+    return ProvenRecord(record, cut, values, root)
 
 
 def _cutting_of(record: SealedRecord) -> Cutting:
@@ -187,7 +187,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], cells: Sequence[Box]) -> No
         raise invalid(f"no cell of the record has {missing} of tensor {name} (shape {list(shape)})", [name])
 
 
-def finer_atoms(plans: Plans, recorded: Commits) -> Mapping[int, Atoms]:
+def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
     """What sources have to digest beyond the record: the atoms that a need cuts smaller than its cells. Sources that
     have none are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
 
@@ -204,7 +204,7 @@ def finer_atoms(plans: Plans, recorded: Commits) -> Mapping[int, Atoms]:
     return found
 
 
-def seal_from_record(plans: Plans, recorded: Commits, digests: Mapping[int, Digests]) -> Sealed:
+def seal_from_record(plans: Plans, recorded: ProvenRecord, digests: Mapping[int, Digests]) -> Sealed:
     """What each worker must find, from a record and what sources answered to `finer_atoms`, by source index.
 
     Raises INVALID_ARGUMENT for another number of digests than were asked for, FAILED_PRECONDITION if two sources hold
@@ -233,13 +233,13 @@ def seal_from_record(plans: Plans, recorded: Commits, digests: Mapping[int, Dige
     return Sealed(plans.publication, cells, values, proven)
 
 
-def _check_manifest(plans: Plans, recorded: Commits) -> None:
+def _check_manifest(plans: Plans, recorded: ProvenRecord) -> None:
     if canonical(recorded.record.manifest) != plans.publication.manifest_bytes:
         raise invalid("the record is of another manifest than the plans")
 
 
 def _check_sums(
-    plans: Plans, recorded: Commits, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
+    plans: Plans, recorded: ProvenRecord, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
 ) -> np.typing.NDArray[np.bool_]:
     """Finer pieces of a recorded cell add up to what was recorded. Which cells that proves: none of a recorded cell of
     which a piece is missing."""
@@ -266,7 +266,7 @@ def _check_sums(
     return proven
 
 
-def _equal(cells: Cells, recorded: Commits) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
+def _equal(cells: Cells, recorded: ProvenRecord) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
     """For each cell the number of the recorded cell that it lies in, and whether it is that cell."""
     number = np.zeros(len(cells), dtype=np.int64)
     equal = np.zeros(len(cells), dtype=np.bool_)

@@ -63,7 +63,7 @@ class Sleeping:
 AWAKE = Sleeping()
 
 
-class Step(Enum):
+class SleepStep(Enum):
     """What an agent does with its engine, in the order in which a list of steps names it."""
 
     CLOSE = "mark it asleep, so that the gate closes"
@@ -77,7 +77,7 @@ class Step(Enum):
     RESUME = "compute again"
 
 
-def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[Step, ...]:
+def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[SleepStep, ...]:
     """How an update reaches an engine; it is awake and computes at the end.
 
     Raises FAILED_PRECONDITION if it must not be touched: it has weights of its own, or nobody has woken it.
@@ -85,21 +85,21 @@ def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[Step, ...]
     if mode == manager_pb2.MODE_COLOCATED:
         raise precondition("the replica is colocated: it sleeps and wakes, but no update touches its own weights")
     if not sleeping:
-        return (Step.PAUSE, Step.INSTALL, Step.RESUME)
+        return (SleepStep.PAUSE, SleepStep.INSTALL, SleepStep.RESUME)
     if WEIGHTS not in sleeping.tags:
-        return (Step.PAUSE, Step.INSTALL, Step.WAKE_KV_CACHE, Step.RESUME)
+        return (SleepStep.PAUSE, SleepStep.INSTALL, SleepStep.WAKE_KV_CACHE, SleepStep.RESUME)
     if mode != manager_pb2.MODE_HYBRID:
         raise precondition(
             f"the replica is {sleeping.describe()}; wake it first, or register it with `--mode hybrid`, which lets "
             "updates wake it"
         )
-    wake_cache = (Step.WAKE_KV_CACHE,) if KV_CACHE in sleeping.tags else ()
-    return (Step.WAKE_WEIGHTS, Step.PAUSE, Step.INSTALL, *wake_cache, Step.RESUME)
+    wake_cache = (SleepStep.WAKE_KV_CACHE,) if KV_CACHE in sleeping.tags else ()
+    return (SleepStep.WAKE_WEIGHTS, SleepStep.PAUSE, SleepStep.INSTALL, *wake_cache, SleepStep.RESUME)
 
 
 def sleep_steps(
     mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int], whole: bool = True
-) -> tuple[tuple[Step, ...], Sleeping]:
+) -> tuple[tuple[SleepStep, ...], Sleeping]:
     """How an engine is put to sleep, and what it is then. levels: those that the engine knows.
 
     The gate closes first, and no worker calls weights clean that are about to be discarded. An engine that is half
@@ -122,15 +122,15 @@ def sleep_steps(
         if sleeping.level != level:
             raise precondition(f"it is {sleeping.describe()}; wake it before putting it to sleep at level {level}")
         return (), sleeping
-    steps = [Step.CLOSE]
+    steps = [SleepStep.CLOSE]
     if level >= DISCARDS or (sleeping and not whole):
-        steps.append(Step.DISCARD)
+        steps.append(SleepStep.DISCARD)
     if sleeping:
-        steps += [Step.ABORT, Step.WAKE_KV_CACHE if KV_CACHE in sleeping.tags else Step.WAKE_WEIGHTS]
-    return (*steps, Step.SLEEP), after
+        steps += [SleepStep.ABORT, SleepStep.WAKE_KV_CACHE if KV_CACHE in sleeping.tags else SleepStep.WAKE_WEIGHTS]
+    return (*steps, SleepStep.SLEEP), after
 
 
-def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tuple[Step, ...], Sleeping]:
+def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tuple[SleepStep, ...], Sleeping]:
     """How an engine is woken, and what it is then. tags: none: all. whole: whether its workers hold whole weights.
 
     While weights are torn or discarded the caches wait for whole ones: with its caches an engine computes.
@@ -148,8 +148,8 @@ def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tu
         if tuple(tags) == (KV_CACHE,):
             raise precondition("it holds no whole weights: the next update installs new ones and then wakes kv_cache")
         wanted, rousing = wanted - {KV_CACHE}, True
-    steps = [Step.WAKE_WEIGHTS] if WEIGHTS in wanted else []
+    steps = [SleepStep.WAKE_WEIGHTS] if WEIGHTS in wanted else []
     if KV_CACHE in wanted:
-        steps.append(Step.WAKE_KV_CACHE)
+        steps.append(SleepStep.WAKE_KV_CACHE)
     after = replace(sleeping, rousing=rousing).without(wanted)
     return tuple(steps), after

@@ -17,7 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.demo.hosts import HostsError, hosts
 from ckpt_engine.demo.recital import Recital, recite
 from ckpt_engine.demo.sites import Wire
-from ckpt_engine.demo.stage import DemoError, Settings, Stage
+from ckpt_engine.demo.stage import DemoError, DemoSettings, Stage
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2
 
@@ -52,7 +52,7 @@ class Act:
 class Outcome:
     """What the demo found. problem: why it ended early; empty if it did not."""
 
-    settings: Settings
+    settings: DemoSettings
     acts: list[Act] = field(default_factory=list)
     start_seconds: float = 0.0
     play_seconds: float = 0.0
@@ -118,7 +118,7 @@ class Show(Protocol):
         ...
 
 
-async def play(settings: Settings, show: Show) -> Outcome:
+async def play(settings: DemoSettings, show: Show) -> Outcome:
     """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
     demo that failed, which its problem names."""
     outcome = Outcome(settings)
@@ -162,7 +162,7 @@ def _keep_logs(directory: Path) -> str:
     return kept
 
 
-async def _play(stage: Stage, settings: Settings, show: Show, outcome: Outcome) -> None:
+async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outcome) -> None:
     began = time.monotonic()
     await stage.start(show.state)
     outcome.start_seconds = time.monotonic() - began

@@ -13,7 +13,7 @@ from rich.text import Text
 from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Act, Outcome
 from ckpt_engine.demo.recital import Recital
-from ckpt_engine.demo.stage import Settings, Stage
+from ckpt_engine.demo.stage import DemoSettings, Stage
 from ckpt_engine.report import human_bytes
 
 
@@ -33,7 +33,7 @@ class ConsoleShow:
     def __exit__(self, *_: object) -> None:
         self._status.stop()
 
-    def introduce(self, settings: Settings) -> None:
+    def introduce(self, settings: DemoSettings) -> None:
         """Says what will be seen."""
         workers = f", each with {settings.tensor_parallel} tensor-parallel workers," * (settings.tensor_parallel > 1)
         self._console.print(

@@ -51,7 +51,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo runs. hosts: 1: this machine; else so many of its own, trainer and manager on the first one, a
     replica on each of the others. page: the manager shows a page, and all of it runs on until it is interrupted."""
 
@@ -71,7 +71,7 @@ class Stage:
     UnknownAdapterError for an engine that the demo cannot start.
     """
 
-    def __init__(self, settings: Settings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
+    def __init__(self, settings: DemoSettings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
         self._settings = settings
         self._server = server_of(settings.engine)
         self.sites = sites_of(hosts, directory)

@@ -20,7 +20,7 @@ import torch
 from ckpt_engine.core.problems import deadline
 from ckpt_engine.digest.cuda_tiles import ALIGNMENT, BLOCK_BYTES, FIELDS, NotTileableError, Strided, Table, TileTable
 from ckpt_engine.digest.factors import Words, digest_of_zeros
-from ckpt_engine.digest.finite import RULES, Rule
+from ckpt_engine.digest.finite import RULES, FiniteRule
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.torch_dtypes import dtype_name
 
@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
 
     number: int
     unit: torch.dtype
-    rule: Rule | None = None  # how NaN and infinity are found among it, if they are looked for
+    rule: FiniteRule | None = None  # how NaN and infinity are found among it, if they are looked for
     lanes: int = 1  # of an element, if they are
 
 

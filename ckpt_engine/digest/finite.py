@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckpt_engine.core.dtypes import ITEMSIZES
 
 
-class Rule(NamedTuple):
+class FiniteRule(NamedTuple):
     """Of one dtype. flip, mask, guard: of eight bytes of memory, as a little-endian number, however its elements lie in
     them."""
 
@@ -26,13 +26,13 @@ class Rule(NamedTuple):
         return self.flip >> lane * bits & (1 << bits) - 1, self.mask >> lane * bits & (1 << bits) - 1
 
 
-def _rule(dtype: str, mask: int, guard: int, least: int, flip: int = 0) -> Rule:
+def _rule(dtype: str, mask: int, guard: int, least: int, flip: int = 0) -> FiniteRule:
     """mask, guard: of the last lane of an element, or of half a complex one, in which sign and exponent are."""
     size = 4 if dtype == "complex64" else ITEMSIZES[dtype]
     shift = 8 * (size - min(size, 2))
     places = range(0, 64, 8 * size)
     flips, masks, guards = (sum(each << shift + place for place in places) for each in (flip, mask, guard))
-    return Rule(flips, masks, guards, least)
+    return FiniteRule(flips, masks, guards, least)
 
 
 RULES = {

@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.digest.factors import MASK, SEED, Words, digest_of_zeros, hashed, words
-from ckpt_engine.digest.finite import RULES, Rule
+from ckpt_engine.digest.finite import RULES, FiniteRule
 from ckpt_engine.torch_dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _lanes_of(view: torch.Tensor) -> npt.NDArray[Any]:
     return lanes
 
 
-def _greatest(lanes: npt.NDArray[Any], rule: Rule) -> int:
+def _greatest(lanes: npt.NDArray[Any], rule: FiniteRule) -> int:
     """The greatest lane as digest/finite.py has it."""
     if lanes.size > _NUMPY_LANES and max(lanes.shape[:-1]) > 1:
         return max(_greatest(half, rule) for half in np.array_split(lanes, 2, int(np.argmax(lanes.shape[:-1]))))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt_engine.digest import host_kernel as field
 from ckpt_engine.digest.factors import INDEX_STEP, LANE_AXIS, MASK, Words, hashed, word, words
-from ckpt_engine.digest.finite import Rule
+from ckpt_engine.digest.finite import FiniteRule
 from ckpt_engine.digest.host_kernel import COLUMN_AXES, COLUMNS, FIELDS, FIRST_AXIS
 
 _JOB_BYTES = 1 << 20  # at most; less would spend too much on the factors of columns, more shares out badly
@@ -47,7 +47,9 @@ def joined(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.d
     return jobs, of_job, np.cumsum(jobs[:, field.ROWS] * jobs[:, field.WIDTH] * jobs[:, field.UNIT])
 
 
-def look_for(jobs: Words, of_job: np.ndarray[tuple[int], np.dtype[np.intp]], rules: Sequence[Rule | None]) -> None:
+def look_for(
+    jobs: Words, of_job: np.ndarray[tuple[int], np.dtype[np.intp]], rules: Sequence[FiniteRule | None]
+) -> None:
     """Has the greatest lanes of these boxes found, by their rules; None: not of this one."""
     if any(rules):
         of_box = np.array([rule[:3] if rule else (0, 0, 0) for rule in rules], dtype=np.uint64)

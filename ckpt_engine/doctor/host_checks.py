@@ -35,7 +35,7 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HostCheck:
     """One row. detail: what was found; for `no`, why, and what to do."""
 
     group: str
@@ -44,7 +44,7 @@ class Check:
     detail: str
 
 
-def all_checks() -> Iterable[Check]:
+def all_checks() -> Iterable[HostCheck]:
     """Every check, in the order in which people should read them. Imports torch; takes a few seconds."""
     for check in (
         software,
@@ -62,19 +62,21 @@ def all_checks() -> Iterable[Check]:
         yield from _guarded(check)
 
 
-def _guarded(check: Callable[[], Iterable[Check]]) -> Iterable[Check]:
+def _guarded(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
     try:
         yield from check()
     except ModuleNotFoundError as error:
         lacking = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
-        yield Check("doctor", check.__name__, Result.NO, lacking)
+        yield HostCheck("doctor", check.__name__, Result.NO, lacking)
     except Exception as error:
-        yield Check("doctor", check.__name__, Result.NO, f"the check itself failed: {type(error).__name__}: {error}")
+        yield HostCheck(
+            "doctor", check.__name__, Result.NO, f"the check itself failed: {type(error).__name__}: {error}"
+        )
 
 
-def software() -> Iterable[Check]:
+def software() -> Iterable[HostCheck]:
     """Python and the libraries that we cannot do without, by importing them."""
-    yield Check("software", "python", Result.OK, f"{platform.python_version()} at {sys.executable}")
+    yield HostCheck("software", "python", Result.OK, f"{platform.python_version()} at {sys.executable}")
     for package, module in (
         ("torch", "torch"),
         ("grpcio", "grpc"),
@@ -87,27 +89,27 @@ def software() -> Iterable[Check]:
             importlib.import_module(module)
             version = importlib.metadata.version(package)
         except Exception as error:  # a broken library may raise anything while it is imported
-            yield Check("software", package, Result.NO, f"{type(error).__name__}: {error}")
+            yield HostCheck("software", package, Result.NO, f"{type(error).__name__}: {error}")
         else:
-            yield Check("software", package, Result.OK, version)
+            yield HostCheck("software", package, Result.OK, version)
     try:
         importlib.import_module("ckpt_engine.v1.manager_pb2_grpc")
     except Exception as error:  # generated code refuses a protobuf or grpcio older than its generator
-        yield Check("software", "generated code", Result.NO, f"{type(error).__name__}: {error}")
+        yield HostCheck("software", "generated code", Result.NO, f"{type(error).__name__}: {error}")
     else:
-        yield Check("software", "generated code", Result.OK, "fits the installed protobuf and grpcio")
+        yield HostCheck("software", "generated code", Result.OK, "fits the installed protobuf and grpcio")
 
 
-def host_digests() -> Iterable[Check]:
+def host_digests() -> Iterable[HostCheck]:
     """How weights in this host's memory are digested. Without Numba slowly, so that it is a note only."""
     from ckpt_engine.digest.host import warm_up
 
     if why := warm_up():
         slow = f"{why}: digests of host memory come from numpy, at a tenth of the speed; pip install numba"
-        yield Check("software", "numba", Result.NOTE, slow)
+        yield HostCheck("software", "numba", Result.NOTE, slow)
     else:
         found = f"{importlib.metadata.version('numba')}; compiled the digests of host memory"
-        yield Check("software", "numba", Result.OK, found)
+        yield HostCheck("software", "numba", Result.OK, found)
 
 
 def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) -> tuple[bool, str]:
@@ -138,16 +140,16 @@ print("a child process read it through", path)
 """
 
 
-def shared_memory_between_processes() -> Iterable[Check]:
+def shared_memory_between_processes() -> Iterable[HostCheck]:
     """The shared memory path itself: a memory file of this process, opened by another one through /proc."""
     if not hasattr(os, "memfd_create"):
-        yield Check("shared memory", SHARED_MEMORY_CHECK, Result.NO, "this system has no memfd_create (Linux only)")
+        yield HostCheck("shared memory", SHARED_MEMORY_CHECK, Result.NO, "this system has no memfd_create (Linux only)")
         return
     secret = os.urandom(32)
     try:
         descriptor = os.memfd_create("ckpt-engine-doctor", os.MFD_CLOEXEC)
     except OSError as error:
-        yield Check("shared memory", SHARED_MEMORY_CHECK, Result.NO, f"memfd_create: {error}")
+        yield HostCheck("shared memory", SHARED_MEMORY_CHECK, Result.NO, f"memfd_create: {error}")
         return
     try:
         os.ftruncate(descriptor, 1 << 20)
@@ -157,29 +159,31 @@ def shared_memory_between_processes() -> Iterable[Check]:
         ok, detail = _run_child(_READ_PARENTS_MEMORY, path, secret.hex())
     finally:
         os.close(descriptor)
-    yield Check("shared memory", SHARED_MEMORY_CHECK, Result.OK if ok else Result.NO, detail)
+    yield HostCheck("shared memory", SHARED_MEMORY_CHECK, Result.OK if ok else Result.NO, detail)
 
 
-def memory_facts() -> Iterable[Check]:
+def memory_facts() -> Iterable[HostCheck]:
     """Where memory comes from and who may share it: facts, none of which decides."""
     with contextlib.suppress(OSError):
-        yield Check("shared memory", "pid namespace", Result.NOTE, os.readlink("/proc/self/ns/pid"))
+        yield HostCheck("shared memory", "pid namespace", Result.NOTE, os.readlink("/proc/self/ns/pid"))
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        yield Check("shared memory", "/dev/shm", Result.NOTE, f"{error}; weights do not need it, some engines do")
+        yield HostCheck("shared memory", "/dev/shm", Result.NOTE, f"{error}; weights do not need it, some engines do")
     else:
         # Memory files (memfd) live on a mount of the kernel's own; the size of /dev/shm does not bound them.
         text = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free; used by engines, not for weights"
-        yield Check("shared memory", "/dev/shm", Result.NOTE, text)
+        yield HostCheck("shared memory", "/dev/shm", Result.NOTE, text)
     with contextlib.suppress(OSError, StopIteration):
         with open("/proc/meminfo", encoding="ascii") as file:
             available = next(line for line in file if line.startswith("MemAvailable:"))
         gibibytes = int(available.split()[1]) / 2**20
-        yield Check("shared memory", "available memory", Result.NOTE, f"{gibibytes:.1f} GiB; weights are kept in it")
+        yield HostCheck(
+            "shared memory", "available memory", Result.NOTE, f"{gibibytes:.1f} GiB; weights are kept in it"
+        )
 
 
-def engine_directory() -> Iterable[Check]:
+def engine_directory() -> Iterable[HostCheck]:
     """A runtime directory with a worker channel in it, as an agent makes them."""
     import zmq
 
@@ -191,61 +195,65 @@ def engine_directory() -> Iterable[Check]:
             socket.bind(directory.endpoint)
         directory.lock()
         detail = f"below {directory.path.parent}: private directory, lock and worker channel work"
-        yield Check("agent", "engine directory", Result.OK, detail)
+        yield HostCheck("agent", "engine directory", Result.OK, detail)
     finally:
         directory.remove()
 
 
-def relays() -> Iterable[Check]:
+def relays() -> Iterable[HostCheck]:
     """Whether a relay could run here. Nobody needs one, so that a `no` breaks nothing."""
     from ckpt_engine.doctor.relay_checks import relay_rows
 
     for name, ok, detail in relay_rows():
-        yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
+        yield HostCheck("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 
-def networks() -> Iterable[Check]:
+def networks() -> Iterable[HostCheck]:
     """What transports between relays say of this host. Nobody needs that either."""
     from ckpt_engine.core.transports import made, transport_kinds
 
     rows = (row for kind in transport_kinds().values() if kind.checks is not None for row in made(kind.checks))
     for name, ok, detail in rows:
-        yield Check("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
+        yield HostCheck("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 
 
-def limits() -> Iterable[Check]:
+def limits() -> Iterable[HostCheck]:
     """ulimits that matter. A low one is a note: small models work with little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED
     advice = f"; below {OPEN_FILES_WANTED}: raise it (ulimit -n)" if low else ""
-    yield Check("limits", "open files", Result.NOTE if low else Result.OK, f"{_limit(soft)} of {_limit(hard)}{advice}")
+    yield HostCheck(
+        "limits", "open files", Result.NOTE if low else Result.OK, f"{_limit(soft)} of {_limit(hard)}{advice}"
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = _limit(soft if soft == resource.RLIM_INFINITY else soft // 1024, "KiB")
-    yield Check("limits", "locked memory", Result.NOTE, f"{text}; network transports register (lock) what they read")
+    yield HostCheck(
+        "limits", "locked memory", Result.NOTE, f"{text}; network transports register (lock) what they read"
+    )
 
 
 def _limit(value: int, unit: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value} {unit}".strip()
 
 
-def graphics() -> Iterable[Check]:
+def graphics() -> Iterable[HostCheck]:
     """GPUs: what they are, which others they reach, and whether their memory can be lent and digested."""
     from ckpt_engine.doctor.gpu_checks import gpu_rows
 
     for name, ok, detail in gpu_rows():
         result = Result.NOTE if ok is None else Result.OK if ok else Result.NO
-        yield Check("GPU", name, result, detail)
+        yield HostCheck("GPU", name, result, detail)
 
 
-def transports() -> Iterable[Check]:
+def transports() -> Iterable[HostCheck]:
     """Every transport, asked to try itself."""
     from ckpt_engine.transport.registry import transport_rows
 
     for row in transport_rows():
-        yield Check("transports", row.name, Result.OK if row.ok else Result.NO, row.reason)
+        yield HostCheck("transports", row.name, Result.OK if row.ok else Result.NO, row.reason)
 
 
-def adapters() -> Iterable[Check]:
+def adapters() -> Iterable[HostCheck]:
     """Every engine that we can drive: is it here, and in a version that we know?"""
     from ckpt_engine.engine.adapter import load_adapter
     from ckpt_engine.engine.kinds import UnknownAdapterError, engine_names
@@ -254,13 +262,13 @@ def adapters() -> Iterable[Check]:
         try:
             found = load_adapter(kind).availability()
         except UnknownAdapterError as error:
-            yield Check("engines", kind, Result.NO, str(error))
+            yield HostCheck("engines", kind, Result.NO, str(error))
         else:
             text = f"{found.version}; {found.reason}".strip("; ")
-            yield Check("engines", kind, Result.OK if found.ok else Result.NO, text)
+            yield HostCheck("engines", kind, Result.OK if found.ok else Result.NO, text)
 
 
-def works(checks: Iterable[Check]) -> bool:
+def works(checks: Iterable[HostCheck]) -> bool:
     """Whether an update over shared memory can work here: that check and the software under it."""
     needed = {("software", "torch"), ("software", "grpcio"), ("software", "protobuf"), ("software", "pyzmq")}
     needed |= {("shared memory", SHARED_MEMORY_CHECK), ("agent", "engine directory")}
@@ -268,7 +276,7 @@ def works(checks: Iterable[Check]) -> bool:
     return needed <= found
 
 
-def as_json(checks: Iterable[Check]) -> str:
+def as_json(checks: Iterable[HostCheck]) -> str:
     """One object: `ok`, and a list of rows with group, name, result and detail."""
     rows = list(checks)
     listed = [{"group": c.group, "name": c.name, "result": c.result.value, "detail": c.detail} for c in rows]

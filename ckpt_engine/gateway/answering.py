@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_engine.gateway.dialect import Asked, Dialect
 from ckpt_engine.gateway.journey import Journey, Wishes
 from ckpt_engine.gateway.placing import Placing
-from ckpt_engine.gateway.stitching import Piece, Stitch
+from ckpt_engine.gateway.stitching import AnswerPiece, Stitch
 from ckpt_engine.gateway.writing import Writer
 
 
@@ -62,7 +62,7 @@ class Answering:
                 if self._asked.stream:
                     await self._tell(number, stitch, piece)
 
-    async def _tell(self, number: int, stitch: Stitch, piece: Piece) -> None:
+    async def _tell(self, number: int, stitch: Stitch, piece: AnswerPiece) -> None:
         over = stitch.finish is not None
         await self._writer.events([self._dialect.chunk(number, stitch, piece, over)])
 

@@ -22,10 +22,10 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.dialect import Asked
-from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.door import GatewayDoor
 from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
-from ckpt_engine.gateway.passing import Passing
+from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
 from ckpt_engine.gateway.wishes import once, wishes_of
@@ -42,7 +42,7 @@ DROP_SECONDS = 2.0
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Work(Protocol):
+class RequestWork(Protocol):
     """What answers one request."""
 
     @property
@@ -56,7 +56,7 @@ class Work(Protocol):
 class Gateway:
     """Requests of this process. stopping: no new ones; ending: those that run end now, with what they have."""
 
-    def __init__(self, placing: Placing, door: Door) -> None:
+    def __init__(self, placing: Placing, door: GatewayDoor) -> None:
         self.placing, self._door = placing, door
         self.stopping = False
         self.ending = asyncio.Event()
@@ -120,7 +120,7 @@ class Gateway:
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics, route = self.placing.settings, self.placing.metrics, scope["path"]
-        writer, ended, coming = Writer(send, settings.idle), "whole", Coming(receive)
+        writer, ended, coming = Writer(send, settings.idle), "whole", RequestMessages(receive)
         try:
             self._admit()
             self._enter(1)
@@ -154,7 +154,9 @@ class Gateway:
             said = f"{self.inside} requests run or wait already, this process carries {most}"
             raise RefusedError(429, refusals.TOO_MANY, said, {"retry-after": "1"})
 
-    def _work(self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer) -> Work:
+    def _work(
+        self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer
+    ) -> RequestWork:
         """Reads a request. On any thread, since that of a large one takes a while."""
         body = body_of(data, self.placing.settings.body_values)
         engines = self.placing.engines
@@ -166,10 +168,10 @@ class Gateway:
         speakers = engines.speakers.get(route, frozenset())
         if asked is None or asked.whole or dialect is None:
             able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers
-            return Passing(self.placing, route, body, wishes.to(able), writer)
+            return PassedRequest(self.placing, route, body, wishes.to(able), writer)
         return Answering(self.placing, dialect, asked, wishes.to(speakers), writer)
 
-    async def _run(self, work: Work, writer: Writer, receive: Receive) -> str:
+    async def _run(self, work: RequestWork, writer: Writer, receive: Receive) -> str:
         """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""
         tasks = [
             asyncio.ensure_future(each)
@@ -197,7 +199,7 @@ class Gateway:
             return error.reason
         raise error
 
-    async def _comment(self, work: Work, writer: Writer) -> None:
+    async def _comment(self, work: RequestWork, writer: Writer) -> None:
         """Whenever nothing was written for a while, in streams."""
         seconds = self.placing.settings.comment
         while work.streams:
@@ -284,7 +286,7 @@ class _Endpoint:
         await self._function(scope, receive, send)
 
 
-class Coming:
+class RequestMessages:
     """The messages of a request. whole: whether its body has come, or its caller has gone."""
 
     def __init__(self, receive: Receive) -> None:
@@ -328,7 +330,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int, sec
     return b"".join(parts)
 
 
-async def drop_body(coming: Coming, headers: Mapping[str, str]) -> None:
+async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None:
     """Reads on for a moment what nobody wants, since a client that still writes when its connection is closed does not
     get to read why. One that waits to be told to continue has written nothing."""
     if "expect" in headers:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
-from ckpt_engine.gateway.stitching import Finish, Piece, Stitch
-from ckpt_engine.gateway.versions import Identity, Label, told
+from ckpt_engine.gateway.stitching import AnswerPiece, Finish, Stitch
+from ckpt_engine.gateway.versions import GatewayVersion, Label, told
 
 SAMPLES = 1024
 """Of one request at most: each is a request of its own to an engine."""
@@ -57,7 +57,7 @@ class Dialect(ABC):
         """What the next leg asks an engine for; always streamed. identifier: of this leg."""
 
     @abstractmethod
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
         """Reads an event of the running leg. labelled: the engine names the version of each token
         (`GatewaySide.labels_each_token`). Raises MalformedError."""
 
@@ -66,7 +66,7 @@ class Dialect(ABC):
         """An end in the words of this dialect, when the engine's own did not arrive."""
 
     @abstractmethod
-    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
         """What the caller's stream says of sample `number` after this piece. over: it is the sample's last one."""
 
     @abstractmethod
@@ -218,13 +218,13 @@ def labels_of(value: Any) -> list[Label] | None:
         raise MalformedError(f"versions that are none: {value!r}") from error
 
 
-def made_by(label: Any) -> Identity | None:
+def made_by(label: Any) -> GatewayVersion | None:
     """An engine's label as a version; None: it is not one of ours ("default": the engine's own weights). Agents tell
     real engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
     version, *rest = str(label).split(":", 2)
     if not version.isdecimal() or len(rest) not in (0, 2):
         return None
-    return Identity(int(version), rest[1], rest[0]) if rest else Identity(int(version))
+    return GatewayVersion(int(version), rest[1], rest[0]) if rest else GatewayVersion(int(version))
 
 
 def output_tokens(value: Any) -> list[int]:

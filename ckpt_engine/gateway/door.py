@@ -11,7 +11,7 @@ from ckpt_engine.v1 import weights_pb2
 BEARER = "bearer "
 
 
-class Door:
+class GatewayDoor:
     """Lets callers in. Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
 
     def __init__(self, security: ServerSecurity) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, Identity, Span
+from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, GatewayVersion, Span
 
 HISTORY = 64
 """Versions of a replica whose numbers are remembered."""
@@ -23,7 +23,7 @@ SHUN_SECONDS, MOST_SHUN_SECONDS = 0.25, 4.0
 """How long a replica that failed is left alone: twice as long with each failure in a row."""
 
 
-class State(Enum):
+class FleetState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     ASLEEP = "asleep"
@@ -31,7 +31,7 @@ class State(Enum):
     AWAY = "away"
 
 
-TAKES = (State.SERVING, State.DRAINING)
+TAKES = (FleetState.SERVING, FleetState.DRAINING)
 """While it drains its gate keeps requests until its weights are whole again."""
 
 ENDS = ("abort", "wait")
@@ -39,34 +39,36 @@ ENDS = ("abort", "wait")
 
 
 @dataclass(frozen=True)
-class Told:
+class ReplicaNews:
     """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs.
     mislabels: its engine may call its tokens by a wrong version."""
 
     name: str
     url: str
     engine: str
-    state: State
+    state: FleetState
     reason: str = ""
-    identity: Identity | None = None
-    next: Identity | None = None
+    identity: GatewayVersion | None = None
+    next: GatewayVersion | None = None
     mode: str = ""
     mislabels: bool = False
 
 
-NONE: Mapping[str, Told] = MappingProxyType({})
+NONE: Mapping[str, ReplicaNews] = MappingProxyType({})
 
 
 class Visit:
     """One request of this process inside a replica, and the versions that the replica can have held meanwhile."""
 
-    def __init__(self, member: Member, resumed: bool = False) -> None:
+    def __init__(self, member: FleetReplica, resumed: bool = False) -> None:
         """Begins it. resumed: it goes on after another leg, so its whole prompt is computed before its first token."""
         self._member, self._prefills = member, resumed
         self._begun = False  # whether a token has come
-        self._admitted: Identity | None = None  # by the gate that let it in
-        self._taken: set[Identity] = set()  # that the replica went back to, or is about to
-        self._named: set[Identity] = set()  # else told of the replica; late words if older than what the gate named, or
+        self._admitted: GatewayVersion | None = None  # by the gate that let it in
+        self._taken: set[GatewayVersion] = set()  # that the replica went back to, or is about to
+        self._named: set[GatewayVersion] = (
+            set()
+        )  # else told of the replica; late words if older than what the gate named, or
         # of the run before
         member.visits.add(self)
         member.prefills += resumed
@@ -83,11 +85,11 @@ class Visit:
         self.begin()
         self._member.visits.discard(self)
 
-    def let_in(self, admitted: Identity | None) -> None:
+    def let_in(self, admitted: GatewayVersion | None) -> None:
         """Notes under which version the gate let it in; None: it named none."""
         self._admitted = admitted
 
-    def hear(self, told: Told, before: Identity | None) -> None:
+    def hear(self, told: ReplicaNews, before: GatewayVersion | None) -> None:
         """Takes in what is told of the replica now. before: the version that was told the last time."""
         stays = self._begun and told.mode in ENDS
         for each in (told.identity, None if stays else told.next):
@@ -95,12 +97,12 @@ class Visit:
                 lower = _goes_back(before, each) or _goes_back(told.identity, each)
                 (self._taken if lower else self._named).add(each)
 
-    def see(self, served: Identity | None) -> None:
+    def see(self, served: GatewayVersion | None) -> None:
         """Notes what the replica says itself that it serves now."""
         if served is not None:
             self._taken.add(self._member.whole(served))
 
-    def held(self) -> tuple[Identity | None, Identity | None]:
+    def held(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest of them."""
         first = self._admitted
         known = self._taken | {each for each in self._named if first is None or not _goes_back(first, each)}
@@ -111,11 +113,11 @@ class Visit:
 
 
 @dataclass
-class Member:
+class FleetReplica:
     """One replica."""
 
-    told: Told
-    history: OrderedDict[int, Identity] = field(default_factory=OrderedDict)
+    told: ReplicaNews
+    history: OrderedDict[int, GatewayVersion] = field(default_factory=OrderedDict)
     visits: set[Visit] = field(default_factory=set)  # requests of this process inside it
     reported: int = 0  # requests inside it by its own count, when it had `own_then` of this process
     own_then: int = 0
@@ -150,18 +152,18 @@ class Member:
         """Notes that somebody takes connections there."""
         self.down = False
 
-    def identify(self, said: Identity) -> Identity:
+    def identify(self, said: GatewayVersion) -> GatewayVersion:
         """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
         known = self.history.get(said.version)
         same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
         return known if same and known is not None else said
 
-    def whole(self, named: Identity) -> Identity:
+    def whole(self, named: GatewayVersion) -> GatewayVersion:
         """The whole of what its gate names, as far as it is known."""
         known = self.history.get(named.version)
         return named if known is None or (named.root and known.root and known.root != named.root) else known
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: ReplicaNews) -> None:
         """Takes in what is told of it."""
         before, self.told = self.told.identity, told
         for visit in self.visits:
@@ -175,7 +177,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Want:
+class VersionWant:
     """What a request may go to. version: exactly; lineage empty: any. engines: kinds that speak its dialect. max_lag:
     versions that it may be behind the lineage's last."""
 
@@ -215,21 +217,21 @@ class Fleet:
     """
 
     def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
-        self.latest: dict[str, Identity] = {}
+        self.members: dict[str, FleetReplica] = {}
+        self.latest: dict[str, GatewayVersion] = {}
         self.heard = False
         self._highest: dict[str, int] = {}
 
     # -- what is told
 
-    def tell(self, told: Iterable[Told], gone: Iterable[str] = (), whole: bool = False) -> None:
+    def tell(self, told: Iterable[ReplicaNews], gone: Iterable[str] = (), whole: bool = False) -> None:
         """Takes in what is told of replicas. whole: whoever is not named is gone."""
         told = list(told)
         self.heard = True
         for each in told:
             member = self.members.get(each.name)
             if member is None:
-                member = self.members[each.name] = Member(each)
+                member = self.members[each.name] = FleetReplica(each)
             elif (each.url, each.state) != (member.told.url, member.told.state) and each.state in TAKES:
                 member.failures, member.shunned_until = 0, 0.0
             member.tell(each)
@@ -244,15 +246,15 @@ class Fleet:
             if member is not None and member.own == 0:
                 del self.members[name]
             elif member is not None:
-                member.told = replace(member.told, state=State.CLOSED, reason="it was taken out")
+                member.told = replace(member.told, state=FleetState.CLOSED, reason="it was taken out")
 
-    def tell_latest(self, latest: Iterable[Identity]) -> None:
+    def tell_latest(self, latest: Iterable[GatewayVersion]) -> None:
         """Takes in the last version of every lineage."""
         self.latest = {each.lineage: each for each in latest}
         for each in self.latest.values():
             self._highest[each.lineage] = max(each.version, self._highest.get(each.lineage, each.version))
 
-    def _remember(self, member: Member, identity: Identity | None) -> None:
+    def _remember(self, member: FleetReplica, identity: GatewayVersion | None) -> None:
         if identity is not None:
             member.history[identity.version] = identity
             member.history.move_to_end(identity.version)
@@ -261,14 +263,14 @@ class Fleet:
 
     # -- what is seen
 
-    def failed(self, member: Member, now: float, why: str, wait: float = 0.0) -> None:
+    def failed(self, member: FleetReplica, now: float, why: str, wait: float = 0.0) -> None:
         """Notes that a replica did not answer, or refused. wait: seconds that it named."""
         member.failures += 1
         most = min(MOST_SHUN_SECONDS, SHUN_SECONDS * 2 ** min(member.failures - 1, 8))
         member.shunned_until = now + max(most, min(wait, MOST_SHUN_SECONDS))
         member.seen = why
 
-    def answered(self, member: Member, admitted: Identity | None) -> Identity | None:
+    def answered(self, member: FleetReplica, admitted: GatewayVersion | None) -> GatewayVersion | None:
         """Notes that a replica let a request in. Returns the version under which it did, with the lineage if that is
         known."""
         member.failures, member.shunned_until, member.seen = 0, 0.0, ""
@@ -282,7 +284,9 @@ class Fleet:
 
     # -- who may
 
-    def candidates(self, want: Want, now: float, unsuited: Mapping[str, Told] = NONE) -> list[Member]:
+    def candidates(
+        self, want: VersionWant, now: float, unsuited: Mapping[str, ReplicaNews] = NONE
+    ) -> list[FleetReplica]:
         """Who may be asked now, of the best kind that there is. unsuited: replicas whose gates let the request in under
         a version that it does not want, with what was told of them then. Raises RefusedError where waiting cannot
         help."""
@@ -296,19 +300,19 @@ class Fleet:
             for member in able
             if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.told
         ]
-        for states in (TAKES, (State.AWAY,)):
+        for states in (TAKES, (FleetState.AWAY,)):
             found = [member for member in able if member.told.state in states]
             if found:
                 return found
         return []
 
-    def why_nobody(self, want: Want, now: float) -> str:
+    def why_nobody(self, want: VersionWant, now: float) -> str:
         """Why nobody can serve: in words, one part a replica."""
         if not self.members:
             return "no replica is known" if self.heard else "the manager has not told of any replica yet"
         parts = []
         for name, member in sorted(self.members.items()):
-            if member.told.state not in (*TAKES, State.AWAY):
+            if member.told.state not in (*TAKES, FleetState.AWAY):
                 parts.append(f"{name} is {member.told.state.value} ({member.told.reason or 'no reason was told'})")
             elif now < member.shunned_until:
                 parts.append(f"{name}: {member.seen}")
@@ -321,25 +325,25 @@ class Fleet:
     def could_serve(self, now: float) -> bool:
         """Whether anybody takes or keeps requests."""
         return any(
-            member.told.url and member.told.state in (*TAKES, State.AWAY) and now >= member.shunned_until
+            member.told.url and member.told.state in (*TAKES, FleetState.AWAY) and now >= member.shunned_until
             for member in self.members.values()
         )
 
-    def _speaks(self, member: Member, want: Want) -> bool:
+    def _speaks(self, member: FleetReplica, want: VersionWant) -> bool:
         return not want.engines or not member.told.engine or member.told.engine in want.engines
 
-    def _fits(self, member: Member, want: Want) -> bool:
+    def _fits(self, member: FleetReplica, want: VersionWant) -> bool:
         held, after = member.told.identity, member.told.next
         if held is None or (want.lineage and not held.lineage):
             return want.any_version
         if not self._meets(held, want):
             return False
-        if member.told.state is not State.DRAINING or want.any_version:
+        if member.told.state is not FleetState.DRAINING or want.any_version:
             return True
         # Its gate lets nothing in before it holds the next version, and a rollback may make that an older one.
         return want.version is None and not (want.min_version and after and after.version < want.min_version)
 
-    def _meets(self, held: Identity, want: Want) -> bool:
+    def _meets(self, held: GatewayVersion, want: VersionWant) -> bool:
         if want.lineage and held.lineage and held.lineage != want.lineage:
             return False
         if want.version is not None and held.version != want.version:
@@ -349,11 +353,11 @@ class Fleet:
         last = self.latest.get(held.lineage)
         return want.max_lag is None or last is None or last.version - held.version <= want.max_lag
 
-    def suits(self, want: Want, admitted: Identity | None) -> bool:
+    def suits(self, want: VersionWant, admitted: GatewayVersion | None) -> bool:
         """Whether a request may go on that a gate let in under this version; None: it named none."""
         return want.any_version if admitted is None else self._meets(admitted, want)
 
-    def _hopeless(self, want: Want) -> None:
+    def _hopeless(self, want: VersionWant) -> None:
         """A version that is not waited for: it is over, or was taken back."""
         latest = [each for name, each in self.latest.items() if want.lineage in ("", name)]
         if not latest:
@@ -373,15 +377,15 @@ class Fleet:
             raise RefusedError(409, refusals.VERSION_GONE, said)
 
 
-def _root(identity: Identity) -> str:
+def _root(identity: GatewayVersion) -> str:
     return identity.root
 
 
-def _place(identity: Identity) -> tuple[int, str]:
+def _place(identity: GatewayVersion) -> tuple[int, str]:
     return identity.version, identity.lineage
 
 
-def _goes_back(before: Identity | None, after: Identity) -> bool:
+def _goes_back(before: GatewayVersion | None, after: GatewayVersion) -> bool:
     """Whether a replica that held `before` goes back, or over to another run, when it takes `after`."""
     if before is None:
         return False

@@ -18,12 +18,12 @@ from functools import partial
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialect import Dialect, EngineError, MalformedError, load_event
-from ckpt_engine.gateway.fleet import Member, Told, Visit, Want
+from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, VersionWant, Visit
 from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, OverrunError, Piece, Stitch
+from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, AnswerPiece, OverrunError, Stitch
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span, lineages
 
@@ -41,7 +41,7 @@ END_SECONDS = 1.0
 class Wishes:
     """What a caller asked for beside the body. resume: false switches it off. headers: go on with every leg."""
 
-    want: Want
+    want: VersionWant
     key: bytes
     queue_seconds: float
     resume: bool
@@ -64,13 +64,13 @@ class Journey:
         self._checked: object = None
         self._identifier = uuid.uuid4().hex
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """What the caller gets, as it comes; after the last one the stitch is finished.
 
         Raises RefusedError when there is no answer, or no whole one: the stitch then has what there is.
         """
         patience = self._placing.patience(self._wishes.queue_seconds)
-        unsuited: dict[str, Told] = {}
+        unsuited: dict[str, ReplicaNews] = {}
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
@@ -100,7 +100,7 @@ class Journey:
                     continue
                 await self._check_last(member, visit, len(self._stitch.tokens))
             if self._stitch.broken(self._dialect.finish):
-                yield Piece()
+                yield AnswerPiece()
                 return
             if why:
                 self._suspects.add(member, url, life, silent, time.monotonic(), len(self._stitch.tokens))
@@ -115,7 +115,7 @@ class Journey:
         """What the next leg asks an engine for. On any thread."""
         return dump(self._dialect.leg_body(self._stitch, identifier), large)
 
-    async def _leg(self, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
+    async def _leg(self, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         stitch, number = self._stitch, len(self._stitch.legs)
         identifier = f"{self._identifier}-{number}"
         write = partial(self._content, identifier)
@@ -137,12 +137,12 @@ class Journey:
                 async for piece in pieces:
                     yield piece
 
-    async def _read(self, stream: Stream, member: Member, visit: Visit) -> AsyncGenerator[Piece, None]:
+    async def _read(self, stream: Stream, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
         stitch, labelled = self._stitch, member.told.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
             async for told in events:
-                together, wrong, aborted, had = Piece(), None, False, len(stitch.tokens)
+                together, wrong, aborted, had = AnswerPiece(), None, False, len(stitch.tokens)
                 for data in told:
                     try:
                         piece = self._take(data, member, labelled)
@@ -171,7 +171,7 @@ class Journey:
                                 continue
                     return
 
-    def _take(self, data: bytes, member: Member, labelled: bool) -> Piece:
+    def _take(self, data: bytes, member: FleetReplica, labelled: bool) -> AnswerPiece:
         """One event, into the stitch."""
         stitch = self._stitch
         piece = self._dialect.piece(stitch, load_event(data), labelled)
@@ -186,7 +186,7 @@ class Journey:
         self._check_versions(member, had)
         return piece
 
-    def _check_versions(self, member: Member, had: int) -> None:
+    def _check_versions(self, member: FleetReplica, had: int) -> None:
         """Takes tokens back that the caller does not want before anybody sees them: those of which the engine says that
         another version made them than one that was asked for, or another lineage. had: tokens that have been seen."""
         stitch = self._stitch
@@ -207,7 +207,7 @@ class Journey:
             said = f"the replica went over to another run ({', '.join(sorted(runs))})"
             raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
 
-    async def _check_last(self, member: Member, visit: Visit, had: int) -> None:
+    async def _check_last(self, member: FleetReplica, visit: Visit, had: int) -> None:
         """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
         by then may be news to everybody here. had: as for `_check_versions`."""
         stitch, want = self._stitch, self._want
@@ -226,7 +226,7 @@ class Journey:
                 self._stitch.finish = None
                 raise refused
 
-    async def _may_go_on(self, member: Member, count: int, why: str) -> None:
+    async def _may_go_on(self, member: FleetReplica, count: int, why: str) -> None:
         """After a leg that ended too early. Raises RefusedError when there is no other one."""
         stitch, settings = self._stitch, self._settings
         ended = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"

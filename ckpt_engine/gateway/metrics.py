@@ -11,7 +11,7 @@ TOGETHER = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class Metrics:
+class GatewayMetrics:
     """One set a process. Used on the gateway's loop."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.gateway import refusals
-from ckpt_engine.gateway.fleet import Member, Told, Visit
+from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.json_numbers import dump, load_told, passed
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
@@ -34,7 +34,7 @@ class AbortedError(Exception):
     """An engine was paused before the end of its answer, in a mode that ends what runs."""
 
 
-class Passing:
+class PassedRequest:
     """Passes one request on. Run `work` once."""
 
     def __init__(self, placing: Placing, route: str, body: Mapping[str, Any], wishes: Wishes, writer: Writer) -> None:
@@ -52,7 +52,7 @@ class Passing:
         """Answers. Raises RefusedError, and what the writer raises."""
         placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
-        unsuited: dict[str, Told] = {}
+        unsuited: dict[str, ReplicaNews] = {}
         tries = 0
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
@@ -85,7 +85,7 @@ class Passing:
                 return
             placing.check(want, patience)
 
-    def _may_try_again(self, member: Member, tries: int, error: AbortedError) -> None:
+    def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
         """Raises RefusedError unless an answer that was cut off can be asked for once more from its beginning."""
         said = f"an update interrupted it at {member.name} (pause mode abort)"
         if self._told:
@@ -97,12 +97,12 @@ class Passing:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{said}, and so were {tries - 1} tries before") from error
         self._ids.clear()
 
-    def _broken(self, member: Member, error: BrokenError) -> RefusedError:
+    def _broken(self, member: FleetReplica, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
         said = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
         return RefusedError(502, refusals.NOT_RESUMABLE, said)
 
-    async def _relay(self, stream: Stream, member: Member, visit: Visit, leg: Leg) -> None:
+    async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         """The answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
         self._writer.headers = stream.named
         if stream.content_type.startswith("text/event-stream"):
@@ -123,7 +123,7 @@ class Passing:
             body = dump(content)
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
-    async def _relay_events(self, stream: Stream, member: Member, visit: Visit, leg: Leg) -> None:
+    async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         early: list[bytes] = []  # events that say nothing: until one says something, another engine may answer
         checked = False
         async for told in stream.events():
@@ -162,7 +162,7 @@ class Passing:
         if events and self._told:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
-    async def _check(self, spans: Sequence[Span], member: Member, visit: Visit, leg: Leg) -> None:
+    async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:
         """Raises RefusedError if what made the answer is not what the caller asked for."""
         want = self._wishes.want
         if want.any_version and not want.lineage:

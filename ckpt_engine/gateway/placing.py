@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.choice import choose
 from ckpt_engine.gateway.engines import Engines
-from ckpt_engine.gateway.fleet import NONE, Fleet, Member, Told, Visit, Want
-from ckpt_engine.gateway.metrics import Metrics
+from ckpt_engine.gateway.fleet import NONE, Fleet, FleetReplica, ReplicaNews, VersionWant, Visit
+from ckpt_engine.gateway.metrics import GatewayMetrics
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.versions import GatewayVersion
 
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
@@ -30,7 +30,7 @@ least one of an engine that does not label tokens."""
 class UnsuitedError(Exception):
     """A gate let the request in under a version that it does not want. told: what was told of the replica then."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: ReplicaNews) -> None:
         super().__init__(f"{told.name} serves another version than the one that was asked for")
         self.told = told
 
@@ -50,7 +50,7 @@ class Placing:
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics, engines: Engines
+        self, settings: GatewaySettings, fleet: Fleet, upstream: Upstream, metrics: GatewayMetrics, engines: Engines
     ) -> None:
         self.settings, self.fleet, self.upstream, self.metrics = settings, fleet, upstream, metrics
         self.engines = engines
@@ -66,8 +66,13 @@ class Placing:
         return Patience(seconds, time.monotonic() + seconds)
 
     async def place(
-        self, want: Want, key: bytes, patience: Patience, resumed: bool = False, unsuited: Mapping[str, Told] = NONE
-    ) -> Member:
+        self,
+        want: VersionWant,
+        key: bytes,
+        patience: Patience,
+        resumed: bool = False,
+        unsuited: Mapping[str, ReplicaNews] = NONE,
+    ) -> FleetReplica:
         """The replica for a leg. unsuited: see `Fleet.candidates`. Raises RefusedError: when waiting cannot help, or
         its patience ends."""
         while True:
@@ -82,7 +87,7 @@ class Placing:
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._news.wait()
 
-    def check(self, want: Want, patience: Patience) -> None:
+    def check(self, want: VersionWant, patience: Patience) -> None:
         """Looks whether a request may wait on. Raises RefusedError if it has waited as long as it may."""
         now = time.monotonic()
         if now >= patience.end:
@@ -92,7 +97,7 @@ class Placing:
             raise RefusedError(503, reason, said, {"retry-after": "1"})
 
     @contextlib.contextmanager
-    def inside(self, member: Member, resumed: bool) -> Iterator[Visit]:
+    def inside(self, member: FleetReplica, resumed: bool) -> Iterator[Visit]:
         """Counts a leg as inside its replica while it runs."""
         visit = Visit(member, resumed)
         try:
@@ -100,7 +105,9 @@ class Placing:
         finally:
             visit.end()
 
-    def let_in(self, member: Member, visit: Visit, named: Identity | None, want: Want) -> Identity | None:
+    def let_in(
+        self, member: FleetReplica, visit: Visit, named: GatewayVersion | None, want: VersionWant
+    ) -> GatewayVersion | None:
         """Notes that a replica let a request in, under the version that its gate named. Returns that with its lineage,
         if it is known. Raises UnsuitedError."""
         admitted = self.fleet.answered(member, named)
@@ -109,7 +116,7 @@ class Placing:
             raise UnsuitedError(member.told)
         return admitted
 
-    async def look_again(self, member: Member, visit: Visit, want: Want) -> None:
+    async def look_again(self, member: FleetReplica, visit: Visit, want: VersionWant) -> None:
         """Asks a replica which version it serves after a request that wants a least one: that it went back may not have
         been told yet. While its gate keeps requests it does not say."""
         if want.min_version is None:
@@ -123,12 +130,12 @@ class Placing:
                         await asyncio.sleep(LOOK_SECONDS)
                 visit.see(held)
 
-    def refused(self, member: Member, error: NotAdmittedError) -> None:
+    def refused(self, member: FleetReplica, error: NotAdmittedError) -> None:
         """Notes that a replica did not let a request in."""
         if error.nobody:
             member.died()
         self.failed(member, str(error), error.wait)
 
-    def failed(self, member: Member, why: str, wait: float = 0.0) -> None:
+    def failed(self, member: FleetReplica, why: str, wait: float = 0.0) -> None:
         """Leaves a replica alone for a moment."""
         self.fleet.failed(member, time.monotonic(), why, wait)

@@ -11,7 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from ckpt_engine.gateway.fleet import Member
+from ckpt_engine.gateway.fleet import FleetReplica
 from ckpt_engine.gateway.upstream import Upstream
 
 LOOK_SECONDS = 0.1
@@ -25,7 +25,7 @@ CLEARED_TOKENS, CLEARED_SECONDS = 512, 60.0
 class Broken:
     """An engine broke a request off. url: as it was then. seconds: when, monotonic; tokens: of the answer by then."""
 
-    member: Member
+    member: FleetReplica
     url: str
     seconds: float
     tokens: int
@@ -44,7 +44,7 @@ class Suspects:
         self._broke: dict[tuple[str, int], Broken] = {}
         self._dead: set[tuple[str, int]] = set()
 
-    def add(self, member: Member, url: str, life: int, silent: bool, seconds: float, tokens: int) -> None:
+    def add(self, member: FleetReplica, url: str, life: int, silent: bool, seconds: float, tokens: int) -> None:
         """Notes that an engine broke the request off, now (seconds, monotonic), when the answer had so many tokens.
         url, life: as they were when it let the request in. silent: it brought nothing for as long as an engine may,
         which is a death to whoever waits."""

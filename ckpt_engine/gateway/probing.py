@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ckpt_engine.gateway.engines import Engines
-from ckpt_engine.gateway.fleet import Fleet, Member, State, Told
+from ckpt_engine.gateway.fleet import Fleet, FleetReplica, FleetState, ReplicaNews
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
 from ckpt_engine.http_client.connection import NobodyError, WireError
 
@@ -34,7 +34,7 @@ async def probe_replicas(
         await asyncio.sleep(seconds)
 
 
-async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream, engines: Engines) -> Told:
+async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream, engines: Engines) -> ReplicaNews:
     member = fleet.members.get(url)
     try:
         ready, why, held = await upstream.ready(url)
@@ -42,12 +42,12 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
         if member is not None and error.nobody:
             member.died()
         kinds.pop(url, None)  # another engine may come up there
-        return Told(url, url, "", State.CLOSED, str(error))
+        return ReplicaNews(url, url, "", FleetState.CLOSED, str(error))
     if member is not None:
         member.answers()
     if url not in kinds:
         kinds[url] = await _kind(url, upstream, engines)
-    return Told(url, url, kinds[url], State.SERVING if ready else State.CLOSED, why, held)
+    return ReplicaNews(url, url, kinds[url], FleetState.SERVING if ready else FleetState.CLOSED, why, held)
 
 
 async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
@@ -64,7 +64,7 @@ async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
     return ""
 
 
-async def _probe_load(member: Member, upstream: Upstream, engines: Engines) -> None:
+async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines) -> None:
     try:
         found = await _reported(member.told, upstream, engines)
     except NobodyError:
@@ -77,7 +77,7 @@ async def _probe_load(member: Member, upstream: Upstream, engines: Engines) -> N
         member.reported, member.own_then = found, member.own
 
 
-async def _reported(told: Told, upstream: Upstream, engines: Engines) -> int | None:
+async def _reported(told: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
     """Requests that run and wait, by the engine's own count; None: it does not say."""
     side = engines.sides.get(told.engine)
     if not told.url or side is None or side.load is None:

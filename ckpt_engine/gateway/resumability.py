@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 
-class Kind(Enum):
+class FieldKind(Enum):
     """What becomes of a field."""
 
     TRAVELS = "goes on every leg as it came"
@@ -29,23 +29,23 @@ NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """What becomes of one field of a request on later legs.
 
     neutral: values with which a field of NEVER or WHOLE changes nothing. why: in words, for the answer.
     """
 
-    kind: Kind
+    kind: FieldKind
     neutral: tuple[Any, ...] = NOTHING
     why: str = ""
 
 
-Table = Mapping[str, Rule]
+Table = Mapping[str, FieldRule]
 
 
-def rules(kind: Kind, names: str, neutral: tuple[Any, ...] = NOTHING, why: str = "") -> dict[str, Rule]:
+def rules(kind: FieldKind, names: str, neutral: tuple[Any, ...] = NOTHING, why: str = "") -> dict[str, FieldRule]:
     """One rule for several fields. names: theirs, with blanks between."""
-    return dict.fromkeys(names.split(), Rule(kind, neutral, why))
+    return dict.fromkeys(names.split(), FieldRule(kind, neutral, why))
 
 
 # Why fields are of NEVER, in words for the answer.
@@ -67,7 +67,7 @@ def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:
         rule = table.get(name)
         if rule is None:
             reasons.append(f"{where}{name}: the gateway does not know it")
-        elif rule.kind is Kind.NEVER and not is_neutral(value, rule.neutral):
+        elif rule.kind is FieldKind.NEVER and not is_neutral(value, rule.neutral):
             reasons.append(f"{where}{name}: {rule.why}")
     return "; ".join(sorted(reasons))
 
@@ -75,12 +75,12 @@ def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:
 def not_streamed(fields: Mapping[str, Any], table: Table) -> bool:
     """Whether an engine answers it whole only."""
     rules = ((value, table.get(name)) for name, value in fields.items())
-    return any(rule and rule.kind is Kind.WHOLE and not is_neutral(value, rule.neutral) for value, rule in rules)
+    return any(rule and rule.kind is FieldKind.WHOLE and not is_neutral(value, rule.neutral) for value, rule in rules)
 
 
 def travelling(fields: Mapping[str, Any], table: Table, first: bool) -> dict[str, Any]:
     """The fields that go on a leg as they came. first: no token has come yet."""
-    kept = {Kind.TRAVELS, Kind.NEVER, Kind.WHOLE} | ({Kind.FIRST} if first else set())
+    kept = {FieldKind.TRAVELS, FieldKind.NEVER, FieldKind.WHOLE} | ({FieldKind.FIRST} if first else set())
     return {name: value for name, value in fields.items() if name not in table or table[name].kind in kept}
 
 

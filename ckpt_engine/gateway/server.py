@@ -14,13 +14,13 @@ from ckpt_engine.addresses import check_reach, split_address
 from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.gateway.app import Gateway
-from ckpt_engine.gateway.door import Door
+from ckpt_engine.gateway.door import GatewayDoor
 from ckpt_engine.gateway.engines import installed_engines
 from ckpt_engine.gateway.fleet import Fleet
-from ckpt_engine.gateway.metrics import Metrics
+from ckpt_engine.gateway.metrics import GatewayMetrics
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.probing import probe_loads, probe_replicas
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.upstream import Upstream
 from ckpt_engine.gateway.watcher import watch
 from ckpt_engine.http_server import HttpServer
@@ -37,7 +37,7 @@ _ROUTES = ("/v1", "/completions", "/generate")
 log = logging.getLogger("ckpt_engine.gateway")
 
 
-def check(settings: Settings) -> None:
+def check(settings: GatewaySettings) -> None:
     """Checks settings. Raises INVALID_ARGUMENT for those that cannot be."""
     if bool(settings.manager) == bool(settings.replicas):
         raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
@@ -67,12 +67,12 @@ def _check_url(url: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings, name: str = "gateway") -> AsyncIterator[Gateway]:
+async def running_gateway(settings: GatewaySettings, name: str = "gateway") -> AsyncIterator[Gateway]:
     """A gateway without its HTTP server: it knows its replicas and can answer requests."""
-    fleet, metrics, engines = Fleet(), Metrics(), installed_engines()
+    fleet, metrics, engines = Fleet(), GatewayMetrics(), installed_engines()
     async with Upstream(settings) as upstream:
         placing = Placing(settings, fleet, upstream, metrics, engines)
-        gateway = Gateway(placing, Door(settings.security))
+        gateway = Gateway(placing, GatewayDoor(settings.security))
         tasks = [
             asyncio.ensure_future(probe_loads(fleet, upstream, engines, settings.probe)),
             asyncio.ensure_future(gateway.look_after()),
@@ -98,7 +98,7 @@ def _notice(task: asyncio.Future[None]) -> None:
         log.critical("a part of this gateway has failed: restart it, and report this", exc_info=task.exception())
 
 
-async def serve(settings: Settings, bound: socket.socket) -> None:
+async def serve(settings: GatewaySettings, bound: socket.socket) -> None:
     """Runs until SIGTERM or SIGINT: then no new requests, those that run may end, and what is left is told so."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from ckpt_engine.security.server import ServerSecurity
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatewaySettings:
     """How a gateway runs. listen: host:port. manager: its address, and pool: of the replicas that are taken from it; or
     no manager, and replicas: base URLs of engines.
 
@@ -56,7 +56,7 @@ class Settings:
         return json.dumps({**asdict(self), "security": security})
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> GatewaySettings:
         """The settings that `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         given = values.pop("security")

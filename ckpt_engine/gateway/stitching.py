@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine.gateway.single import Single
-from ckpt_engine.gateway.versions import RECOMPUTED, Identity, Label, Span, joined, leg_spans
+from ckpt_engine.gateway.versions import RECOMPUTED, GatewayVersion, Label, Span, joined, leg_spans
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
@@ -31,7 +31,7 @@ class Finish:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """What one event adds. records: one for each token, as the dialect has them; none: nobody asked for any. echo:
     tokens of the prompt in front of them, with their records. labels: what the engine has said so far of the versions
     of all tokens of this leg. about: facts of the prompt (usage, log-probabilities), which the first leg tells.
@@ -47,7 +47,7 @@ class Piece:
     about: dict[str, Any] = field(default_factory=dict)
     scored: int = 0
 
-    def add(self, later: Piece) -> None:
+    def add(self, later: AnswerPiece) -> None:
         """Adds what the next event brought, for a caller who gets both at once."""
         self.tokens += later.tokens
         self.records += later.records
@@ -62,7 +62,7 @@ class Piece:
         return bool(self.tokens or self.echo or self.finish is not None)
 
 
-def _itself(identity: Identity) -> Identity:
+def _itself(identity: GatewayVersion) -> GatewayVersion:
     return identity
 
 
@@ -70,7 +70,7 @@ def _recomputed(_number: int) -> str:
     return RECOMPUTED
 
 
-def _unknown() -> tuple[Identity | None, Identity | None]:
+def _unknown() -> tuple[GatewayVersion | None, GatewayVersion | None]:
     return None, None
 
 
@@ -80,9 +80,9 @@ class Leg:
 
     replica: str
     offset: int  # tokens of the answer before it
-    identify: Callable[[Identity], Identity] = _itself  # the whole of what its engine's labels say
+    identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # the whole of what its engine's labels say
     # the lowest and highest version that the replica can have held meanwhile
-    held: Callable[[], tuple[Identity | None, Identity | None]] = _unknown
+    held: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
     caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
     ended: str = ""  # how; empty while it runs
     count: int = 0
@@ -138,7 +138,7 @@ class Stitch:
         self.legs.append(Leg(replica, len(self.tokens), text_before=len(self.text)))
         return self.leg
 
-    def take(self, piece: Piece) -> Piece:
+    def take(self, piece: AnswerPiece) -> AnswerPiece:
         """Adds what an event of the running leg brought; the piece is what the caller gets of it.
 
         Raises OverrunError for more tokens than the leg was asked for: nothing of them is kept.

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.http_client.connection import ConnectError, Connection, NobodyError, SilentError, WireError
 from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
@@ -83,7 +83,7 @@ class Stream:
 class Upstream:
     """All connections to engines of this process. A context manager; nothing of it outlives the loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._connections = Connections(settings.connect)
 
@@ -130,7 +130,7 @@ class Upstream:
             raise BrokenError(f"{url} answered {status}: {words}")
         raise RefusedError(status, ENGINE_REFUSED, f"the engine refused it: {words}")
 
-    async def ready(self, url: str) -> tuple[bool, str, Identity | None]:
+    async def ready(self, url: str) -> tuple[bool, str, GatewayVersion | None]:
         """Whether a replica takes or keeps requests, why it does not, and which version it holds if it serves it.
         Raises NotAdmittedError when nobody answers."""
         try:
@@ -156,10 +156,10 @@ class Upstream:
         return await self._connections.get(url, route, self._settings.probe)
 
 
-def _held(headers: Mapping[str, str]) -> Identity | None:
+def _held(headers: Mapping[str, str]) -> GatewayVersion | None:
     """The version that a gate names in an answer's headers."""
     version = headers.get(VERSION_HEADER, "")
-    return Identity(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None
+    return GatewayVersion(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None
 
 
 def _said(body: bytes) -> str:

@@ -11,7 +11,7 @@ RECOMPUTED, KEPT, UNKNOWN = "recomputed", "kept", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class GatewayVersion:
     """A version of weights. lineage, root (hexadecimal) empty: nobody has said."""
 
     version: int
@@ -26,7 +26,7 @@ class Label:
 
     start: int
     end: int
-    made_by: Identity | None
+    made_by: GatewayVersion | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Span:
 
     first: int
     count: int
-    lowest: Identity | None
-    highest: Identity | None
+    lowest: GatewayVersion | None
+    highest: GatewayVersion | None
     exact: bool
     caches: str
 
@@ -62,8 +62,8 @@ def leg_spans(
     first: int,
     count: int,
     labels: Sequence[Label] | None,
-    identify: Callable[[Identity], Identity],
-    held: tuple[Identity | None, Identity | None],
+    identify: Callable[[GatewayVersion], GatewayVersion],
+    held: tuple[GatewayVersion | None, GatewayVersion | None],
     caches: Callable[[int], str],
 ) -> list[Span]:
     """Spans of one leg's `count` tokens, which begin at `first` of the answer.

@@ -16,8 +16,8 @@ import grpc.aio
 
 from ckpt_engine.channel import ManagerStub, open_channel, problem_of
 from ckpt_engine.core.pausing import mode_name
-from ckpt_engine.gateway.fleet import Fleet, State, Told
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews
+from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SILENT_SECONDS = 20.0
@@ -29,10 +29,10 @@ AGAIN_SECONDS = 1.0
 log = logging.getLogger("ckpt_engine.gateway")
 
 _STATES = {
-    manager_pb2.REPLICA_STATE_SERVING: State.SERVING,
-    manager_pb2.REPLICA_STATE_DRAINING: State.DRAINING,
-    manager_pb2.REPLICA_STATE_ASLEEP: State.ASLEEP,
-    manager_pb2.REPLICA_STATE_AWAY: State.AWAY,
+    manager_pb2.REPLICA_STATE_SERVING: FleetState.SERVING,
+    manager_pb2.REPLICA_STATE_DRAINING: FleetState.DRAINING,
+    manager_pb2.REPLICA_STATE_ASLEEP: FleetState.ASLEEP,
+    manager_pb2.REPLICA_STATE_AWAY: FleetState.AWAY,
 }
 
 
@@ -101,12 +101,12 @@ async def _one_stream(manager: str, name: str, news: News, changed: Callable[[],
             changed()
 
 
-def _told(replica: manager_pb2.WatchedReplica) -> Told:
-    return Told(
+def _told(replica: manager_pb2.WatchedReplica) -> ReplicaNews:
+    return ReplicaNews(
         replica.name,
         replica.url.rstrip("/"),
         replica.engine,
-        _STATES.get(replica.state, State.CLOSED),
+        _STATES.get(replica.state, FleetState.CLOSED),
         replica.reason,
         _identity(replica.identity) if replica.HasField("identity") else None,
         _identity(replica.next) if replica.HasField("next") else None,
@@ -115,5 +115,5 @@ def _told(replica: manager_pb2.WatchedReplica) -> Told:
     )
 
 
-def _identity(identity: weights_pb2.Identity) -> Identity:
-    return Identity(identity.version, identity.lineage, identity.root.hex())
+def _identity(identity: weights_pb2.Identity) -> GatewayVersion:
+    return GatewayVersion(identity.version, identity.lineage, identity.root.hex())

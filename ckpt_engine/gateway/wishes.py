@@ -8,10 +8,10 @@ from difflib import get_close_matches
 
 from ckpt_engine.core.names import some
 from ckpt_engine.gateway.choice import key_of
-from ckpt_engine.gateway.fleet import Want
+from ckpt_engine.gateway.fleet import VersionWant
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.refusals import bad_request
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 
 SESSION = ("x-session-id", "x-smg-routing-key")
 VERSION, MIN_VERSION, MAX_LAG = "x-ckpt-engine-version", "x-ckpt-engine-min-version", "x-ckpt-engine-max-lag"
@@ -27,7 +27,7 @@ _PASSED = ("traceparent", "tracestate")
 
 
 def wishes_of(
-    headers: Mapping[str, str], session: str, prompt: Sequence[int], settings: Settings, authorized: bool
+    headers: Mapping[str, str], session: str, prompt: Sequence[int], settings: GatewaySettings, authorized: bool
 ) -> Wishes:
     """headers: with names in lower case. session, prompt: from the body. authorized: the caller showed its token to the
     gateway, so it is not for the engines. Raises RefusedError (400)."""
@@ -35,7 +35,7 @@ def wishes_of(
     resume = headers.get(RESUME, "on").lower()
     if resume not in ("on", "off"):
         raise bad_request(f"{RESUME}: {resume!r} is neither on nor off")
-    want = Want(
+    want = VersionWant(
         lineage=headers.get(LINEAGE, ""),
         version=_number(headers, VERSION),
         min_version=_number(headers, MIN_VERSION),
@@ -79,7 +79,7 @@ def _number(headers: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def _queue_seconds(headers: Mapping[str, str], settings: Settings) -> float:
+def _queue_seconds(headers: Mapping[str, str], settings: GatewaySettings) -> float:
     if QUEUE_SECONDS not in headers:
         return settings.queue_seconds
     try:

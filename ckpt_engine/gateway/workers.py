@@ -15,7 +15,7 @@ import threading
 import time
 
 from ckpt_engine.gateway.metrics import TOGETHER
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.host.modules import module_command, module_environment
 
 SETTINGS = "CKPT_ENGINE_GATEWAY_SETTINGS"
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.1
 log = logging.getLogger("ckpt_engine.gateway")
 
 
-def run_workers(settings: Settings, bound: socket.socket, number: int) -> int:
+def run_workers(settings: GatewaySettings, bound: socket.socket, number: int) -> int:
     """Runs so many until SIGTERM or SIGINT, and starts one that died anew. Returns the exit status. Main thread."""
     stop = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):

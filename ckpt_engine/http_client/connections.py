@@ -34,7 +34,7 @@ MOST_SMALL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Origin:
+class HttpOrigin:
     """Where connections go, and what requests on them say. path: before every route."""
 
     secure: bool
@@ -63,7 +63,7 @@ class Answer:
 
 
 @lru_cache(1024)
-def origin_of(url: str) -> Origin:
+def origin_of(url: str) -> HttpOrigin:
     """The origin of a URL. Raises ConnectError for what is no URL of HTTP."""
     if not all("!" <= each <= "~" for each in url):
         raise ConnectError(f"{url!r} is no URL: all but visible ASCII has to be escaped in it (%.., and xn-- in names)")
@@ -75,7 +75,7 @@ def origin_of(url: str) -> Origin:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConnectError(f"{url!r} is no URL of HTTP")
     named = parts.netloc.rpartition("@")[2]
-    return Origin(secure, parts.hostname, port or (443 if secure else 80), named, parts.path.rstrip("/"))
+    return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), named, parts.path.rstrip("/"))
 
 
 @cache
@@ -93,7 +93,7 @@ class Connections:
 
     def __init__(self, connect: float) -> None:
         self._connect = connect
-        self._free: dict[Origin, list[Connection]] = {}
+        self._free: dict[HttpOrigin, list[Connection]] = {}
         self._all: set[Connection] = set()
 
     async def ask(
@@ -176,7 +176,7 @@ class Connections:
         for connection in list(self._all):
             connection.close()
 
-    def _waiting(self, origin: Origin) -> Connection | None:
+    def _waiting(self, origin: HttpOrigin) -> Connection | None:
         free = self._free.get(origin, [])
         while free:
             connection = free.pop()  # the one that was used last: the others may close themselves
@@ -184,7 +184,7 @@ class Connections:
                 return connection
         return None
 
-    async def _open(self, origin: Origin, seconds: float) -> Connection:
+    async def _open(self, origin: HttpOrigin, seconds: float) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -206,7 +206,7 @@ class Connections:
         self._all.add(connection)
         return connection
 
-    def _left(self, origin: Origin, connection: Connection) -> None:
+    def _left(self, origin: HttpOrigin, connection: Connection) -> None:
         self._all.discard(connection)
         free = self._free.get(origin, [])
         if connection in free:

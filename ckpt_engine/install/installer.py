@@ -124,7 +124,7 @@ class Installer:
         if self._last is not None and self._last.fence == order.fence:
             return self._last
         came = time.monotonic()
-        run = _Run(self, order, on_progress)
+        run = _InstallRun(self, order, on_progress)
         installed = worker_pb2.WorkerInstalled(fence=order.fence, report=run.report)
         try:
             self._check_fence(order.fence)
@@ -200,7 +200,7 @@ class Installer:
         return recording
 
 
-class _Run:
+class _InstallRun:
     """One install."""
 
     def __init__(self, installer: Installer, order: worker_pb2.InstallOrder, on_progress: OnProgress | None) -> None:

@@ -34,7 +34,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class PieceRead:
     """One piece on its way to one destination. tensor, box: what it is, of the manifest."""
 
     tensor: int
@@ -50,7 +50,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DigestCheck:
     """A need as it lies in the model, to be digested from global coordinate `start` on."""
 
     need: int
@@ -63,9 +63,9 @@ class Check:
 class TensorWork:
     """Everything that an install does to one tensor of the model."""
 
-    reads: list[Read] = field(default_factory=list)
+    reads: list[PieceRead] = field(default_factory=list)
     fills: list[tuple[tuple[slice, ...], bool | int | float]] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[DigestCheck] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         copies[copy.need].append(copy)
         box = recording.needs[copy.need].box
         destination = Destination(copy.offset, box.shape, copy.stride)
-        work[copy.tensor].checks.append(Check(copy.need, box.start, destination, recording.widened(copy)))
+        work[copy.tensor].checks.append(DigestCheck(copy.need, box.start, destination, recording.widened(copy)))
     for fill in recording.fills:
         place = tuple(map(slice, fill.box.start, fill.box.stop))
         work[fill.tensor].fills.append((place, fill.value))
@@ -117,7 +117,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
             destination = Destination(offset, box.shape, copy.stride)
             region = regions[piece.source][piece.region]
             work[copy.tensor].reads.append(
-                Read(
+                PieceRead(
                     need.tensor,
                     box,
                     transport,

@@ -53,7 +53,7 @@ Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class PrimeRlSettings:
     """How the prime-rl front runs.
 
     manager: host:port. lineage: of the run; empty: a fresh one. pool: of the replicas. replicas: so many must be
@@ -106,7 +106,7 @@ class Steps:
 class Facade:
     """What answers prime-rl's orchestrator. Used on one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PrimeRlSettings) -> None:
         self._settings = settings
         self._steps = Steps(settings.lineage or f"prime-rl-{secrets.token_hex(4)}")
         self._pause_mode: PauseMode | None = None

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from ckpt_engine import UpdateReport
 from ckpt_engine.integrations.peft import merged
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 
 SEED_BITS = 62
 
@@ -32,7 +32,7 @@ class UpdateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     trainer's `global_step`.
     """
 
-    def __init__(self, updates: Updates, every: int = 1) -> None:
+    def __init__(self, updates: RankUpdates, every: int = 1) -> None:
         if every < 1:
             raise ValueError(f"every={every}: give the number of optimizer steps from one update to the next")
         self._updates, self._every = updates, every
@@ -67,7 +67,7 @@ class Rollouts:
 
     def __init__(
         self,
-        updates: Updates,
+        updates: RankUpdates,
         urls: str | Sequence[str],
         *,
         concurrency: int = 64,
@@ -154,7 +154,7 @@ class WeightTransfer:
     held at once, to learn their names and shapes; after it one at a time.
     """
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: RankUpdates) -> None:
         self._updates = updates
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
         self._count = itertools.count(1)

@@ -16,7 +16,7 @@ from ckpt_engine.trainer.lineage import fresh_lineage
 from ckpt_engine.v1.weights_pb2 import Problem
 
 
-class Updates:
+class RankUpdates:
     """The updates of one trainer rank. Nothing is dialled before the first `bring`.
 
     manager: host:port. replicas: how many must have come up before the first update; it waits `wait` seconds for them.

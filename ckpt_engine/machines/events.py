@@ -45,8 +45,8 @@ from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent
 from ckpt_engine.machines.ledger_tasks import RecordOutcome as RecordOutcome
 from ckpt_engine.machines.ledger_tasks import RecordRelease as RecordRelease
 from ckpt_engine.machines.ledger_tasks import SpendEpoch as SpendEpoch
+from ckpt_engine.machines.relay.tasks import ChunksPassed as ChunksPassed
 from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
-from ckpt_engine.machines.relay.tasks import PassedOn as PassedOn
 from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling
 
 # isort: off
@@ -392,7 +392,7 @@ TrainerEvent: TypeAlias = (
     | WithdrawTable
     | HoldVersions
     | FillingProgress
-    | PassedOn
+    | ChunksPassed
 )
 
 

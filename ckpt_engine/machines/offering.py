@@ -2,7 +2,7 @@
 
 What all kinds share is written here: connecting, storing what the hello refers to, telling what is offered until the
 manager has decided, sealing in the order of fill fences, answering repetitions, leaving. What differs is data: the
-hello, and what tells a change (`Kind`). It decides nothing about weights: its shell seals and digests.
+hello, and what tells a change (`MemberKind`). It decides nothing about weights: its shell seals and digests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPUBLISH: Key = ("publish",)
 
 
 @dataclass(frozen=True)
-class Told:
+class HelloState:
     """What a hello says of a member's state. cluster: that it last served. epoch: the highest fill fence that it has
     obeyed. held: what it offers, as stored with the manager."""
 
@@ -58,14 +58,14 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MemberKind:
     """What differs from kind to kind. session: the call of the service. message: the envelope of what it says. hello:
     makes the first message. changed: makes what tells, on the open stream, that it offers something else now."""
 
     session: str
     message: type[ProtobufMessage]
-    hello: Callable[[Told], ProtobufMessage]
-    changed: Callable[[Told], ProtobufMessage]
+    hello: Callable[[HelloState], ProtobufMessage]
+    changed: Callable[[HelloState], ProtobufMessage]
 
 
 class OfferingMachine:
@@ -76,7 +76,7 @@ class OfferingMachine:
     manager may have been restarted without its blobs.
     """
 
-    def __init__(self, kind: Kind, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, kind: MemberKind, deadlines: Deadlines | None = None) -> None:
         self.kind = kind
         self._deadlines = deadlines or Deadlines()
         self._out: list[TrainerCommand] = []
@@ -179,8 +179,8 @@ class OfferingMachine:
         """The highest fill fence that it has obeyed, whatever that was to do."""
         return self._epoch
 
-    def _told(self) -> Told:
-        return Told(self._session.cluster, self._obeyed(), self._held or ())
+    def _told(self) -> HelloState:
+        return HelloState(self._session.cluster, self._obeyed(), self._held or ())
 
     def _hello(self) -> ProtobufMessage:
         return self.kind.hello(self._told())

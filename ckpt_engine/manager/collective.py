@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from ckpt_engine.core.collective_buckets import Want, wants_of
-from ckpt_engine.core.collective_members import Rank, Reader, together
+from ckpt_engine.core.collective_buckets import BoxWant, wants_of
+from ckpt_engine.core.collective_members import CollectiveReader, Rank, together
 from ckpt_engine.core.collective_plan import KEY_BYTES, collective_plan, meeting_of, read_locator
 from ckpt_engine.core.offers import by_transport, label, ranks_of
 from ckpt_engine.core.plan import PlanRequest, Plans
@@ -27,7 +27,7 @@ def plan_together(
     workers = {name_of(cast(WorkerKey, each.key)): each for each in requests}
     tables = {table.id: table for table in plans.publication.tables}
     readers = [
-        Reader(
+        CollectiveReader(
             cast(WorkerKey, each.key)[0],
             name,
             each.host,
@@ -40,7 +40,7 @@ def plan_together(
     if not found.members or not found.members[0].is_source:
         return None, found.refused
     sources = {member.name: number for number, member in enumerate(found.members) if member.is_source}
-    wants: list[Want] = []
+    wants: list[BoxWant] = []
     for number, member in enumerate(found.members):
         if not member.is_source:
             each = workers[member.name]

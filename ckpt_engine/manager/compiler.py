@@ -22,7 +22,7 @@ from ckpt_engine.core.plan import Choose, PlanRequest, Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError, internal, invalid
 from ckpt_engine.core.publication import Publication, join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, expected_blob
-from ckpt_engine.core.sealed_record import Commits, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.sealed_record import ProvenRecord, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.machines.events import (
@@ -83,7 +83,7 @@ class _Planned:
     relays: those of the task."""
 
     plans: Plans
-    recorded: Commits | None
+    recorded: ProvenRecord | None
     relays: frozenset[str]
 
     @cached_property
@@ -102,7 +102,7 @@ class Compiler:
         self._blobs = blobs
         self._publications: _Recent[tuple[str | bytes, ...], Published] = _Recent(KEPT_PUBLICATIONS)
         self._plans: _Recent[tuple[object, ...], Compiled] = _Recent(KEPT_PLANS)
-        self._records: _Recent[tuple[bytes, bytes], Commits] = _Recent(KEPT_RECORDS)
+        self._records: _Recent[tuple[bytes, bytes], ProvenRecord] = _Recent(KEPT_RECORDS)
 
     def merge(self, task: MergeTables) -> Published:
         """Merges the tables of all ranks. NOT_FOUND when a table's blob is not held any more."""
@@ -310,7 +310,7 @@ class Compiler:
         record = self._blobs.put(*planned.writer.write(sealed), fleeting=True)
         return Combined(sealed.root(), expected, record)
 
-    def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> Commits:
+    def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> ProvenRecord:
         """A record, from whomever it comes. Raises DATA_LOSS unless it hashes to the root."""
         recorded = self._records.get((ref.digest, root))
         if recorded is None:

@@ -16,7 +16,7 @@ from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.errors import refuse
 
 
-class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cannot be subscripted at run time
+class ServiceDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cannot be subscripted at run time
     """The door of some services; others (health, reflection) are open to everybody."""
 
     def __init__(self, access: Access, services: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from ckpt_engine.manager.http_trace import Epoch, Lineage, Version, add_traces
 from ckpt_engine.manager.http_updates import add_updates
 from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.update_records import MOST, PAGE, found, message, page, refusal_message
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
@@ -59,7 +59,7 @@ class Shown(Seen, Protocol):
     def ledger(self) -> Ledger: ...
 
     @property
-    def metrics(self) -> Metrics: ...
+    def metrics(self) -> ManagerMetrics: ...
 
     @property
     def publishers(self) -> Publishers: ...

@@ -35,7 +35,7 @@ REASONS = tuple(name.lower() for name, number in weights_pb2.Problem.Code.items(
 """Why an update can be refused: the codes of problems."""
 
 
-class Metrics:
+class ManagerMetrics:
     """All metrics of a manager. Runs on its event loop thread."""
 
     def __init__(self, status: Callable[[], manager_pb2.GetStatusResponse], blobs: BlobStore) -> None:

@@ -36,13 +36,13 @@ from ckpt_engine.manager.access import Access
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.browsers import checked_names, host_of
 from ckpt_engine.manager.compiler import Compiler
-from ckpt_engine.manager.door import Door
+from ckpt_engine.manager.door import ServiceDoor
 from ckpt_engine.manager.errors import stopping
 from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.refusals import Refusals
 from ckpt_engine.manager.servicer import ManagerServicer, add_to
@@ -106,7 +106,7 @@ class ManagerServer:
     address: str
     http_address: str
     ledger: Ledger
-    metrics: Metrics
+    metrics: ManagerMetrics
 
     def __init__(self, config: ManagerConfig) -> None:
         self.config = config
@@ -212,7 +212,7 @@ class ManagerServer:
         self.ledger = await Ledger.open(config.ledger, config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
-        self.metrics = Metrics(self.status, blobs)
+        self.metrics = ManagerMetrics(self.status, blobs)
         for record in reversed(await self.ledger.history(None, LOOKED_BACK)):
             if record.report is not None and record.report.ok:
                 self.metrics.succeeded(record.time + record.report.seconds)
@@ -268,7 +268,7 @@ class ManagerServer:
     async def _start_grpc(self, servicers: Sequence[ManagerServicer]) -> str:
         """servicers: all that shall be stopped; the last one is served here."""
         host, _ = split_address(self.config.listen)
-        door = Door(self._access, SERVICES)
+        door = ServiceDoor(self._access, SERVICES)
         check_free(self.config.listen)
         quiet_loop()
         server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))

@@ -23,7 +23,7 @@ from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.machines.wire import pack
 from ckpt_engine.manager.blobs import BlobStore
-from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.refusals import Refusal, Refusals
 from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.manager.watchers import Watchers
@@ -53,7 +53,7 @@ class _Session:
 class Shell:
     """Streams and calls of one machine. failed: set once it has raised; then nothing more is done for anybody."""
 
-    def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: Metrics) -> None:
+    def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: ManagerMetrics) -> None:
         self.failed = asyncio.Event()
         self._machine = machine
         self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled)

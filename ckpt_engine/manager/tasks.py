@@ -15,7 +15,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Done, Key
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.shell.tasks import carry_out
 from ckpt_engine.v1 import manager_pb2
 
@@ -25,7 +25,7 @@ log = logging.getLogger("ckpt_engine.manager")
 class Tasks:
     """Runs tasks of the manager's machine. Made and used on the manager's event loop thread."""
 
-    def __init__(self, ledger: Ledger, compiler: Compiler, metrics: Metrics) -> None:
+    def __init__(self, ledger: Ledger, compiler: Compiler, metrics: ManagerMetrics) -> None:
         self._ledger = ledger
         self._compiler = compiler
         self._metrics = metrics

@@ -22,7 +22,7 @@ from ckpt_engine.planning.model import Model, read_model
 from ckpt_engine.planning.places import Cluster, place
 from ckpt_engine.planning.roles import role_of
 from ckpt_engine.planning.splits import VOCABULARY_MULTIPLE, Fsdp, Parallel, Split, parallel
-from ckpt_engine.planning.update import Holding, Question
+from ckpt_engine.planning.update import Holding, PlanQuestion
 
 FILES = "files"
 MOST = 8192
@@ -33,7 +33,7 @@ MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """The options of `ckpt-engine plan`; texts as they were typed."""
 
     model: Path
@@ -61,7 +61,7 @@ class Asked:
     rates: Path | None = None
 
 
-def question_of(asked: Asked) -> Question:
+def question_of(asked: PlanOptions) -> PlanQuestion:
     """Makes a question of options. Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
     _check(asked)
     model = read_model(asked.model, asked.dtype or None)
@@ -76,7 +76,7 @@ def question_of(asked: Asked) -> Question:
         if count > MOST:
             raise invalid(f"{what}: {count} processes in all are more than the {MOST} that are planned for")
     holding = cast(Holding, "files" if asked.trainer == FILES else asked.trainer_memory)
-    return Question(
+    return PlanQuestion(
         model=model,
         trainer=trainer,
         replica=replica,
@@ -93,7 +93,7 @@ def question_of(asked: Asked) -> Question:
     )
 
 
-def rates_of(asked: Asked) -> Rates:
+def rates_of(asked: PlanOptions) -> Rates:
     """Rates by which seconds are predicted. Raises INVALID_ARGUMENT or NOT_FOUND for a file that tells none."""
     network = rate_of(asked.network, "--network") if asked.network else None
     told: object | None = None
@@ -107,7 +107,7 @@ def rates_of(asked: Asked) -> Rates:
     return foresight.rates_of(told, asked.engine, network, asked.replicas)
 
 
-def setting_of(asked: Asked, question: Question) -> Mapping[str, str]:
+def setting_of(asked: PlanOptions, question: PlanQuestion) -> Mapping[str, str]:
     """What was asked for, in words, with what stands in for what is not known here."""
     trainer, replica, cluster = question.trainer, question.replica, question.cluster
     ranks, seats = {place.host for place in cluster.ranks}, {place.host for each in cluster.workers for place in each}
@@ -131,7 +131,7 @@ def setting_of(asked: Asked, question: Question) -> Mapping[str, str]:
     }
 
 
-def _counted_whole(asked: Asked, model: Model) -> Mapping[str, str]:
+def _counted_whole(asked: PlanOptions, model: Model) -> Mapping[str, str]:
     """Matrices that no rule knows how to split."""
     names = [each.name for each in model.tensors if not role_of(each.name, len(each.shape)).known]
     if not names or asked.tp == 1:
@@ -143,7 +143,7 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number > 1)}"
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: PlanOptions) -> None:
     for option, number in (
         ("--replicas", asked.replicas),
         ("--tp", asked.tp),
@@ -190,7 +190,7 @@ def _trainer(text: str, model: Model) -> Split:
     return parallel("trainer", model, tensor, pipeline, experts, copies, 1, False)
 
 
-def _replica(asked: Asked, model: Model) -> Parallel:
+def _replica(asked: PlanOptions, model: Model) -> Parallel:
     able = load_adapter(asked.engine).CAPABILITIES.layouts
     for name, count in (("tp", asked.tp), ("pp", asked.pp), ("ep", asked.ep)):
         if count > 1 and name.upper() not in able:
@@ -214,7 +214,7 @@ def _replica(asked: Asked, model: Model) -> Parallel:
     return replace(split, everywhere=model.architecture in layout.vocabulary_on_each_stage)
 
 
-def _cluster(asked: Asked, trainer: Split, replica: Split, holding: Holding) -> Cluster:
+def _cluster(asked: PlanOptions, trainer: Split, replica: Split, holding: Holding) -> Cluster:
     for option, number in (("--hosts", asked.hosts), ("--trainer-hosts", asked.trainer_hosts)):
         if number is not None and number < 1:
             raise invalid(f"{option} {number}: a number from 1")

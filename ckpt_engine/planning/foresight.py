@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_engine.core.prediction import FILL, SEAL, Expected, Memory, Rates, Work, measured, pause, predict
+from ckpt_engine.core.prediction import FILL, SEAL, Expected, Memory, ProcessWork, Rates, measured, pause, predict
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.engine.kinds import engine_kind
-from ckpt_engine.planning.update import Answer
+from ckpt_engine.planning.update import PlanAnswer
 
 SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
 
@@ -46,7 +46,7 @@ def rates_of(told: object | None, engine: str, network: float | None, replicas: 
     return rates if told is None else Rates.of(told, rates)
 
 
-def foresee(answer: Answer, rates: Rates, engine: str, held: bool) -> Foreseen:
+def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Foreseen:
     """Predicts a planned update. held: the call returns when relays hold the version."""
     question, offers = answer.question, answer.offered
     if offers is None or not answer.installs:
@@ -54,13 +54,13 @@ def foresee(answer: Answer, rates: Rates, engine: str, held: bool) -> Foreseen:
     memory: Memory = "gpu" if question.holding == "gpu" else "host"
     hosts = question.cluster.hosts
     sealed = [
-        Work(f"rank {rank}", offers.held(rank), hosts[place.host], memory)
+        ProcessWork(f"rank {rank}", offers.held(rank), hosts[place.host], memory)
         for rank, place in enumerate(question.cluster.ranks)
     ]
     needed = [offers.needed(worker) for worker in range(question.replica.count)]
     served = {(line.replica, line.worker) for line in answer.installs}
     verified = [
-        Work(f"{name} worker {worker}", needed[worker], hosts[place.host], question.readers)
+        ProcessWork(f"{name} worker {worker}", needed[worker], hosts[place.host], question.readers)
         for name, places in zip(question.names, question.cluster.workers, strict=True)
         for worker, place in enumerate(places)
         if (name, worker) in served

@@ -25,7 +25,7 @@ from ckpt_engine.planning.splits import Split
 from ckpt_engine.v1.weights_pb2 import Host, Need, Offer, OfferedRegion, Shard, SourceTable, TensorSpec, WorkerNeeds
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """Tensors that are split alike.
 
     tensor: one of `many` tensors that are split alike.
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     many: int
 
 
-def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[Kind, ...]:
+def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[TensorKind, ...]:
     """The kinds of a model's tensors, sorted by the name of the one that stands for the others."""
     first: dict[Hashable, Tensor] = {}
     counts: dict[Hashable, int] = {}
@@ -43,18 +43,18 @@ def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[Kind, ...]:
         key = tensor.dtype, tensor.shape, trainer.key(tensor), replica.key(tensor)
         first.setdefault(key, tensor)
         counts[key] = counts.get(key, 0) + 1
-    return tuple(sorted(Kind(tensor, counts[key]) for key, tensor in first.items()))
+    return tuple(sorted(TensorKind(tensor, counts[key]) for key, tensor in first.items()))
 
 
 @dataclass(frozen=True, eq=False)
-class Offered:
+class PlannedOffer:
     """What a trainer would publish, and what the workers of a replica would need of it.
 
     publication: of one tensor of each kind, in the order of `kinds`. needs: of each worker of a replica. model:
     bytes of one copy of the weights.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     publication: Publication
     needs: tuple[WorkerNeeds, ...]
     model: int
@@ -107,18 +107,18 @@ class Offered:
 
 def offered(
     model: Model, trainer: Split, replica: Split, hosts: Sequence[Host], transports: Sequence[str], stays: bool
-) -> Offered:
+) -> PlannedOffer:
     """What a trainer publishes whose ranks are on these hosts and lend over these transports. stays: what it publishes
     stays sealed. Raises as `merge_tables`."""
     kinds = kinds_of(model, trainer, replica)
     tables = [_table(kinds, trainer, rank, host, transports, stays) for rank, host in enumerate(hosts)]
     publication = merge_tables(tables)
     needs = tuple(_needs(kinds, replica, worker, publication.manifest_digest) for worker in range(replica.count))
-    return Offered(kinds, publication, needs, model.bytes)
+    return PlannedOffer(kinds, publication, needs, model.bytes)
 
 
 def _table(
-    kinds: Sequence[Kind], split: Split, rank: int, host: Host, transports: Sequence[str], stays: bool
+    kinds: Sequence[TensorKind], split: Split, rank: int, host: Host, transports: Sequence[str], stays: bool
 ) -> SourceTable:
     specs: list[TensorSpec] = []
     shards: list[Shard] = []
@@ -138,7 +138,7 @@ def _table(
     )
 
 
-def _needs(kinds: Sequence[Kind], split: Split, worker: int, manifest: bytes) -> WorkerNeeds:
+def _needs(kinds: Sequence[TensorKind], split: Split, worker: int, manifest: bytes) -> WorkerNeeds:
     needs, elsewhere = [], []
     for number, kind in enumerate(kinds):
         boxes = split.boxes(kind.tensor, worker)

@@ -7,10 +7,10 @@ from typing import Any
 
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.planning.foresight import Foreseen
-from ckpt_engine.planning.update import Answer, Line, traffic
+from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 
 
-def as_json(answer: Answer, foreseen: Foreseen, setting: Mapping[str, str]) -> dict[str, Any]:
+def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> dict[str, Any]:
     """Everything that is known of a plan. Bytes and seconds are numbers."""
     model, relays = answer.question.model, answer.relays
     edges = [_edge(line, wave) for wave, lines in enumerate(answer.fills) for line in lines]

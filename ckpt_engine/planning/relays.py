@@ -15,22 +15,22 @@ from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_reach import Origin, Station, as_reader
-from ckpt_engine.core.relay_routes import Route, Routes, relay_routes
+from ckpt_engine.core.relay_routes import RelayRoutes, Route, relay_routes
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import passing_transport, reading_kinds, relay_transport
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.relay_filling import Filling, Together, filled_together
+from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFilling, filled_together
 from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
-from ckpt_engine.planning.offered import Offered
+from ckpt_engine.planning.offered import PlannedOffer
 from ckpt_engine.planning.places import Cluster
 from ckpt_engine.planning.slots import Slot, brought, slot_of
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
-class Read:
+class RelayRead:
     """Bytes that a relay reads. source: a rank's id or another relay."""
 
     source: str
@@ -49,7 +49,7 @@ class Relay:
     slot: Slot
     wave: int
     ahead: bool
-    reads: tuple[Read, ...]
+    reads: tuple[RelayRead, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def relay_name(host: str) -> str:
 
 
 def decide(
-    offered: Offered,
+    offered: PlannedOffer,
     cluster: Cluster,
     distances: Mapping[str, int | None],
     workers: Mapping[str, Sequence[int]],
@@ -84,13 +84,13 @@ def decide(
     reads by itself; None: there is one that it does not reach. workers: by replica, the host of each of its workers."""
     names = [relay_name(host) for host in cluster.hosts]
     why: dict[str, str] = {}
-    fillings: dict[str, Filling] = {}
+    fillings: dict[str, PlannedFilling] = {}
     for host, name in enumerate(names):
         near = {replica: distances[replica] for replica, hosts in workers.items() if host in hosts}
         decision = prefetch_decision(name, prefetch, until, near)
         why[name] = decision.why
         if decision.replicas:
-            fillings[name] = Filling(name, decision.replicas)
+            fillings[name] = PlannedFilling(name, decision.replicas)
     deciding = _Deciding(offered, cluster, names, fillings, workers, everything)
     return deciding.relays(why)
 
@@ -98,10 +98,10 @@ def decide(
 class _Deciding:
     def __init__(
         self,
-        offered: Offered,
+        offered: PlannedOffer,
         cluster: Cluster,
         names: Sequence[str],
-        fillings: dict[str, Filling],
+        fillings: dict[str, PlannedFilling],
         workers: Mapping[str, Sequence[int]],
         everything: bool,
     ) -> None:
@@ -119,7 +119,7 @@ class _Deciding:
         """All that is to be known of them."""
         routes = self._routes()
         for name, route in routes.by_relay.items():
-            filling = self._fillings.setdefault(name, Filling(name, ()))
+            filling = self._fillings.setdefault(name, PlannedFilling(name, ()))
             filling.route = route
             if not filling.replicas:
                 why[name] = in_between(name, route.children, "the trainer")
@@ -142,7 +142,7 @@ class _Deciding:
 
     # -- the manager's rules
 
-    def _routes(self) -> Routes:
+    def _routes(self) -> RelayRoutes:
         publication = self._offered.publication
         origins = [
             Origin(
@@ -164,7 +164,7 @@ class _Deciding:
         wanted = [name for name, filling in self._fillings.items() if filling.replicas]
         return relay_routes(origins, parts, stations, wanted, {})
 
-    def _together(self, filled: Mapping[str, Filling]) -> Together:
+    def _together(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
         """Fills relays together, as if all of a stage were told at one time."""
         holders = {name: self._holder(name) for name in filled}
         stages = sorted({filling.route.stage for filling in filled.values()})
@@ -175,7 +175,7 @@ class _Deciding:
             found = filled_together(due, holders, self._command, Fence())
             orders |= found.orders
             why |= found.why
-        return Together(orders, why)
+        return SharedFilling(orders, why)
 
     def _holder(self, name: str) -> Holder:
         host = self._cluster.relay_host(self._host[name])
@@ -184,7 +184,7 @@ class _Deciding:
         )
         return Holder("relay", host.name, "", host, Peer(name), 0.0, (), filling)
 
-    def _command(self, filling: Filling) -> manager_pb2.FillRelay:
+    def _command(self, filling: PlannedFilling) -> manager_pb2.FillRelay:
         needs = [self._offered.needs[worker] for worker in self._needs(filling.relay, filling.route)]
         refs = [
             manager_pb2.BlobRef(digest=digest) for digest in sorted({blob_digest(canonical(each)) for each in needs})
@@ -202,7 +202,7 @@ class _Deciding:
     def _slot_of(self, workers: tuple[int, ...], within: tuple[str, ...]) -> Slot:
         return slot_of(self._offered, workers, self._everything, within)
 
-    def _near(self, filling: Filling) -> tuple[Counter[str], Counter[frozenset[str]]]:
+    def _near(self, filling: PlannedFilling) -> tuple[Counter[str], Counter[frozenset[str]]]:
         name, sources = filling.relay, set(filling.route.sources)
 
         def distance(source: str) -> int | None:
@@ -245,9 +245,9 @@ class _Deciding:
         route: Route,
         near: Mapping[str, tuple[Counter[str], Counter[frozenset[str]]]],
         trees: Sequence[tuple[str, float]] | None,
-    ) -> list[Read]:
+    ) -> list[RelayRead]:
         own, far = near[name]
-        reads = [Read(source, self._choice(source, name), size) for source, size in own.items()]
+        reads = [RelayRead(source, self._choice(source, name), size) for source, size in own.items()]
         upstream: Counter[str] = Counter()
         for holders, size in far.items():
             has = (each for each in route.upstream if holders & near[each][0].keys())
@@ -263,7 +263,7 @@ class _Deciding:
             left -= size
             _dealt(found, size, peer, upstream)
         _dealt(found, left, trees[0][0] if trees else "", upstream)
-        return reads + [Read(other, self._over(other, name), size) for other, size in found.items() if size]
+        return reads + [RelayRead(other, self._over(other, name), size) for other, size in found.items() if size]
 
 
 def _dealt(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.relay_layout import ATOM_BYTES, GROUP_BYTES, cut_pieces
-from ckpt_engine.planning.offered import Offered
+from ckpt_engine.planning.offered import PlannedOffer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Slot:
     cells: Mapping[tuple[int, int], int]
 
 
-def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()) -> Slot:
+def slot_of(
+    offered: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
+) -> Slot:
     """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model. within: ids
     of the sources of whose boxes alone it holds something; none: of all."""
     readers = list(dict.fromkeys(offered.wanted[worker] for worker in workers))
@@ -47,7 +49,7 @@ def slot_of(offered: Offered, workers: Sequence[int], everything: bool = False, 
     return Slot(total, sum(-(-size // GROUP_BYTES) * GROUP_BYTES for size in groups.values()), cells)
 
 
-def _held_by(offered: Offered, kind: int, sources: Collection[str]) -> Partition:
+def _held_by(offered: PlannedOffer, kind: int, sources: Collection[str]) -> Partition:
     publication = offered.publication
     names = [table.id for table in publication.tables]
     held = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
@@ -58,7 +60,7 @@ Distance = Callable[[str], int | None]
 """Of a source from a relay, by the source's id; None: it is out of reach."""
 
 
-def brought(offered: Offered, slot: Slot, distance: Distance) -> tuple[Counter[str], Counter[frozenset[str]]]:
+def brought(offered: PlannedOffer, slot: Slot, distance: Distance) -> tuple[Counter[str], Counter[frozenset[str]]]:
     """Bytes that a relay reads from each source itself, and those that it does not reach, by who holds them."""
     near: Counter[str] = Counter()
     far: Counter[frozenset[str]] = Counter()

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_engine.core.complete import check_complete
 from ckpt_engine.core.plan import PlanRequest, Plans, compile_plans
-from ckpt_engine.core.prediction import Edge, Memory
+from ckpt_engine.core.prediction import Memory, PredictedEdge
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_layout import SLOTS, check_memory
@@ -28,7 +28,7 @@ from ckpt_engine.core.transports import (
     relay_transport,
 )
 from ckpt_engine.planning.model import Model
-from ckpt_engine.planning.offered import Offered, offered
+from ckpt_engine.planning.offered import PlannedOffer, offered
 from ckpt_engine.planning.places import Cluster, Spot
 from ckpt_engine.planning.relays import Relay, Relays, decide, relay_name
 from ckpt_engine.planning.splits import Split
@@ -43,7 +43,7 @@ LENT = {"gpu": GPU_MEMORY, "host": HOST_MEMORY, "files": FILES}
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What is to be planned.
 
     holding: where the trainer's weights lie. readers: where the workers'. relays: whether each host has one;
@@ -73,36 +73,36 @@ class Question:
 class Line(NamedTuple):
     """An edge. replica: empty if a relay reads. worker: its rank in the replica. choice: the transport and why."""
 
-    edge: Edge
+    edge: PredictedEdge
     choice: Choice
     replica: str = ""
     worker: int = 0
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What would happen. installs: into workers. fills: into relays, wave by wave. impossible: sentences; if there are
     any, the rest is of what is possible nevertheless."""
 
-    question: Question
-    offered: Offered | None
+    question: PlanQuestion
+    offered: PlannedOffer | None
     installs: tuple[Line, ...]
     fills: tuple[tuple[Line, ...], ...]
     relays: Relays
     impossible: tuple[str, ...]
 
 
-def planned(question: Question) -> Answer:
+def planned(question: PlanQuestion) -> PlanAnswer:
     """Plans an update. What cannot be is in the answer, in words."""
     trainer, replica, model = question.trainer, question.replica, question.model
     wrong = [*trainer.impossible(model), *replica.impossible(model)]
     if wrong:
-        return Answer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(wrong)))
+        return PlanAnswer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(wrong)))
     return _Planning(question).answer()
 
 
 class _Planning:
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: PlanQuestion) -> None:
         self._question = question
         cluster = self._cluster = question.cluster
         kinds = [kind for kind in lending(LENT[question.holding], None) if not kind.collective]
@@ -120,7 +120,7 @@ class _Planning:
             table.id: place for table, place in zip(self._offered.publication.tables, cluster.ranks, strict=True)
         }
 
-    def answer(self) -> Answer:
+    def answer(self) -> PlanAnswer:
         """Everything."""
         question, impossible = self._question, list[str]()
         refused: dict[object, CkptEngineError] = {}
@@ -142,7 +142,7 @@ class _Planning:
         impossible += [] if relays.unreached else [words + said for words in sorted(without)]
         impossible += self._too_large(relays)
         fills = self._fills(relays)
-        return Answer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
+        return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
 
     def _compiled(self, refused: dict[object, CkptEngineError]) -> Plans:
         """The manager's plan of what workers read from the trainer by themselves."""
@@ -205,7 +205,7 @@ class _Planning:
 
     def _line(self, source: str, host: int, name: str, worker: int, place: Spot, choice: Choice, size: int) -> Line:
         hosts, question = self._cluster.hosts, self._question
-        edge = Edge(
+        edge = PredictedEdge(
             source=source,
             reader=f"{name} worker {worker}",
             transport=choice.transport,
@@ -224,7 +224,9 @@ class _Planning:
             for read in relay.reads:
                 rank = self._places.get(read.source)
                 host = rank.host if rank is not None else relays.filled[read.source].host
-                edge = Edge(read.source, relay.name, read.choice.transport, read.bytes, hosts[host], hosts[relay.host])
+                edge = PredictedEdge(
+                    read.source, relay.name, read.choice.transport, read.bytes, hosts[host], hosts[relay.host]
+                )
                 wave = 0 if relay.ahead and rank is not None else relay.wave
                 waves.setdefault(wave, []).append(Line(edge, read.choice))
         return tuple(tuple(waves[wave]) for wave in sorted(waves))
@@ -275,7 +277,7 @@ class _Planning:
         ]
 
 
-def traffic(answer: Answer) -> dict[str, Counter[str]]:
+def traffic(answer: PlanAnswer) -> dict[str, Counter[str]]:
     """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", or the
     transport."""
     found: dict[str, Counter[str]] = {host: Counter() for host in answer.question.cluster.hosts}

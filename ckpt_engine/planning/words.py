@@ -11,7 +11,7 @@ from itertools import chain
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.planning.foresight import SOURCE, Foreseen
 from ckpt_engine.planning.relays import Relay
-from ckpt_engine.planning.update import Answer, Line, traffic
+from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 from ckpt_engine.report import human_bytes
 
 _NUMBER = re.compile(r"\d+")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+")
 COLUMNS = 100
 
 
-def told(answer: Answer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
+def told(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
     """The whole plan. setting: what was asked for, by what it is about."""
     sections = [
         _model(answer, setting),
@@ -71,7 +71,7 @@ def _wrapped(first: str, text: str, indent: str = "      ") -> list[str]:
     )
 
 
-def _model(answer: Answer, setting: Mapping[str, str]) -> list[str]:
+def _model(answer: PlanAnswer, setting: Mapping[str, str]) -> list[str]:
     model = answer.question.model
     dtypes = ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in model.by_dtype.items())
     lines = [f"Model: {model.name}, {len(model.tensors)} tensors, {dtypes}"]
@@ -80,7 +80,7 @@ def _model(answer: Answer, setting: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _edges(answer: Answer) -> list[str]:
+def _edges(answer: PlanAnswer) -> list[str]:
     count = len(answer.installs) + sum(map(len, answer.fills))
     if not count:
         return []
@@ -113,7 +113,7 @@ def _alike(lines: Sequence[Line], when: str) -> Iterator[str]:
 _SHOWN = 12
 
 
-def _hosts(answer: Answer) -> list[str]:
+def _hosts(answer: PlanAnswer) -> list[str]:
     by_way: dict[tuple[str, ...], list[str]] = {}
     for host, ways in traffic(answer).items():
         if ways:
@@ -132,7 +132,7 @@ def _hosts(answer: Answer) -> list[str]:
     return lines
 
 
-def _relays(answer: Answer) -> list[str]:
+def _relays(answer: PlanAnswer) -> list[str]:
     relays = answer.relays
     if not relays.why:
         return []
@@ -165,7 +165,7 @@ def _short(text: str, most: int = 240) -> str:
     return text if len(text) <= most else f"{text[:most]}… (--json has all of it)"
 
 
-def _time(answer: Answer, foreseen: Foreseen) -> list[str]:
+def _time(answer: PlanAnswer, foreseen: Foreseen) -> list[str]:
     if not foreseen.stages:
         return []
     lines = ["Time: at the rates of each link, of any update but the first"]
@@ -190,7 +190,7 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 
-def _impossible(answer: Answer) -> list[str]:
+def _impossible(answer: PlanAnswer) -> list[str]:
     if not answer.impossible:
         return []
     said = merged(answer.impossible)

@@ -25,7 +25,7 @@ from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.relay.fill import Filling
+from ckpt_engine.relay.fill import SlotFilling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.registry import all_transports
@@ -172,7 +172,7 @@ class Reader:
             return
         if self._sources is None:
             raise precondition("the reader was closed while its tensors were given: ask for the others anew")
-        filling = Filling(layout, self._at, self._sources)
+        filling = SlotFilling(layout, self._at, self._sources)
         filling.check()
         filled = filling.run(self._recorded, time.monotonic() + self._deadlines.fill)
         if filled.missing:

@@ -18,7 +18,7 @@ from ckpt_engine.core.boxes import Box, intersect, remainder, whole
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.core.strides import span
 from ckpt_engine.record.recording import Fill, TensorLayout
-from ckpt_engine.record.views import Block, Digit, Undecodable, View, blocks, view_of
+from ckpt_engine.record.views import Digit, Undecodable, View, ViewBlock, blocks, view_of
 from ckpt_engine.torch_storages import storage_key
 from ckpt_engine.v1 import weights_pb2
 
@@ -53,7 +53,7 @@ class Owner:
 
     def boxes(self, view: View) -> list[Box]:
         """The boxes of this tensor that a view of its storage shows; raises Undecodable if it shows others."""
-        found: list[Block] = blocks(view._replace(offset=view.offset - self.offset), self.digits)
+        found: list[ViewBlock] = blocks(view._replace(offset=view.offset - self.offset), self.digits)
         return [Box(block.start, block.stop) for block in found]
 
     @property

@@ -43,7 +43,7 @@ class _Clone:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedOrigin:
     """Values that depend on checkpoint ``tensors`` (indices), partly read from the model's tensors ``owners``."""
 
     tensors: frozenset[int]
@@ -58,13 +58,15 @@ class Origins:
         """only: indices of the tensors that are given. Raises INVALID_ARGUMENT for a shape or dtype of no tensor."""
         self._specs = manifest.tensors
         self.tensors = {index: _meta(self._specs[index]) for index in only}
-        self._by_storage: dict[int, int | _Clone | Computed] = {storage_key(t): i for i, t in self.tensors.items()}
+        self._by_storage: dict[int, int | _Clone | ComputedOrigin] = {
+            storage_key(t): i for i, t in self.tensors.items()
+        }
         self._alive: list[torch.Tensor] = []  # a storage's key may be used again once it is freed
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return storage_key(tensor) in self._by_storage
 
-    def of(self, tensor: torch.Tensor) -> int | Computed | None:
+    def of(self, tensor: torch.Tensor) -> int | ComputedOrigin | None:
         """The checkpoint tensor (index) that its elements are moved from, what they are computed of, or neither."""
         origin = self._by_storage.get(storage_key(tensor))
         while isinstance(origin, _Clone):
@@ -74,7 +76,7 @@ class Origins:
     def name(self, tensor: torch.Tensor) -> str:
         """A checkpoint tensor that its values depend on; an empty string if there is none."""
         origin = self.of(tensor)
-        if isinstance(origin, Computed):
+        if isinstance(origin, ComputedOrigin):
             return self._specs[min(origin.tensors)].name if origin.tensors else ""
         return "" if origin is None else self._specs[origin].name
 
@@ -100,7 +102,7 @@ class Origins:
         self._alive += (tensor, clone)
         return clone
 
-    def compute(self, tensor: torch.Tensor, computed: Computed) -> None:
+    def compute(self, tensor: torch.Tensor, computed: ComputedOrigin) -> None:
         """Notes that the memory of ``tensor`` holds computed values from now on."""
         self._by_storage[storage_key(tensor)] = computed
         self._alive.append(tensor)

@@ -65,7 +65,7 @@ def record(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RecordRun:
     """What one run of the loader over the whole manifest showed. elsewhere: tensors that other workers load."""
 
     recorder: Recorder
@@ -75,7 +75,7 @@ class _Run:
     elsewhere: list[int]
 
 
-def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _Run:
+def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _RecordRun:
     """A loader that decides on values gets one stand-in for all of them, then, if that fails, the other."""
     for answer in (False, True):
         owners = Owners(target.named_tensors())
@@ -85,7 +85,7 @@ def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> 
             elsewhere = _check_used(recorder, target, manifest)
             names = [spec.name for spec in manifest.tensors]
             accounted, fills = account(owners, target.derived(), target.constant(), names)
-            return _Run(recorder, owners, accounted, fills, elsewhere)
+            return _RecordRun(recorder, owners, accounted, fills, elsewhere)
         except CkptEngineError:
             if answer or not recorder.decided:
                 raise
@@ -110,7 +110,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
     _check_unchanged(owners, target)
 
 
-def _handovers(run: _Run, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> list[Handover]:
+def _handovers(run: _RecordRun, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> list[Handover]:
     """What is handed over, rehearsed: a loader that is given less than everything may do other things."""
     found = handovers(run.recorder, run.owners)
     for handover in found:
@@ -138,7 +138,7 @@ def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
     return not remainder(some, others) and not remainder(others, some)
 
 
-def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _Run, found: list[Handover]) -> Recording:
+def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, found: list[Handover]) -> Recording:
     """Needs are those of plain copies, then one for each tensor that is handed over."""
     why = {name: reason for handover in found for name, reason in handover.why.items()}
     fills = tuple(fill for fill in run.fills if fill.tensor not in why)

@@ -23,7 +23,7 @@ from ckpt_engine.core.dtypes import widens
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.record.coverage import Owner, Owners
 from ckpt_engine.record.origins import (
-    Computed,
+    ComputedOrigin,
     NotRecordable,
     Origins,
     Watching,
@@ -156,13 +156,13 @@ class Recorder(Watching):
 
     # -- what values are made of
 
-    def _seen(self, tensors: Sequence[torch.Tensor], why: str) -> Computed:
+    def _seen(self, tensors: Sequence[torch.Tensor], why: str) -> ComputedOrigin:
         """What a result of an operation on ``tensors`` depends on."""
         found: set[int] = set()
         owners: set[str] = set()
         for tensor in tensors:
             origin = self._origins.of(tensor)
-            if isinstance(origin, Computed):
+            if isinstance(origin, ComputedOrigin):
                 found |= origin.tensors
                 owners |= origin.owners
                 why = origin.why
@@ -172,7 +172,7 @@ class Recorder(Watching):
                 owners |= {owner.name for owner in self._owners.sharing(tensor)}
         for name in owners:
             found |= self.writers.get(name, set())
-        return Computed(frozenset(found), frozenset(owners), why)
+        return ComputedOrigin(frozenset(found), frozenset(owners), why)
 
     def _without_values(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[torch.Tensor]
@@ -190,7 +190,7 @@ class Recorder(Watching):
                 raise NotRecordable(f"{text} ({func!s})", name) from error
             raise
 
-    def _decide(self, func: Any, tensor: torch.Tensor, seen: Computed) -> bool | int | float:
+    def _decide(self, func: Any, tensor: torch.Tensor, seen: ComputedOrigin) -> bool | int | float:
         """The stand-in for a value. From here on everything that is written may depend on it."""
         names = ", ".join(self._specs[index].name for index in sorted(seen.tensors)[:4])
         self.decided = self.decided or f"the loader decides on values of {names}"
@@ -239,7 +239,7 @@ class Recorder(Watching):
             self._origins.name(ours[0]) if ours else self._handled(),
         )
 
-    def _mark(self, owner: Owner, seen: Computed) -> None:
+    def _mark(self, owner: Owner, seen: ComputedOrigin) -> None:
         self.computed.setdefault(owner.name, seen.why)
         self.writers.setdefault(owner.name, set()).update(seen.tensors)
         self.used |= seen.tensors
@@ -247,7 +247,7 @@ class Recorder(Watching):
     def _copy_computed(self, destination: torch.Tensor, source: torch.Tensor, why: str) -> None:
         seen = self._seen([source], why)
         if self._doubt:
-            seen = Computed(seen.tensors | self._doubt, seen.owners, self.decided)
+            seen = ComputedOrigin(seen.tensors | self._doubt, seen.owners, self.decided)
         if not seen.tensors:
             raise self._unknown_values(destination, _aten.copy_.default)
         source.expand(destination.shape)
@@ -271,7 +271,7 @@ class Recorder(Watching):
                 self.computed.setdefault(owner.name, f"overwrites {over} with {value}")
             owner.filled.append((box, value))
         if self._doubt:
-            self._mark(owner, Computed(self._doubt, frozenset(), self.decided))
+            self._mark(owner, ComputedOrigin(self._doubt, frozenset(), self.decided))
         return None
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:

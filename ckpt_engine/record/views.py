@@ -62,7 +62,7 @@ class Placed(NamedTuple):
     partner: int
 
 
-class Part(NamedTuple):
+class ViewPart(NamedTuple):
     """A part of a view whose every axis walks along one digit only, without carries."""
 
     start: tuple[int, ...]  # the first element, one entry a digit
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     placed: tuple[Placed, ...]
 
 
-class Block(NamedTuple):
+class ViewBlock(NamedTuple):
     """A box of the tensor (one entry a digit) and where its elements lie in the partner."""
 
     start: tuple[int, ...]
@@ -103,7 +103,7 @@ def row_major(shape: Sequence[int]) -> tuple[Digit, ...]:
     return tuple(reversed(digits))
 
 
-def parts(view: View, digits: Sequence[Digit]) -> list[Part]:
+def parts(view: View, digits: Sequence[Digit]) -> list[ViewPart]:
     """Splits ``view`` into parts that need no carries.
 
     ``digits`` may come in any order and may leave gaps between elements; no two elements may share a position.
@@ -113,29 +113,29 @@ def parts(view: View, digits: Sequence[Digit]) -> list[Part]:
     todo = [view._replace(axes=tuple(axis for axis in view.axes if axis.size != 1))]
     if view.volume == 0:
         return []
-    done: list[Part] = []
+    done: list[ViewPart] = []
     while todo:
         if len(todo) + len(done) > MAXIMUM_PARTS:
             raise Undecodable(f"it is a union of more than {MAXIMUM_PARTS} boxes")
         current = todo.pop()
         outcome = _place(current, digits, order)
-        if isinstance(outcome, Part):
+        if isinstance(outcome, ViewPart):
             done.append(outcome)
         else:
             todo.extend(reversed(outcome))
     return done
 
 
-def blocks(view: View, digits: Sequence[Digit]) -> list[Block]:
+def blocks(view: View, digits: Sequence[Digit]) -> list[ViewBlock]:
     """The boxes of the tensor that ``view`` shows, each with its place in the partner; raises Undecodable."""
-    done: list[Block] = []
+    done: list[ViewBlock] = []
     todo = parts(view, digits)
     while todo:
         if len(todo) + len(done) > MAXIMUM_PARTS:
             raise Undecodable(f"it is a union of more than {MAXIMUM_PARTS} boxes")
         part = todo.pop()
         outcome = _block(part, len(digits))
-        if isinstance(outcome, Block):
+        if isinstance(outcome, ViewBlock):
             done.append(outcome)
         else:
             todo.extend(_each_index(part, outcome))
@@ -155,7 +155,7 @@ def through(view: View, digits: Sequence[Digit], strides: Sequence[int], offset:
     return result
 
 
-def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> Part | list[View]:
+def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> ViewPart | list[View]:
     """The part that ``view`` is, or the views that it has to be split into first."""
     start = [0] * len(digits)
     rest = view.offset
@@ -182,7 +182,7 @@ def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> Part | 
         if reach[index] >= digits[index].size:  # each axis stays inside of the digit, their sum does not
             walking = [number for number, axis in enumerate(placed) if axis.digit == index]
             return _split_all(view, min(walking, key=lambda number: placed[number].size))
-    return Part(tuple(start), view.partner_offset, tuple(placed))
+    return ViewPart(tuple(start), view.partner_offset, tuple(placed))
 
 
 def _carry(view: View, number: int, step: int, size: int, start: int) -> list[View]:
@@ -229,7 +229,7 @@ def _narrow(view: View, axes: Iterable[Axis], axis: Axis = _NOWHERE, index: int 
     return View(view.offset + index * axis.stride, view.partner_offset + index * axis.partner, kept)
 
 
-def _block(part: Part, rank: int) -> Block | Placed:
+def _block(part: ViewPart, rank: int) -> ViewBlock | Placed:
     """The box that ``part`` is, or the axis whose indices have to be told apart first."""
     extent = [1] * rank
     stride = [1] * rank  # of axes with one element, which nothing is ever multiplied with
@@ -242,10 +242,10 @@ def _block(part: Part, rank: int) -> Block | Placed:
             return axis  # a gap in the partner
         extent[axis.digit] *= axis.size
     stop = tuple(start + size for start, size in zip(part.start, extent, strict=True))
-    return Block(part.start, stop, part.partner_offset, tuple(stride))
+    return ViewBlock(part.start, stop, part.partner_offset, tuple(stride))
 
 
-def _each_index(part: Part, axis: Placed) -> list[Part]:
+def _each_index(part: ViewPart, axis: Placed) -> list[ViewPart]:
     if axis.size > MAXIMUM_PARTS:
         raise Undecodable(f"it is a union of more than {MAXIMUM_PARTS} boxes")
     others = list(part.placed)
@@ -254,5 +254,5 @@ def _each_index(part: Part, axis: Placed) -> list[Part]:
     for index in range(axis.size - 1, -1, -1):
         start = list(part.start)
         start[axis.digit] += index * axis.step
-        result.append(Part(tuple(start), part.partner_offset + index * axis.partner, tuple(others)))
+        result.append(ViewPart(tuple(start), part.partner_offset + index * axis.partner, tuple(others)))
     return result

@@ -62,7 +62,7 @@ Cells = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadPiece:
     """A part of an atom that one read brings. holders: who has it, in the order in which they are asked. ends: whether
     it ends where its atom does."""
 
@@ -78,13 +78,13 @@ class Piece:
         return self.destination.nbytes
 
 
-class Batch:
+class PieceBatch:
     """Pieces that are brought together. readings: from whom each comes. All of them land over a network, or none.
 
     `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
     """
 
-    def __init__(self, pieces: Sequence[Piece], readings: Sequence[Reading], stage_bytes: int = 0) -> None:
+    def __init__(self, pieces: Sequence[ReadPiece], readings: Sequence[Reading], stage_bytes: int = 0) -> None:
         """stage_bytes: memory of each GPU for what it reads back; 0: it reads nothing back."""
         self.pieces, self.readings = pieces, readings
         self.cells = np.fromiter((piece.cell for piece in pieces), dtype=np.int64, count=len(pieces))
@@ -196,7 +196,7 @@ def _await(over: Callable[[], bool], carry_on: Callable[[], None], longest: floa
         pause = min(2 * pause, longest)
 
 
-def _landings(pairs: Sequence[tuple[Piece, Reading]]) -> list[Landing]:
+def _landings(pairs: Sequence[tuple[ReadPiece, Reading]]) -> list[Landing]:
     by_source: dict[int, tuple[FetchedRegions, list[Move], list[int]]] = {}
     for piece, reading in pairs:
         assert isinstance(reading.opened, FetchedRegions), "what lands is fetched"
@@ -206,7 +206,7 @@ def _landings(pairs: Sequence[tuple[Piece, Reading]]) -> list[Landing]:
     return [Landing(opened, moves, padded) for opened, moves, padded in by_source.values()]
 
 
-def _copies(pairs: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
+def _copies(pairs: Sequence[tuple[ReadPiece, Reading]]) -> list[PreparedCopy]:
     moves: dict[int, tuple[Reading, list[Move]]] = {}
     for piece, reading in pairs:
         _, found = moves.setdefault(id(reading.opened), (reading, []))
@@ -214,7 +214,7 @@ def _copies(pairs: Sequence[tuple[Piece, Reading]]) -> list[PreparedCopy]:
     return [reading.opened.prepare(found) for reading, found in moves.values()]
 
 
-def parts_of(piece: Piece) -> list[Piece]:
+def parts_of(piece: ReadPiece) -> list[ReadPiece]:
     """The piece, cut along its longest axis so that no part takes much longer than a batch."""
     most = _most(piece.holders[0], 0)
     count = -(-piece.bytes // most)
@@ -231,7 +231,7 @@ def parts_of(piece: Piece) -> list[Piece]:
         high = (*stop[:axis], start[axis] + first + length, *stop[axis + 1 :])
         part = piece.destination.narrow(axis, first, length)
         ends = piece.ends and first + length == shape[axis]
-        found.append(Piece(piece.cell, piece.tensor, Box(low, high), part, piece.holders, ends))
+        found.append(ReadPiece(piece.cell, piece.tensor, Box(low, high), part, piece.holders, ends))
     return found
 
 
@@ -251,10 +251,10 @@ def _read_back() -> int:
     return 0 if torch.get_num_threads() >= ENOUGH_THREADS else 2
 
 
-def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
+def in_batches(pieces: Sequence[tuple[ReadPiece, Reading]]) -> list[PieceBatch]:
     """Batches in their order; what comes over a network apart from what does not. What comes last from GPUs is
     small."""
-    parts: list[list[tuple[Piece, Reading]]] = []
+    parts: list[list[tuple[ReadPiece, Reading]]] = []
     size, most = 0, 0
     left = sum(piece.bytes for piece, _ in pieces)
     for piece, reading in pieces:
@@ -270,7 +270,7 @@ def in_batches(pieces: Sequence[tuple[Piece, Reading]]) -> list[Batch]:
     stage_bytes = max(staged, default=0)
     every = _read_back()
     return [
-        Batch(
+        PieceBatch(
             [piece for piece, _ in part],
             [reading for _, reading in part],
             stage_bytes if every and number % every == 0 else 0,

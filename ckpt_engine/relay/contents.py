@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.relay_layout import SlotLayout
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.relay.fill import Memory
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -33,7 +33,7 @@ class Contents:
 
 
 def contents_of(
-    source: SourceTable, recorded: Commits, layout: SlotLayout, missing: Collection[int], memory: Memory
+    source: SourceTable, recorded: ProvenRecord, layout: SlotLayout, missing: Collection[int], memory: Memory
 ) -> Contents:
     """What can be read of a version in a slot. source: who has it. missing: cells of the record that nobody brought.
     memory: of the slot."""

@@ -43,14 +43,14 @@ _FIRST_SECONDS = 10.0
 
 
 @dataclass(eq=False)
-class _Reader:
+class _DoorReader:
     connection: socket.socket
     since: float
     asked: bool = False
     held: dict[int, float] = field(default_factory=dict)  # slot to since when
 
 
-class Door:
+class ArenaDoor:
     """Lends one arena. Any thread; it runs one of its own.
 
     slot_grace: seconds that a reader may keep a slot which the relay wants to fill. users: that may read, besides this
@@ -64,7 +64,7 @@ class Door:
         self._grace = slot_grace
         self._users = frozenset({os.geteuid(), 0, *users})
         self._changed = threading.Condition()
-        self._readers: dict[socket.socket, _Reader] = {}
+        self._readers: dict[socket.socket, _DoorReader] = {}
         self._lent = [False] * SLOTS
         self._open = True
         self.socket = f"relay-{secrets.token_hex(8)}.sock"
@@ -197,7 +197,7 @@ class Door:
             connection.close()
             return
         with self._changed:
-            self._readers[connection] = _Reader(connection, time.monotonic())
+            self._readers[connection] = _DoorReader(connection, time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _why_not(self, connection: socket.socket) -> str:
@@ -226,7 +226,7 @@ class Door:
             pass
         self._drop(reader)
 
-    def _answer(self, reader: _Reader, kind: int, slot: int, arena: bytes) -> None:
+    def _answer(self, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
         why = "this relay has another arena by now" if arena != self._arena.id else ""
         if kind == OPEN and not why:
             reader.asked = True
@@ -246,7 +246,7 @@ class Door:
                 reader.held[slot] = time.monotonic()
         reader.connection.send(b"\0" + why.encode()[: ANSWER_BYTES - 1] if why else b"\1")
 
-    def _drop(self, reader: _Reader) -> None:
+    def _drop(self, reader: _DoorReader) -> None:
         self._selector.unregister(reader.connection)
         with self._changed:
             del self._readers[reader.connection]

@@ -19,10 +19,10 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadl
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.core.transports import made, transport_kinds
 from ckpt_engine.digest.host import HostDigests
-from ckpt_engine.relay.fill import NAMED, Filled, Filling, Memory, Missing, Progress
+from ckpt_engine.relay.fill import NAMED, FillResult, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import PassedOn, Passing
@@ -52,19 +52,19 @@ class FanIn:
         self._sources = sources
         self._bytes = memory(0, (layout.size,), torch.uint8).numpy().data
         self._digests: dict[int, HostDigests] = {}
-        self._direct: tuple[frozenset[int], Filling] | None = None
+        self._direct: tuple[frozenset[int], SlotFilling] | None = None
         self.chunks = chunks_of(layout)
 
     def run(
         self,
         fan_out: FanOut,
         pass_on: PassOn,
-        recorded: Commits,
+        recorded: ProvenRecord,
         stop_at: float,
         cancelled: Callable[[], bool],
         progress: Progress = lambda done, total: None,
-    ) -> Filled:
-        """Fills the slot, as `Filling.run`. When it returns or raises, nothing can land any more."""
+    ) -> FillResult:
+        """Fills the slot, as `SlotFilling.run`. When it returns or raises, nothing can land any more."""
         began = time.monotonic()
         key = filling_key(fan_out.plan, recorded.root, self.chunks)
         passing = pass_on(key, [each.runs for each in self.chunks])
@@ -81,18 +81,18 @@ class FanIn:
             passing.finish()
             sent = passing.sent
         told = {fault.message: fault for fault in faults}
-        return Filled(
+        return FillResult(
             missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began, sent, trees.received
         )
 
-    def direct(self, chunks: Collection[int]) -> Filling:
+    def direct(self, chunks: Collection[int]) -> SlotFilling:
         """Reads these chunks from those who hold the version, and whatever is in none."""
         key = frozenset(chunks)
         if self._direct is None or self._direct[0] != key:
             self._direct = key, self._filling(chunks, others=True)
         return self._direct[1]
 
-    def rest(self, chunks: Collection[int]) -> Filling:
+    def rest(self, chunks: Collection[int]) -> SlotFilling:
         """Reads these chunks alone, once."""
         return self._filling(chunks, others=False)
 
@@ -100,7 +100,7 @@ class FanIn:
         """Where a chunk's runs belong."""
         return [self._bytes[offset : offset + length] for offset, length in self.chunks[number].runs]
 
-    def wrong(self, number: int, recorded: Commits) -> list[int]:
+    def wrong(self, number: int, recorded: ProvenRecord) -> list[int]:
         """The cells of a chunk that are not as they were sealed, as they lie there now."""
         chunk = self.chunks[number]
         if number not in self._digests:
@@ -121,11 +121,11 @@ class FanIn:
         dtype = torch_dtype(self._layout.recorded.record.manifest.tensors[atom.tensor].dtype)
         return self._memory(atom.offset, atom.box.shape, dtype), atom.box.start
 
-    def _filling(self, chunks: Collection[int], others: bool) -> Filling:
+    def _filling(self, chunks: Collection[int], others: bool) -> SlotFilling:
         wanted = {cell for number in chunks for cell in self.chunks[number].cells}
         in_chunks = {cell for chunk in self.chunks for cell in chunk.cells}
         kept = {atom.cell for atom in self._layout.atoms} - wanted
-        return Filling(self._layout, self._memory, self._sources, kept & in_chunks if others else kept)
+        return SlotFilling(self._layout, self._memory, self._sources, kept & in_chunks if others else kept)
 
 
 class _Trees:
@@ -137,7 +137,7 @@ class _Trees:
         fan_out: FanOut,
         key: bytes,
         passing: Passing | None,
-        recorded: Commits,
+        recorded: ProvenRecord,
         stop_at: float,
     ) -> None:
         self._slot, self._key, self._passing, self._recorded, self._stop_at = slot, key, passing, recorded, stop_at

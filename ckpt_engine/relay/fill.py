@@ -18,9 +18,9 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SlotLayout
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.digest.arriving import ArrivingDigests
-from ckpt_engine.relay.batches import Batch, Piece, Words, in_batches, parts_of
+from ckpt_engine.relay.batches import PieceBatch, ReadPiece, Words, in_batches, parts_of
 from ckpt_engine.relay.pipeline import Pipeline, arriving_digests
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -49,7 +49,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FillResult:
     """What `run` brought. missing: cells, sorted. brought: bytes that arrived as they were sealed, by source id, each
     once however often it was read. again: cells read more than once.
     faults: of sources, also where another one served instead; at most 16. sent, received: how fast it was passed on,
@@ -63,14 +63,14 @@ class Filled:
     sent: Rate | None = None
     received: Rate | None = None
 
-    def after(self, first: Filled) -> Filled:
+    def after(self, first: FillResult) -> FillResult:
         """The result of both, the first of which left out what this one was to bring."""
         sources = {*first.brought, *self.brought}
         brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
-        return Filled(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
+        return FillResult(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
 
 
-class Filling:
+class SlotFilling:
     """A slot's layout and who has what of it, made ready; `run` brings what the sources have sealed by then.
 
     May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor. kept:
@@ -86,7 +86,7 @@ class Filling:
         self._expected = layout.recorded.values
         self._held = np.zeros(len(self._expected), dtype=np.bool_)
         self._unheld: dict[int, Problem] = {}
-        pieces: list[Piece] = []
+        pieces: list[ReadPiece] = []
         for atom in layout.atoms:
             if atom.cell in kept:
                 continue
@@ -102,7 +102,7 @@ class Filling:
                 )
                 if holders:
                     ends = all(last == end for last, end in zip(box.stop, atom.box.stop, strict=True))
-                    pieces += parts_of(Piece(atom.cell, atom.tensor, box, whole[inside], holders, ends))
+                    pieces += parts_of(ReadPiece(atom.cell, atom.tensor, box, whole[inside], holders, ends))
                 else:
                     self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, box))
             if covered != atom.box.volume:
@@ -119,12 +119,12 @@ class Filling:
 
     def run(
         self,
-        recorded: Commits,
+        recorded: ProvenRecord,
         stop_at: float,
         cancelled: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,
         arrived: Arrived | None = None,
-    ) -> Filled:
+    ) -> FillResult:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
         clock. progress: told after each batch, on this thread. arrived: told each cell that is there, once.
 
@@ -140,7 +140,7 @@ class Filling:
 
         try:
             with Pipeline(self._sources.lost, carry_on) as pipeline:
-                run = _Run(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
+                run = _FillRun(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
                 seen = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
                 run.bring(self._batches, progress, self._arriving, seen)
                 again = self._bring_what_was_cut_off(run)
@@ -158,9 +158,9 @@ class Filling:
         run.forget(list(missing))
         left = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
         told = {fault.message: fault for fault in faults}
-        return Filled(left, run.brought(), again, tuple(told.values())[:NAMED], time.monotonic() - began)
+        return FillResult(left, run.brought(), again, tuple(told.values())[:NAMED], time.monotonic() - began)
 
-    def _bring_what_was_cut_off(self, run: _Run) -> int:
+    def _bring_what_was_cut_off(self, run: _FillRun) -> int:
         """What failed over a network, all of it together: from the nearest that has not failed, or else from who is
         back. Returns how many cells were asked for again."""
         batches, again, failed = self._batches, 0, run.failed
@@ -186,8 +186,8 @@ class Filling:
             run.bring(batches)
         return again
 
-    def _pieces_of(self, cells: Collection[int]) -> dict[int, list[Piece]]:
-        pieces: dict[int, list[Piece]] = {cell: [] for cell in cells}
+    def _pieces_of(self, cells: Collection[int]) -> dict[int, list[ReadPiece]]:
+        pieces: dict[int, list[ReadPiece]] = {cell: [] for cell in cells}
         for batch in self._batches if cells else ():
             for piece in batch.pieces:
                 if piece.cell in pieces:
@@ -200,12 +200,12 @@ class Filling:
         if time.monotonic() >= stop_at:
             raise deadline("bringing this version into the relay took longer than it may")
 
-    def _wrong(self, run: _Run) -> list[int]:
+    def _wrong(self, run: _FillRun) -> list[int]:
         differ = self._held & (run.found != self._expected)
         differ[list(run.failed)] = True
         return [cell for cell in np.flatnonzero(differ).tolist() if cell not in self._unheld]
 
-    def _retry(self, run: _Run, cell: int, pieces: Sequence[Piece]) -> Problem | None:
+    def _retry(self, run: _FillRun, cell: int, pieces: Sequence[ReadPiece]) -> Problem | None:
         """Reads a cell from its other holders, until it is as it was sealed. Why it cannot be had, if it cannot."""
         problem = run.failed.get(cell) or self._fault(cell, pieces, 0)
         run.faults.append(problem)
@@ -221,7 +221,7 @@ class Filling:
             run.faults.append(problem)
         return problem
 
-    def _fault(self, cell: int, pieces: Sequence[Piece], attempt: int) -> Problem:
+    def _fault(self, cell: int, pieces: Sequence[ReadPiece], attempt: int) -> Problem:
         sources = sorted({piece.holders[attempt % len(piece.holders)].source for piece in pieces})
         tensor = pieces[0].tensor
         box = self.layout.recorded.boxes[tensor][cell - self.layout.recorded.first[tensor]]
@@ -233,7 +233,7 @@ class Filling:
         )
 
 
-class _Run:
+class _FillRun:
     """What one `run` has found out so far. found: by cell, what its pieces add up to. failed: why cells could not be
     read. Used on the thread that fills."""
 
@@ -247,7 +247,7 @@ class _Run:
 
     def bring(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[PieceBatch],
         progress: Progress = lambda done, total: None,
         arriving: ArrivingDigests | None = None,
         seen: _Arrivals | None = None,
@@ -283,14 +283,14 @@ class _Run:
 class _Arrivals:
     """Which cells are there as they were sealed, as soon as that is so. found: what is known of their digests."""
 
-    def __init__(self, batches: Sequence[Batch], found: Words, expected: Words, arrived: Arrived) -> None:
+    def __init__(self, batches: Sequence[PieceBatch], found: Words, expected: Words, arrived: Arrived) -> None:
         self._found, self._expected, self._arrived = found, expected, arrived
         self._cells = {int(cell) for batch in batches for cell in batch.cells}
         self._left = np.zeros(len(expected), dtype=np.int64)  # pieces; a sum may be right before all of them are there
         for batch in batches:
             np.add.at(self._left, batch.cells, 1)
 
-    def brought(self, batch: Batch) -> None:
+    def brought(self, batch: PieceBatch) -> None:
         """All of a batch has come and is part of the sums."""
         np.subtract.at(self._left, batch.cells, 1)
         cells = np.unique(batch.cells)

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest.arriving import ArrivingDigests
-from ckpt_engine.relay.batches import Batch, Words
+from ckpt_engine.relay.batches import PieceBatch, Words
 from ckpt_engine.relay.read_back import Boxes
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -61,13 +61,13 @@ class Pipeline:
         for pool in (self._bringing, self._digests):
             pool.shutdown(cancel_futures=True)
 
-    def brought(self, batches: Sequence[Batch]) -> Generator[tuple[Batch, Words | Problem], None, None]:
+    def brought(self, batches: Sequence[PieceBatch]) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
         """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
 
         Close the iterator: it waits for what is on its way, and then nothing can land any more.
         """
         line = _Line(batches, self._lost, self._carry_on)
-        ahead: deque[tuple[Batch, Future[Words | Problem]]] = deque()
+        ahead: deque[tuple[PieceBatch, Future[Words | Problem]]] = deque()
         given: list[Future[Any]] = []
         try:
             for number, batch in enumerate(batches):
@@ -87,8 +87,8 @@ class Pipeline:
             _abandon(batches)
 
     def arriving(
-        self, batches: Sequence[Batch], digests: ArrivingDigests
-    ) -> Generator[tuple[Batch, Words | Problem], None, None]:
+        self, batches: Sequence[PieceBatch], digests: ArrivingDigests
+    ) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
         """The same of batches that GPUs bring, brought on the calling thread. digests: of all their pieces."""
         line = _Line(batches, self._lost, self._carry_on)
         ends = np.cumsum([0, *(len(batch.pieces) for batch in batches)]).tolist()
@@ -113,14 +113,14 @@ class Pipeline:
             _abandon(batches)
 
 
-def _abandon(batches: Sequence[Batch]) -> None:
+def _abandon(batches: Sequence[PieceBatch]) -> None:
     """All of them, whatever one of them raises."""
     with contextlib.ExitStack() as stack:
         for batch in batches:
             stack.callback(batch.abandon)
 
 
-def arriving_digests(batches: Sequence[Batch]) -> ArrivingDigests | None:
+def arriving_digests(batches: Sequence[PieceBatch]) -> ArrivingDigests | None:
     """What digests these batches as they arrive; None if not all of them are brought by GPUs and digested by
     processors, or no kernel can be had."""
     boxes: Boxes = []
@@ -136,7 +136,7 @@ def arriving_digests(batches: Sequence[Batch]) -> ArrivingDigests | None:
 
 
 class _Line:
-    def __init__(self, batches: Sequence[Batch], lost: Lost, carry_on: Callable[[], None]) -> None:
+    def __init__(self, batches: Sequence[PieceBatch], lost: Lost, carry_on: Callable[[], None]) -> None:
         self.ended = False
         self._batches = batches
         self._lost = lost
@@ -156,7 +156,7 @@ class _Line:
             return error.problem
         return None
 
-    def digest(self, batch: Batch, brought_first: Future[Problem | None] | None) -> Words | Problem:
+    def digest(self, batch: PieceBatch, brought_first: Future[Problem | None] | None) -> Words | Problem:
         """Digests a batch after it was brought, or else along with that."""
         problem = self._lost(batch.readings) if brought_first is None else brought_first.result()
         if problem is not None:
@@ -166,7 +166,7 @@ class _Line:
         except CkptEngineError as error:
             return error.problem
 
-    def _start(self, batch: Batch, later: Batch) -> None:
+    def _start(self, batch: PieceBatch, later: PieceBatch) -> None:
         with contextlib.suppress(CkptEngineError):  # it is asked once more, and told then
             batch.start()  # first, so that it is served first
             if self._lost(later.readings) is None:

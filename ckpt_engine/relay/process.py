@@ -23,8 +23,8 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.machines.events import (
+    ChunksPassed,
     FillingProgress,
-    PassedOn,
     PublicationDecided,
     SealSource,
     SessionEnded,
@@ -42,7 +42,7 @@ from ckpt_engine.relay.settings import RelaySettings
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
 from ckpt_engine.scraping import scraped_at
-from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
+from ckpt_engine.trainer.session import Notice, OfferingSession, SealFigures
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -179,10 +179,10 @@ class _Relay:
             log.info("%s", said)
         return done
 
-    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         began = time.monotonic()
         values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
-        return Sealing(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
+        return SealFigures(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
 
     def _notified(self, said: Notice) -> None:
         match said:
@@ -221,7 +221,7 @@ class _Relay:
     def _passed_on(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
         """Hands over from the thread of a reader, whom nobody may keep from ending once the loop has."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._session.feed, PassedOn(command.fence, command.attempt, rate))
+            self._loop.call_soon_threadsafe(self._session.feed, ChunksPassed(command.fence, command.attempt, rate))
 
     def _progress(self, task: Task) -> Progress:
         told = time.monotonic()

@@ -22,13 +22,13 @@ from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
-from ckpt_engine.core.sealed_record import Commits, read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.core.transports import arena_kinds, made
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
 from ckpt_engine.relay.fan_in import FanIn
-from ckpt_engine.relay.fill import Filled, Filling, Memory, Progress
+from ckpt_engine.relay.fill import FillResult, Memory, Progress, SlotFilling
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
@@ -52,7 +52,7 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class FillWish:
     """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
     in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it. fan_out: who
     is filled with the same at the same time, if anybody is. passed: told, on any thread, how fast it was passed on to
@@ -69,14 +69,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Held:
+class SlotVersion:
     """A version in a slot, compared with its record. sealed: the memory of each shard of its table."""
 
     identity: Identity
     record: SealedRecord
     table: SourceTable
     layout: SlotLayout
-    filled: Filled
+    filled: FillResult
     overruled: int
     waited: float
     sealed: Sequence[torch.Tensor]
@@ -100,8 +100,8 @@ class _Ready:
     key: tuple[object, ...]
     tables: frozenset[bytes]
     root: bytes
-    recorded: Commits
-    filling: Filling
+    recorded: ProvenRecord
+    filling: SlotFilling
     sources: Sources
     kept: frozenset[int]
     memory: Memory
@@ -142,12 +142,12 @@ class Slots:
         self._host.relay_directory = self._ways.directory
         if network is not None:
             self._host.address = network.address
-        self._held: list[Held | None] = [None] * SLOTS
+        self._held: list[SlotVersion | None] = [None] * SLOTS
         self._ready: list[_Ready | None] = [None] * SLOTS
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
-        self._keyed: tuple[Wish, tuple[object, ...]] | None = None
+        self._keyed: tuple[FillWish, tuple[object, ...]] | None = None
 
     @property
     def lends(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ class Slots:
         """Processes that map it now, and connections of other relays."""
         return self._ways.readers
 
-    def held(self, slot: int) -> Held | None:
+    def held(self, slot: int) -> SlotVersion | None:
         """What can be read in a slot."""
         return self._held[slot]
 
@@ -215,7 +215,7 @@ class Slots:
         with self._lock:
             self._turn += 1
 
-    def count(self, slot: int, wish: Wish, seconds: float, more: bool = False) -> int:
+    def count(self, slot: int, wish: FillWish, seconds: float, more: bool = False) -> int:
         """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
         what it held. more: see `fill`.
 
@@ -229,18 +229,18 @@ class Slots:
     def fill(
         self,
         slot: int,
-        wish: Wish,
+        wish: FillWish,
         seconds: float,
         progress: Progress = lambda done, total: None,
         more: bool = False,
-    ) -> Held:
+    ) -> SlotVersion:
         """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
         progress: told how far it is, on this thread. more: the cells that the slot holds of this version, for equal
         needs, stay as they are and lent; the others alone are brought.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
-        could bring is no error: it stands in `Held.filled.missing` and not in the table. Of two at a time the later one
-        waits until the first has ended.
+        could bring is no error: it stands in `SlotVersion.filled.missing` and not in the table. Of two at a time the
+        later one waits until the first has ended.
         """
         stop_at = time.monotonic() + seconds
         with self._lock:
@@ -262,7 +262,7 @@ class Slots:
         finally:
             self._writing.release()
 
-    def _count(self, slot: int, wish: Wish, more: bool) -> _Ready:
+    def _count(self, slot: int, wish: FillWish, more: bool) -> _Ready:
         before = self._held[slot] if more else None
         kept = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
         key = (*self._key(wish), kept)
@@ -281,7 +281,7 @@ class Slots:
 
             try:
                 self._pin(slot, sources)
-                filling = Filling(layout, memory, sources, kept)
+                filling = SlotFilling(layout, memory, sources, kept)
                 filling.check()
             except BaseException:
                 sources.close()
@@ -307,12 +307,12 @@ class Slots:
     def _fill(
         self,
         slot: int,
-        wish: Wish,
+        wish: FillWish,
         ready: _Ready,
         stop_at: float,
         cancelled: Callable[[], bool],
         progress: Progress,
-    ) -> Held:
+    ) -> SlotVersion:
         began = time.monotonic()
         before = self._held[slot] if ready.kept else None
         overruled = 0
@@ -338,7 +338,7 @@ class Slots:
         if not missing:
             ready.whole = contents
         table = contents.table(self._ways.regions(slot, layout.groups))
-        held = Held(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
+        held = SlotVersion(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
         with self._lock:
             if cancelled():
                 raise aborted("bringing this version was overtaken by a newer command")
@@ -375,13 +375,13 @@ class Slots:
         if ready is not None:
             ready.sources.close()
 
-    def _key(self, wish: Wish) -> tuple[object, ...]:
+    def _key(self, wish: FillWish) -> tuple[object, ...]:
         """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
         if self._keyed is None or self._keyed[0] is not wish:
             self._keyed = wish, self._made_key(wish)
         return self._keyed[1]
 
-    def _made_key(self, wish: Wish) -> tuple[object, ...]:
+    def _made_key(self, wish: FillWish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),
@@ -393,6 +393,6 @@ class Slots:
         )
 
 
-def _layout(wish: Wish, recorded: Commits) -> SlotLayout:
+def _layout(wish: FillWish, recorded: ProvenRecord) -> SlotLayout:
     within = join_sources(recorded.record.manifest, wish.within).partitions if wish.within else None
     return lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything, within)

@@ -12,8 +12,8 @@ from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.offers import by_transport, label
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.publication import Holder, Place, Publication, join_sources
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.publication import PartHolder, Place, Publication, join_sources
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.relay.gpus import TrainersGpus
@@ -70,7 +70,7 @@ class Sources:
 
     def __init__(
         self,
-        recorded: Commits,
+        recorded: ProvenRecord,
         tables: Sequence[SourceTable],
         transports: Mapping[str, Transport],
         host: Host,
@@ -219,7 +219,7 @@ class Sources:
             return transport.open(regions, landing=self._landing)
         return transport.open(regions)
 
-    def _reading(self, tensor: int, holder: Holder) -> Reading | None:
+    def _reading(self, tensor: int, holder: PartHolder) -> Reading | None:
         key = holder.source, holder.shard
         if key not in self._readings:
             place = self._publication.places[holder.source][holder.shard]

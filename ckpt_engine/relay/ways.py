@@ -14,7 +14,7 @@ from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import Group
 from ckpt_engine.core.transports import arena_kinds, made, relay_transport
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.door import Door
+from ckpt_engine.relay.door import ArenaDoor
 from ckpt_engine.transport.base import ArenaLender, Network, PassesOn, Passing
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Region
 
@@ -36,7 +36,7 @@ class Ways:
         users: Collection[int],
         network: Network | None,
     ) -> None:
-        self._door = Door(arena, slot_grace, users)
+        self._door = ArenaDoor(arena, slot_grace, users)
         self._lenders: list[ArenaLender] = []
         self.names: tuple[str, ...] = (relay_transport(),)
         try:

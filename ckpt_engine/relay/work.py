@@ -13,7 +13,7 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED, Progress
-from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
@@ -34,7 +34,7 @@ class RelayWork:
         self._slots = slots
         self._fetch = fetch
         self._passed = passed
-        self._fetched: tuple[FillRelay, Wish] | None = None
+        self._fetched: tuple[FillRelay, FillWish] | None = None
 
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
         """The task's result, as machines/tasks.py has it. progress: of filling. Raises CkptEngineError."""
@@ -53,14 +53,14 @@ class RelayWork:
         """Ends what goes on, soon."""
         self._slots.stop()
 
-    def _wish(self, command: FillRelay, seconds: float) -> Wish:
+    def _wish(self, command: FillRelay, seconds: float) -> FillWish:
         """What a command wants. Its blobs are fetched once for counting and filling."""
         if self._fetched is None or self._fetched[0] != command:
             refs = [command.record, *command.tables, *command.needs, *command.within]
             record, *rest = self._fetch(refs, seconds)
             tables, rest = rest[: len(command.tables)], rest[len(command.tables) :]
             needs, within = rest[: len(command.needs)], rest[len(command.needs) :]
-            wish = Wish(
+            wish = FillWish(
                 command.identity,
                 _read(SealedRecord, record),
                 [_read(SourceTable, each) for each in tables],
@@ -74,7 +74,7 @@ class RelayWork:
         return self._fetched[1]
 
 
-def told(held: Held) -> RelayFilled:
+def told(held: SlotVersion) -> RelayFilled:
     """What is said of a filling, but for fence and identity."""
     filled = held.filled
     return RelayFilled(

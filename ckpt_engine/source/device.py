@@ -19,11 +19,11 @@ from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.rehome import byte_range
 from ckpt_engine.transport.base import GpuMemory
-from ckpt_engine.transport.cuda_ipc.memory import LEGACY, Run, look, run_at, runs_of
+from ckpt_engine.transport.cuda_ipc.memory import LEGACY, AllocationRun, look, run_at, runs_of
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedTensor:
     """Where a tensor is offered. memory: there, of the tensor's shape; its own if it is live."""
 
     region: int
@@ -48,7 +48,7 @@ class DeviceOffer:
 
         Nothing is held if it raises. Raises UNAVAILABLE if a transport cannot even begin.
         """
-        self.offered: list[Offered | None] = [None] * len(tensors)
+        self.offered: list[OfferedTensor | None] = [None] * len(tensors)
         self._lending = lending
         self._devices: set[int] = set()
         self._arenas: list[CudaArena] = []
@@ -66,7 +66,7 @@ class DeviceOffer:
         live = any(each.live for each in self.offered if each is not None)
         for index, tensor in enumerate(tensors):
             if not tensor.numel() and self._next > self._first:
-                self.offered[index] = Offered(self._first, 0, tensor.detach(), live and not copied[index])
+                self.offered[index] = OfferedTensor(self._first, 0, tensor.detach(), live and not copied[index])
 
     def synchronize(self) -> None:
         """Waits until the GPUs have done what was asked of them: what they compute may be written by another stream."""
@@ -104,7 +104,7 @@ class DeviceOffer:
                 staged.append(index)
                 continue
             offset = tensors[index].data_ptr() - runs[found].pointer
-            self.offered[index] = Offered(region, offset, tensors[index].detach(), live=True)
+            self.offered[index] = OfferedTensor(region, offset, tensors[index].detach(), live=True)
         self._stage(device, sorted(staged), tensors, served)
 
     def _stage(
@@ -120,7 +120,7 @@ class DeviceOffer:
         try:
             arena = CudaArena(device, size)
             with driver().on(device):
-                region = self._share(device, Run(LEGACY, (driver().allocation(arena.pointer),)))
+                region = self._share(device, AllocationRun(LEGACY, (driver().allocation(arena.pointer),)))
         except (CudaDriverError, CkptEngineError) as error:
             said = error.problem.message if isinstance(error, CkptEngineError) else str(error)
             self._lending.reasons.append(said)
@@ -131,9 +131,9 @@ class DeviceOffer:
         self._arenas.append(arena)
         for index, offset in zip(indices, offsets, strict=True):
             memory = arena.tensor(offset, tensors[index].shape, served[index])
-            self.offered[index] = Offered(region, offset, memory, live=False)
+            self.offered[index] = OfferedTensor(region, offset, memory, live=False)
 
-    def _share(self, device: int, run: Run) -> int | None:
+    def _share(self, device: int, run: AllocationRun) -> int | None:
         """The region of a run; None if no transport takes such memory."""
         if not self._lending.offer(self._next, GpuMemory(device, run)):
             return None

@@ -15,12 +15,12 @@ import torch
 from ckpt_engine.core.offers import rank_id
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.source.digests import not_finite, prepare_atoms
-from ckpt_engine.source.held import Held
+from ckpt_engine.source.held import HeldBox
 from ckpt_engine.source.host_memory import contiguous
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.safetensors import FileTensor, read_directory
-from ckpt_engine.source.ways import Wish, served_dtype
+from ckpt_engine.source.ways import PublishWish, served_dtype
 from ckpt_engine.transport.base import FileMemory
 from ckpt_engine.transport.file.files import FileTransport, file_region
 from ckpt_engine.transport.mapped import MappedRegions
@@ -32,13 +32,13 @@ def directory_source(
     *,
     host: Host,
     rank: int = 0,
-    wish: Wish | None = None,
+    wish: PublishWish | None = None,
 ) -> DirectorySource | MemorySource:
     """Opens a checkpoint directory, or one safetensors file.
 
     Raises NOT_FOUND or INVALID_ARGUMENT if the files are not a whole checkpoint (see source/safetensors.py).
     """
-    wish = wish or Wish()
+    wish = wish or PublishWish()
     lent, opened, tensors = _open(path)
     views = [tensor.view(opened) for tensor in tensors]
     named = zip(tensors, views, strict=True)
@@ -169,13 +169,13 @@ def _open(path: Path) -> tuple[Lending, MappedRegions, list[_InFile]]:
     return lent, FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
 
 
-def _finder(opened: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[Held]]:
+def _finder(opened: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[HeldBox]]:
     boxes = [
-        Held(entry.name, view, entry.shape, (0,) * len(entry.shape), "is in a file")
+        HeldBox(entry.name, view, entry.shape, (0,) * len(entry.shape), "is in a file")
         for entry, view in zip(_entries(tensors), views, strict=True)
     ]
 
-    def find() -> list[Held]:
+    def find() -> list[HeldBox]:
         opened.check()
         return boxes
 

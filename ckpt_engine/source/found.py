@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ckpt_engine.source.held import Held, elements_of
+from ckpt_engine.source.held import HeldBox, elements_of
 
 Signature = tuple[object, ...]
 
@@ -23,13 +23,15 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 class Finder:
     """Finds what `find` finds in a module, by `find` if anything may be different from the last time. One thread."""
 
-    def __init__(self, module: nn.Module, find: Callable[[nn.Module], list[Held]]) -> None:
+    def __init__(self, module: nn.Module, find: Callable[[nn.Module], list[HeldBox]]) -> None:
         self._module = module
         self._find = find
-        self._found: list[Held] = []  # keeps the tensors alive, so that no other one gets the identity of one of them
+        self._found: list[
+            HeldBox
+        ] = []  # keeps the tensors alive, so that no other one gets the identity of one of them
         self._signature: Signature | None = None
 
-    def __call__(self) -> list[Held]:
+    def __call__(self) -> list[HeldBox]:
         """What the module holds now. Raises as `find`."""
         if self._signature is None or signature_of(self._module) != self._signature:
             self._signature = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBox:
     """The box of the global tensor `name` that starts at `start` and has the shape of `tensor`.
 
     tensor: the live memory, on any device, with any strides. shape: of the global tensor.
@@ -45,14 +45,14 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
+def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
     """What this process holds of each tensor: all of it, or its shard of a DTensor; nothing if that shard is empty.
 
     Raises INVALID_ARGUMENT for tensors whose memory cannot be offered (meta, sparse, quantised, other subclasses,
     placements other than Shard and Replicate), for names that occur twice and as `check_name`, FAILED_PRECONDITION for
     those whose memory is gone.
     """
-    found: dict[str, Held | None] = {}
+    found: dict[str, HeldBox | None] = {}
     for name, tensor in named:
         check_name(name)
         if name in found:
@@ -61,7 +61,7 @@ def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
             found[name] = _shard(name, tensor)
         else:
             whole = _plain(name, tensor)
-            found[name] = Held(name, whole, tuple(whole.shape), (0,) * whole.dim(), _must_copy(whole))
+            found[name] = HeldBox(name, whole, tuple(whole.shape), (0,) * whole.dim(), _must_copy(whole))
     return [box for box in found.values() if box is not None]
 
 
@@ -122,7 +122,7 @@ def _must_copy(tensor: torch.Tensor) -> str:
     return "is conjugated or negated lazily" if tensor.is_conj() or tensor.is_neg() else ""
 
 
-def _shard(name: str, tensor: DTensor) -> Held | None:
+def _shard(name: str, tensor: DTensor) -> HeldBox | None:
     """This rank's box of a DTensor; None if it is empty, or if this rank is not in its mesh."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -155,4 +155,4 @@ def _shard(name: str, tensor: DTensor) -> Held | None:
     if local.numel() == 0 and tensor.numel() > 0:
         return None
     why = "is a shard that its DTensor owns" if local.device.type == "cpu" else _must_copy(local)
-    return Held(name, local, tuple(tensor.shape), tuple(start), why)
+    return HeldBox(name, local, tuple(tensor.shape), tuple(start), why)

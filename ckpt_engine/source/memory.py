@@ -28,10 +28,10 @@ from ckpt_engine.core.transports import HOST_MEMORY
 from ckpt_engine.digest.prepared import PreparedDigests
 from ckpt_engine.source.device import DeviceOffer
 from ckpt_engine.source.digests import changed_since, not_finite, prepare_atoms
-from ckpt_engine.source.held import Held, elements_of, plain_values
+from ckpt_engine.source.held import HeldBox, elements_of, plain_values
 from ckpt_engine.source.host_memory import HostOffer
 from ckpt_engine.source.lending import Lending
-from ckpt_engine.source.ways import Wish, copy_reasons, may_share, served_dtype, tell_copied
+from ckpt_engine.source.ways import PublishWish, copy_reasons, may_share, served_dtype, tell_copied
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.base import HostMemory
 from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSpec
@@ -59,16 +59,16 @@ class MemorySource:
 
     def __init__(
         self,
-        find: Callable[[], list[Held]],
+        find: Callable[[], list[HeldBox]],
         *,
         host: Host,
         rank: int = 0,
-        wish: Wish | None = None,
+        wish: PublishWish | None = None,
         kind: str = "tensors",
         may_be_empty: bool = False,
         warnings: Sequence[str] = (),
     ) -> None:
-        self._wish = wish = wish or Wish()
+        self._wish = wish = wish or PublishWish()
         self._find = find
         boxes = sorted(find(), key=lambda box: box.name)
         if not boxes and not may_be_empty:
@@ -138,7 +138,7 @@ class MemorySource:
         self._has_seal = True
         return time.perf_counter() - began if any(self._copied) else 0.0
 
-    def _copy(self, boxes: list[Held]) -> list[torch.Tensor | None]:
+    def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
         """Puts the values of what is copied into `_sealed`. Returns what each was copied from, to be compared with its
         copy once that is digested; empty: nothing is to be."""
         live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
@@ -323,7 +323,7 @@ class MemorySource:
         found = sorted(set(ways), key=lambda way: (way.startswith("copied"), way)) or ["copied at each seal"]
         return found[0] if len(found) == 1 else ", ".join(f"partly {way}" for way in found)
 
-    def _look(self) -> list[Held]:
+    def _look(self) -> list[HeldBox]:
         """The tensors as they are now, in the order of the shards, if they still are what was published."""
         found = {box.name: box for box in self._find()}
         published = {box.name for box in self._published}

@@ -20,15 +20,15 @@ from torch.nn.parameter import is_lazy
 from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.source.found import Finder
-from ckpt_engine.source.held import Held, elements_of, held, is_sharded
+from ckpt_engine.source.held import HeldBox, elements_of, held, is_sharded
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
 from ckpt_engine.source.saving import ignored
-from ckpt_engine.source.ways import Wish
+from ckpt_engine.source.ways import PublishWish
 from ckpt_engine.v1.weights_pb2 import Host
 
 
-def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | None = None) -> MemorySource:
+def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: PublishWish | None = None) -> MemorySource:
     """Opens a module. Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published; FSDP1 (flattened)
     models are among it."""
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
@@ -43,7 +43,7 @@ def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: Wish | 
     )
 
 
-def _find(module: nn.Module) -> list[Held]:
+def _find(module: nn.Module) -> list[HeldBox]:
     _refuse_fragments(module)
     _reshard(module)
     first: dict[tuple[object, ...], str] = {}

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.source.held import Held, held, is_sharded
+from ckpt_engine.source.held import HeldBox, held, is_sharded
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.names import strip_wrappers
-from ckpt_engine.source.ways import Wish
+from ckpt_engine.source.ways import PublishWish
 from ckpt_engine.v1.weights_pb2 import Host
 
 
@@ -20,7 +20,7 @@ def named_source(
     *,
     host: Host,
     rank: int = 0,
-    wish: Wish | None = None,
+    wish: PublishWish | None = None,
 ) -> MemorySource:
     """Opens named tensors. A mapping, and whatever can be iterated over again, is looked at before each seal: a tensor
     that it holds instead of another is copied, or refused by name, as a module's is. An iterator is read once, and its
@@ -41,7 +41,7 @@ def named_source(
     )
 
 
-def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[Held]:
+def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
     checked = [checked_pair(item) for item in pairs]
     names = strip_wrappers([name for name, _ in checked])
     return held(zip(names, (tensor for _, tensor in checked), strict=True))

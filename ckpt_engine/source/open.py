@@ -20,7 +20,7 @@ from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
 from ckpt_engine.source.renewed import Pairs, RenewedSource
-from ckpt_engine.source.ways import CASTABLE, Wish
+from ckpt_engine.source.ways import CASTABLE, PublishWish
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 
 Publishable = (
@@ -96,7 +96,7 @@ def open_source(
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), Wish(snapshot, move, _dtype(dtype), transport, kept or {})
+    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept or {})
     if move and snapshot is True:
         raise invalid(
             "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "

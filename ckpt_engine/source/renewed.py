@@ -14,11 +14,11 @@ import torch
 
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.source.held import Held, held, plain_values
+from ckpt_engine.source.held import HeldBox, held, plain_values
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.named import checked_pair
 from ckpt_engine.source.names import strip_wrappers
-from ckpt_engine.source.ways import Wish
+from ckpt_engine.source.ways import PublishWish
 from ckpt_engine.v1.weights_pb2 import Host
 
 Pairs = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -39,7 +39,9 @@ class RenewedSource(MemorySource):
     Raises INVALID_ARGUMENT as MemorySource does, and whatever `walk` raises.
     """
 
-    def __init__(self, walk: Callable[[], Pairs], *, host: Host, rank: int = 0, wish: Wish | None = None) -> None:
+    def __init__(
+        self, walk: Callable[[], Pairs], *, host: Host, rank: int = 0, wish: PublishWish | None = None
+    ) -> None:
         self._walk = walk
         self._rank = rank
         found = self._learn()
@@ -55,10 +57,10 @@ class RenewedSource(MemorySource):
         super().close()
         self._walk = list
 
-    def _look(self) -> list[Held]:
+    def _look(self) -> list[HeldBox]:
         return self._published
 
-    def _copy(self, boxes: list[Held]) -> list[torch.Tensor | None]:
+    def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
         """Walks. If that raises nothing is sealed until the next update, and what replicas have stays as it is."""
         places = {box.name: index for index, box in enumerate(boxes)}
         missing = set(places)
@@ -80,9 +82,9 @@ class RenewedSource(MemorySource):
             raise self._other(f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16])
         return []
 
-    def _learn(self) -> list[Held]:
+    def _learn(self) -> list[HeldBox]:
         """What the first walk yields, each with a stand-in that has its shape and dtype, and no memory."""
-        shards: dict[str, list[Held]] = {}
+        shards: dict[str, list[HeldBox]] = {}
         with self._walking() as pairs:
             for raw, tensor in pairs:
                 if raw in shards:
@@ -124,7 +126,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _said(box: Held | None) -> str:
+def _said(box: HeldBox | None) -> str:
     if box is None:
         return "no part of this rank's"
     part = "" if tuple(box.tensor.shape) == box.shape else f" (from {list(box.start)} of {list(box.shape)})"

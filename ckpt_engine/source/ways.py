@@ -12,7 +12,7 @@ from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.kept import Kept, narrowed
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
-from ckpt_engine.source.held import Held
+from ckpt_engine.source.held import HeldBox
 from ckpt_engine.source.rehome import why_not
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
 from ckpt_engine.transport.shared_memory.memory import arena_at
@@ -27,7 +27,7 @@ NAMED_MOST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PublishWish:
     """What the caller asks for.
 
     snapshot: True: all are copied. False: none may need it. None: only those that need it.
@@ -44,7 +44,7 @@ class Wish:
     kept: Kept = field(default_factory=dict)
 
 
-def served_dtype(name: str, dtype: torch.dtype, wish: Wish) -> torch.dtype:
+def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtype:
     """The dtype that readers get a tensor of ``dtype`` in. Raises INVALID_ARGUMENT if weights cannot have it."""
     try:
         if dtype not in CASTABLE:
@@ -55,12 +55,12 @@ def served_dtype(name: str, dtype: torch.dtype, wish: Wish) -> torch.dtype:
         raise invalid(f"{name!r} cannot be published: {error.problem.message}", tensors=[name]) from error
 
 
-def may_share(box: Held, wish: Wish) -> bool:
+def may_share(box: HeldBox, wish: PublishWish) -> bool:
     """Whether it is offered on its GPU, if that works."""
     return box.tensor.device.type == "cuda" and bool(lending(GPU_MEMORY, wish.transport))
 
 
-def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wish) -> list[str]:
+def copy_reasons(boxes: Sequence[HeldBox], served: Sequence[torch.dtype], wish: PublishWish) -> list[str]:
     """Why each box is copied at each seal; empty if it is not: what lies in an arena of this process is offered there.
 
     Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
@@ -83,7 +83,7 @@ def copy_reasons(boxes: Sequence[Held], served: Sequence[torch.dtype], wish: Wis
 
 
 def tell_copied(
-    rank: int, boxes: Sequence[Held], served: Sequence[torch.dtype], reasons: Sequence[str]
+    rank: int, boxes: Sequence[HeldBox], served: Sequence[torch.dtype], reasons: Sequence[str]
 ) -> list[CopiedTensors]:
     """What is copied at each seal, for the report: one entry a reason, most bytes first."""
     told: dict[str, CopiedTensors] = {}
@@ -102,7 +102,7 @@ def _moves(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and bool(tensor.numel()) and arena_at(tensor.data_ptr()) is None
 
 
-def _must_copy(box: Held, served: torch.dtype, wish: Wish) -> str:
+def _must_copy(box: HeldBox, served: torch.dtype, wish: PublishWish) -> str:
     """Why it cannot be offered where it is, whoever else uses its memory."""
     device = box.tensor.device
     if may_share(box, wish):

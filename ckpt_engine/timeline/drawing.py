@@ -8,7 +8,7 @@ from __future__ import annotations
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.timeline.clocks import Aligned, Window, aligned, guessed
 from ckpt_engine.timeline.told import believable
-from ckpt_engine.timeline.tracks import Arrow, Slice, Timeline, Track
+from ckpt_engine.timeline.tracks import Arrow, Timeline, Track, TrackSlice
 from ckpt_engine.v1 import manager_pb2
 
 MANAGER = "manager"
@@ -145,7 +145,7 @@ class _Drawing:
         for worker in outcome.workers:
             self._worker(outcome, worker, clock, installs)
 
-    def _pause(self, outcome: manager_pb2.ReplicaOutcome, whole: Slice) -> None:
+    def _pause(self, outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> None:
         if outcome.pause_seconds <= 0:
             return
         begin = whole.end - outcome.pause_seconds  # a little late: what follows the resuming is not known
@@ -181,7 +181,7 @@ class _Drawing:
                 args = {"bytes": edge.bytes, "transport": edge.transport, "source": edge.source, "why": edge.reason}
                 self._arrow(_source_of(edge), track, reads, args)
 
-    def _arrow(self, source: str, target: Track, reads: Slice, args: dict[str, object]) -> None:
+    def _arrow(self, source: str, target: Track, reads: TrackSlice, args: dict[str, object]) -> None:
         """An arrow from where the bytes lie when they begin to be read to the middle of what reads them."""
         track = self._filled.get(source)
         if track is None:  # of a version that was sealed before
@@ -217,7 +217,7 @@ def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
     return [(phase.name, Window(phase.after, max(phase.after, end))) for phase, end in zip(told, ends, strict=True)]
 
 
-def _agents_steps(outcome: manager_pb2.ReplicaOutcome, whole: Slice) -> Window:
+def _agents_steps(outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> Window:
     """An agent's stages, and when its workers installed."""
     steps: list[tuple[manager_pb2.Stage, float, float]] = []
     if outcome.entered:

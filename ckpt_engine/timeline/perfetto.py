@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckpt_engine.timeline.tracks import Slice, Timeline, Track
+from ckpt_engine.timeline.tracks import Timeline, Track, TrackSlice
 
 
 def trace_text(timeline: Timeline) -> str:
@@ -68,7 +68,7 @@ class _Numbers:
         return found
 
 
-def _slices(each: Slice, where: dict[str, int], zero: float, events: list[dict[str, Any]]) -> None:
+def _slices(each: TrackSlice, where: dict[str, int], zero: float, events: list[dict[str, Any]]) -> None:
     begin, end = _micros(each.begin - zero), _micros(each.end - zero)
     if begin == end:  # viewers do not agree on what lies in what that takes no time
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Edge, Expected, Memory, Rates, Work, predict
+from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Expected, Memory, PredictedEdge, ProcessWork, Rates, predict
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, is_of_gpus, lending, passing_transport
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.timeline.drawing import draw
 from ckpt_engine.timeline.told import believable
-from ckpt_engine.timeline.tracks import Slice, Timeline
+from ckpt_engine.timeline.tracks import Timeline, TrackSlice
 from ckpt_engine.v1 import manager_pb2
 
 PROCESS = "prediction"
@@ -96,7 +96,7 @@ def _began(timeline: Timeline, stage: str) -> float | None:
     return min(begins, default=None)
 
 
-def _wholes(timeline: Timeline) -> list[Slice]:
+def _wholes(timeline: Timeline) -> list[TrackSlice]:
     return [each for track in timeline.tracks if track.process != PROCESS for each in track.slices]
 
 
@@ -106,47 +106,48 @@ def _model_bytes(report: manager_pb2.UpdateReport) -> int:
     return max([*brought, *(outcome.bytes for outcome in report.replicas)], default=0)
 
 
-def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[Work]:
+def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
     """An even share for each source."""
     sources = report.timeline.sources
     share = total // len(sources) if sources else 0
     return [
-        Work(source.source, share, source.host or source.source, "gpu" if source.gpu else "host") for source in sources
+        ProcessWork(source.source, share, source.host or source.source, "gpu" if source.gpu else "host")
+        for source in sources
     ]
 
 
-def _fills(report: manager_pb2.UpdateReport) -> list[list[Edge]]:
+def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
     """Wave by wave. Relays read other relays over the network, and all else on their host."""
-    waves: dict[int, list[Edge]] = {}
+    waves: dict[int, list[PredictedEdge]] = {}
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
         for brought in relay.filled.brought:
             near = lending(GPU_MEMORY if brought.source in gpus else HOST_MEMORY, None)[0].name
             transport = passing_transport() if brought.source.startswith("relay ") else near
             hosts = (brought.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
-            edge = Edge(brought.source, relay.relay, transport, brought.bytes, *hosts)
+            edge = PredictedEdge(brought.source, relay.relay, transport, brought.bytes, *hosts)
             waves.setdefault(relay.stage, []).append(edge)
     return [waves[wave] for wave in sorted(waves)]
 
 
-def _edges(outcome: manager_pb2.ReplicaOutcome, places: Whereabouts) -> list[Edge]:
+def _edges(outcome: manager_pb2.ReplicaOutcome, places: Whereabouts) -> list[PredictedEdge]:
     host = places.hosts.get(outcome.replica, outcome.replica)
     found = []
     for edge in outcome.edges:
         memory = _memory(outcome, edge.worker_rank, places)
         same = "share GPU" in edge.reason
         reader = f"{outcome.replica}, worker {edge.worker_rank}"
-        found.append(Edge(edge.source, reader, edge.transport, edge.bytes, edge.source, host, memory, same))
+        found.append(PredictedEdge(edge.source, reader, edge.transport, edge.bytes, edge.source, host, memory, same))
     return found
 
 
-def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Work]:
+def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[ProcessWork]:
     found = []
     for outcome in report.replicas:
         host = places.hosts.get(outcome.replica, outcome.replica)
         for worker in outcome.workers:
             memory = _memory(outcome, worker.rank, places)
-            found.append(Work(f"{outcome.replica}, worker {worker.rank}", worker.bytes, host, memory))
+            found.append(ProcessWork(f"{outcome.replica}, worker {worker.rank}", worker.bytes, host, memory))
     return found
 
 

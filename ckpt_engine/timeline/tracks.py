@@ -17,7 +17,7 @@ NOTHING: Args = MappingProxyType({})
 
 
 @dataclass
-class Slice:
+class TrackSlice:
     """Something that went on from begin to end. parts: what it was made of, one after the other, and inside it. args:
     what is told of it."""
 
@@ -25,13 +25,13 @@ class Slice:
     begin: float
     end: float
     args: Args = field(default_factory=dict)
-    parts: list[Slice] = field(default_factory=list)
+    parts: list[TrackSlice] = field(default_factory=list)
 
-    def part(self, name: str, begin: float, end: float, args: Args = NOTHING) -> Slice:
+    def part(self, name: str, begin: float, end: float, args: Args = NOTHING) -> TrackSlice:
         """Adds a part after those that it has and within the whole: what sticks out is cut off."""
         lowest = self.parts[-1].end if self.parts else self.begin
         begin = min(max(begin, lowest), self.end)
-        made = Slice(name, begin, min(max(end, begin), self.end), args)
+        made = TrackSlice(name, begin, min(max(end, begin), self.end), args)
         self.parts.append(made)
         return made
 
@@ -51,13 +51,13 @@ class Track:
 
     process: str
     thread: str
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TrackSlice] = field(default_factory=list)
 
-    def slice(self, name: str, begin: float, end: float, args: Args = NOTHING) -> Slice:
+    def slice(self, name: str, begin: float, end: float, args: Args = NOTHING) -> TrackSlice:
         """Adds a slice after those that there are."""
         if self.slices:
             begin = max(begin, self.slices[-1].end)
-        made = Slice(name, begin, max(begin, end), args)
+        made = TrackSlice(name, begin, max(begin, end), args)
         self.slices.append(made)
         return made
 

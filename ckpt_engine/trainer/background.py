@@ -31,10 +31,10 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.options import Progress
-from ckpt_engine.trainer.call import UpdateCall
+from ckpt_engine.trainer.call import CallInFlight
 from ckpt_engine.trainer.part import RankPart
 from ckpt_engine.trainer.sealer import Sealer
-from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
+from ckpt_engine.trainer.session import Notice, OfferingSession, SealFigures
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 logger = logging.getLogger("ckpt_engine.trainer")
@@ -62,7 +62,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="ckpt-engine keep")
         self._session: OfferingSession | None = None
-        self._call: UpdateCall | None = None
+        self._call: CallInFlight | None = None
         self._part = RankPart()
         self._broken = b""  # as RankPart.broken said when this rank sealed last
         self._manifest: manager_pb2.BlobRef | None = None
@@ -160,7 +160,7 @@ class Background:
         """Makes the UpdateWeights call and seals on this thread when asked to. Raises as UpdateCall.serve does."""
         self.require_running()
         assert self._session is not None
-        self._call = call = UpdateCall()
+        self._call = call = CallInFlight()
         calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
         asking = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
@@ -222,7 +222,7 @@ class Background:
         )
         self._session.start()
 
-    async def _tell_what_it_waits_for(self, call: UpdateCall) -> None:
+    async def _tell_what_it_waits_for(self, call: CallInFlight) -> None:
         """Once, if nothing has happened by then."""
         await asyncio.sleep(self._ask_after)
         if call.heard:
@@ -241,7 +241,7 @@ class Background:
             self._decision = None
         self._session.feed(offered)
 
-    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         if task.keep:
             self._broken = b""
             return await self._loop.run_in_executor(self._keeper, self._sealer.seal, atoms, True)
@@ -250,7 +250,7 @@ class Background:
             raise precondition("this rank does not wait in update_weights, so its weights may be changing")
         call.sealed = task.epoch
 
-        def seal() -> Sealing:
+        def seal() -> SealFigures:
             self._broken = self._part.broken()
             return self._sealer.seal(atoms, False)
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Work(Generic[T]):
+class _CallWork(Generic[T]):
     doing: str
     do: Callable[[], T]
     answer: Future[T]
@@ -34,12 +34,12 @@ class _Ended:
     error: BaseException | None
 
 
-class UpdateCall:
+class CallInFlight:
     """One call in flight. The trainer's thread makes it before the call starts, and closes it when it has left `serve`,
     however it left."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[_Work[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_CallWork[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.heard = False
@@ -59,7 +59,7 @@ class UpdateCall:
         with self._lock:
             if self._closed:
                 raise left()
-            self._items.put(_Work(doing, do, answer))
+            self._items.put(_CallWork(doing, do, answer))
         return await asyncio.wrap_future(answer)
 
     def event(self, event: manager_pb2.UpdateEvent) -> None:
@@ -87,7 +87,7 @@ class UpdateCall:
                     f"no report came within {seconds:.0f} s, although the manager should end by then"
                 ) from None
             match item:
-                case _Work():
+                case _CallWork():
                     _do(item)
                 case manager_pb2.UpdateEvent():
                     if item.HasField("report"):
@@ -114,7 +114,7 @@ class UpdateCall:
                 item = self._items.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, _Work) and item.answer.set_running_or_notify_cancel():
+            if isinstance(item, _CallWork) and item.answer.set_running_or_notify_cancel():
                 item.answer.set_exception(left())
 
 
@@ -123,7 +123,7 @@ def left() -> CkptEngineError:
     return aborted("the trainer rank has left update_weights (an interrupt, an error or its timeout)")
 
 
-def _do(work: _Work[T]) -> None:
+def _do(work: _CallWork[T]) -> None:
     if not work.answer.set_running_or_notify_cancel():
         return  # it was given up while it waited
     try:

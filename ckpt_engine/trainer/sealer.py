@@ -14,7 +14,7 @@ from ckpt_engine.core.transports import is_of_gpus
 from ckpt_engine.digest.host import warm_up
 from ckpt_engine.source.base import Source
 from ckpt_engine.trainer.part import held_of
-from ckpt_engine.trainer.session import Sealing
+from ckpt_engine.trainer.session import SealFigures
 from ckpt_engine.transport.collective.seat import Held
 from ckpt_engine.v1 import weights_pb2
 
@@ -52,7 +52,7 @@ class Sealer:
         """Whether there is a source that is not taken back."""
         return self._source is not None and not self._withdrawing
 
-    def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> Sealing:
+    def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> SealFigures:
         """Seals and digests. keep=False reads the live weights: only on the thread that could change them.
 
         Raises CkptEngineError: there is no source, `atoms` belong to another table, or as the source does.
@@ -73,7 +73,7 @@ class Sealer:
                 if self._check_finite:
                     raise precondition(said, tensors=wrong, ranks=[rank])
                 log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", said)
-            return Sealing(weights_pb2.Digests(values=values), copy_seconds, seconds, wrong)
+            return SealFigures(weights_pb2.Digests(values=values), copy_seconds, seconds, wrong)
 
     def held(self, manifest: weights_pb2.Manifest) -> Held:
         """What is sealed, by the numbers of a manifest, for a collective. Raises FAILED_PRECONDITION if nothing is

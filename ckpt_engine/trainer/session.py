@@ -56,7 +56,7 @@ WAIT_AGAIN = 0.5
 SHORTEST_WAIT = 0.001
 
 
-class Sealing(NamedTuple):
+class SealFigures(NamedTuple):
     """What a seal came to."""
 
     digests: weights_pb2.Digests
@@ -82,7 +82,7 @@ class OfferingSession:
         self,
         address: str,
         machine: OfferingMachine,
-        seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[Sealing]],
+        seal: Callable[[SealSource, weights_pb2.Atoms], Awaitable[SealFigures]],
         notify: Callable[[Notice], None],
         goodbye_seconds: float,
         further: Callable[[Task], Awaitable[object]] | None = None,

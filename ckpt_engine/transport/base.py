@@ -39,7 +39,7 @@ from ckpt_engine.core.transports import Availability as Availability
 from ckpt_engine.v1.weights_pb2 import Region
 
 if TYPE_CHECKING:
-    from ckpt_engine.transport.cuda_ipc.memory import Run as AllocationRun
+    from ckpt_engine.transport.cuda_ipc.memory import AllocationRun as AllocationRun
 
 OPEN_SECONDS = 60.0
 """How long opening may take, if nobody says."""
@@ -133,7 +133,7 @@ class Transport(Protocol):
         ...
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """A run of bytes to fetch. remote: from the start of the region; local: from the start of the landing memory."""
 
     remote: int
@@ -141,7 +141,7 @@ class Run(NamedTuple):
     length: int
 
 
-class Ticket(Protocol):
+class ReadTicket(Protocol):
     """A read that was asked for."""
 
     def poll(self) -> int:
@@ -156,7 +156,7 @@ class Ticket(Protocol):
 class Link(Protocol):
     """A connection to the owner of one region."""
 
-    def read(self, runs: Sequence[Run]) -> Ticket:
+    def read(self, runs: Sequence[ByteRun]) -> ReadTicket:
         """Asks for runs of bytes, which may land in any order. Waits for nothing. Raises CkptEngineError."""
         ...
 

@@ -26,13 +26,13 @@ from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import (
     OPEN_SECONDS,
     Availability,
+    ByteRun,
     CannotOpenError,
     Fetcher,
     LeasedLink,
     Link,
     Move,
-    Run,
-    Ticket,
+    ReadTicket,
     source_of,
 )
 from ckpt_engine.transport.mapped import check_destination, span_of
@@ -182,7 +182,7 @@ def _check(link: Link, seconds: float) -> None:
         link.hold(seconds)
 
 
-class _Piece(NamedTuple):
+class _FetchedPiece(NamedTuple):
     """A part of a move that is read at once, and how it lies in staging memory. offset, lengths: bytes.
 
     outer: axes (extent, stride) that are counted out in runs, slowest first. stride: elements, of the staged view.
@@ -201,21 +201,21 @@ class _Piece(NamedTuple):
         """Bytes of staging memory."""
         return self.length * prod(extent for extent, _ in self.outer)
 
-    def runs(self, local: int) -> Iterator[Run]:
+    def runs(self, local: int) -> Iterator[ByteRun]:
         width = self.dtype.itemsize
         for number, place in enumerate(product(*(range(extent) for extent, _ in self.outer))):
             beyond = sum(i * step for i, (_, step) in zip(place, self.outer, strict=True))
-            yield Run(self.offset + beyond * width, local + number * self.length, self.length)
+            yield ByteRun(self.offset + beyond * width, local + number * self.length, self.length)
 
     def staged(self, landing: torch.Tensor, local: int) -> torch.Tensor:
         flat = landing[local : local + self.size].view(self.dtype)
         return flat.as_strided(self.destination.shape, self.stride)
 
 
-class _Batch(NamedTuple):
+class _FetchedBatch(NamedTuple):
     """What fills one staging buffer. reads: by region."""
 
-    reads: list[tuple[Region, list[Run]]]
+    reads: list[tuple[Region, list[ByteRun]]]
     copy: PreparedCopy
 
 
@@ -226,9 +226,9 @@ class FetchedCopy:
 
     def __init__(self, regions: FetchedRegions, moves: Sequence[Move]) -> None:
         self._regions = regions
-        self._batches: list[_Batch] = []
+        self._batches: list[_FetchedBatch] = []
         self.bytes = sum(move.destination.nbytes for move in moves)
-        waiting: list[tuple[_Piece, int]] = []
+        waiting: list[tuple[_FetchedPiece, int]] = []
         used = 0
         for piece in (piece for move in moves for piece in _pieces_of(move)):
             if used + piece.size > SLOT_BYTES:
@@ -239,18 +239,18 @@ class FetchedCopy:
         if waiting:
             self._pack(waiting)
 
-    def _pack(self, pieces: Sequence[tuple[_Piece, int]]) -> None:
+    def _pack(self, pieces: Sequence[tuple[_FetchedPiece, int]]) -> None:
         first = len(self._batches) % SLOTS * SLOT_BYTES
-        reads: dict[bytes, tuple[Region, list[Run]]] = {}
+        reads: dict[bytes, tuple[Region, list[ByteRun]]] = {}
         for piece, local in pieces:
             reads.setdefault(piece.region.locator, (piece.region, []))[1].extend(piece.runs(first + local))
         landing = self._regions.landing
         copy = TensorCopy((piece.destination, piece.staged(landing, first + local)) for piece, local in pieces)
-        self._batches.append(_Batch(list(reads.values()), copy))
+        self._batches.append(_FetchedBatch(list(reads.values()), copy))
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
         """Writes every destination; see PreparedCopy. `on_bytes` is also called with 0 while nothing arrives."""
-        flying: deque[tuple[_Batch, Reads]] = deque()
+        flying: deque[tuple[_FetchedBatch, Reads]] = deque()
         waiting = iter(self._batches)
         try:
             while True:
@@ -274,11 +274,11 @@ class Reads:
     def __init__(
         self,
         regions: FetchedRegions,
-        asked: Sequence[tuple[Region, Sequence[Run]]],
+        asked: Sequence[tuple[Region, Sequence[ByteRun]]],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._on_bytes = on_bytes
-        self._tickets: list[tuple[Region, Ticket, int]] = []
+        self._tickets: list[tuple[Region, ReadTicket, int]] = []
         self._landed = 0
         self._moved = self._told = time.monotonic()
         for region, runs in asked:
@@ -326,7 +326,7 @@ class Naming:
             raise error(raised.problem.code, f"{name}: {raised.problem.message}") from raised
 
 
-def _pieces_of(move: Move) -> Iterator[_Piece]:
+def _pieces_of(move: Move) -> Iterator[_FetchedPiece]:
     """A move in pieces that each fit a staging buffer. Raises INVALID_ARGUMENT for one that fits nothing."""
     check_destination(move)
     dtype = move.stored or move.dtype
@@ -336,7 +336,7 @@ def _pieces_of(move: Move) -> Iterator[_Piece]:
 
 def _cut(
     region: Region, destination: torch.Tensor, dtype: torch.dtype, offset: int, stride: tuple[int, ...]
-) -> Iterator[_Piece]:
+) -> Iterator[_FetchedPiece]:
     """Halves along the slowest axis until it fits."""
     shape = tuple(destination.shape)
     axes = sorted((axis for axis, extent in enumerate(shape) if extent > 1), key=lambda axis: -stride[axis])
@@ -356,7 +356,7 @@ def _cut(
         staged[axis] = step
         step *= shape[axis]
     counted = tuple((shape[axis], stride[axis]) for axis in outer)
-    yield _Piece(region, destination, dtype, offset, length * dtype.itemsize, counted, tuple(staged))
+    yield _FetchedPiece(region, destination, dtype, offset, length * dtype.itemsize, counted, tuple(staged))
 
 
 def _in_one_run(shape: Sequence[int], stride: Sequence[int], axes: Sequence[int], width: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.transport.base import Move, Run
+from ckpt_engine.transport.base import ByteRun, Move
 from ckpt_engine.transport.fetched import FetchedRegions, Reads
 from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import Region
@@ -32,7 +32,7 @@ class Landing:
     def __init__(self, regions: FetchedRegions, moves: Sequence[Move], padded: Sequence[int]) -> None:
         self._regions = regions
         self.bytes = sum(move.destination.nbytes for move in moves)
-        found: dict[bytes, tuple[Region, list[Run]]] = {}
+        found: dict[bytes, tuple[Region, list[ByteRun]]] = {}
         behind: dict[bytes, int] = {}
         for move, padding in zip(moves, padded, strict=True):
             _, runs = found.setdefault(move.region.locator, (move.region, []))
@@ -75,7 +75,7 @@ class Landing:
         self._regions.sever()
 
 
-def _runs(move: Move, landing: torch.Tensor) -> Iterator[Run]:
+def _runs(move: Move, landing: torch.Tensor) -> Iterator[ByteRun]:
     """A move in runs that lie in one piece on both sides, in the order in which they lie there."""
     check_destination(move)
     destination, width = move.destination, itemsize(move.dtype)
@@ -96,20 +96,20 @@ def _runs(move: Move, landing: torch.Tensor) -> Iterator[Run]:
     for place in product(*(range(move.shape[axis]) for axis in outer)):
         remote = sum(at * move.stride[axis] for at, axis in zip(place, outer, strict=True))
         local = sum(at * destination.stride(axis) for at, axis in zip(place, outer, strict=True))
-        yield Run(move.offset + remote * width, first + local * width, length * width)
+        yield ByteRun(move.offset + remote * width, first + local * width, length * width)
 
 
-def _append(runs: list[Run], run: Run, padding: int) -> None:
+def _append(runs: list[ByteRun], run: ByteRun, padding: int) -> None:
     """Adds a run, to the last one if it follows that on both sides with no more than `padding` in between."""
     if runs:
         last = runs[-1]
         gap = run.local - (last.local + last.length)
         if 0 <= gap <= padding and run.remote - (last.remote + last.length) == gap:
-            runs[-1] = Run(last.remote, last.local, last.length + gap + run.length)
+            runs[-1] = ByteRun(last.remote, last.local, last.length + gap + run.length)
             return
     runs.append(run)
 
 
-def _parts(run: Run) -> Iterator[Run]:
+def _parts(run: ByteRun) -> Iterator[ByteRun]:
     for at in range(0, run.length, LONGEST_RUN):
-        yield Run(run.remote + at, run.local + at, min(LONGEST_RUN, run.length - at))
+        yield ByteRun(run.remote + at, run.local + at, min(LONGEST_RUN, run.length - at))

@@ -22,10 +22,10 @@ from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.words.counts import GateCounts
 from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.holding import Decision, Kind
+from ckpt_engine.words.holding import DecisionKind, GateDecision
 from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.routes import Access, Routes, listed
-from ckpt_engine.words.state import EnginePage, Verdict
+from ckpt_engine.words.routes import EngineRoutes, RouteAccess, listed
+from ckpt_engine.words.state import Admission, EnginePage
 from ckpt_engine.words.waiting import WaitingRoom
 
 Scope = MutableMapping[str, Any]
@@ -81,7 +81,7 @@ class Gate:
         self._room = WaitingRoom(self._state)
         self._waiting = self._room.queue
         self._counts = GateCounts(directory.path)
-        self._routes = Routes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
+        self._routes = EngineRoutes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through or answers it. Runs on the API server's event loop."""
@@ -91,15 +91,15 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
         route, access = self._routes.of_request(scope)
-        if access is Access.GATED and self._has_token(scope):
+        if access is RouteAccess.GATED and self._has_token(scope):
             await self._app(scope, receive, send)  # the agent's own question, also while the gate is closed to others
-        elif access is Access.GATED:
+        elif access is RouteAccess.GATED:
             decision = self._state.decision()
-            if decision.kind is Kind.ADMIT and self._waiting.empty:
+            if decision.kind is DecisionKind.ADMIT and self._waiting.empty:
                 await self._let_in(decision, scope, receive, send)
             else:
                 await self._keep(decision, scope, receive, send)
-        elif access is Access.OPEN:
+        elif access is RouteAccess.OPEN:
             await self.open(route, scope, receive, send)
         elif route == INFO_ROUTE:
             await self._information(scope, send)
@@ -126,17 +126,17 @@ class Gate:
         """
         await self._app(scope, receive, send)
 
-    async def _let_in(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _let_in(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> None:
         state = decision.verdict
         await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
 
-    async def _keep(self, decision: Decision, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _keep(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> None:
         """Until its turn comes, or there is nothing to wait for. A WebSocket is refused: it is a client's to dial."""
         if scope["type"] == "websocket":
             await self._refuse(decision, scope, send)
             return
         answer = self._waiting.arrive(decision, _announced(scope), self._state.clock(), self._state.limits)
-        if isinstance(answer, Decision):
+        if isinstance(answer, GateDecision):
             await self._refuse(answer, scope, send)
             return
         self._counts.waits()
@@ -147,14 +147,14 @@ class Gate:
         try:
             if held.decision is None:
                 return  # the client has gone
-            if held.decision.kind is Kind.ADMIT:
+            if held.decision.kind is DecisionKind.ADMIT:
                 await self._let_in(held.decision, scope, held.receive(receive), send)
             else:
                 await self._refuse(held.decision, scope, send)
         finally:
             held.close()
 
-    async def _refuse(self, decision: Decision, scope: Scope, send: Send, asked: bool = False) -> None:
+    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, asked: bool = False) -> None:
         """asked: by a probe, which is no request for tokens."""
         if not asked:
             self._counts.refused(decision.reason)
@@ -170,8 +170,8 @@ class Gate:
         decision = self._state.decision()
         strict = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("strict", ["0"])[-1]
         limits, state = self._state.limits, decision.verdict
-        keeps = decision.kind is Kind.HOLD and limits.seconds > 0 and not self._waiting.full(limits)
-        if decision.kind is Kind.ADMIT:
+        keeps = decision.kind is DecisionKind.HOLD and limits.seconds > 0 and not self._waiting.full(limits)
+        if decision.kind is DecisionKind.ADMIT:
             version = state.identity.version if state.identity else None
             body = {"ready": True, "open": True, "version": version}
             await answer_json(send if state.identity is None else _with_version(send, state), 200, body)
@@ -191,7 +191,7 @@ class Gate:
         body = {
             "directory": str(self._directory.path),
             "world_size": self._page.world_size(),
-            "open": decision.kind is Kind.ADMIT,
+            "open": decision.kind is DecisionKind.ADMIT,
             "held": len(self._waiting),
             "own_weights": mark.own_weights,
             "asleep": sorted(mark.sleeping.tags),
@@ -203,7 +203,7 @@ class Gate:
         await answer_json(send, 200, body)
 
 
-def _with_version(send: Send, state: Verdict) -> Send:
+def _with_version(send: Send, state: Admission) -> Send:
     assert state.identity is not None
     headers = [
         (ADMITTED_VERSION_HEADER, str(state.identity.version).encode()),
@@ -218,8 +218,8 @@ def _with_version(send: Send, state: Verdict) -> Send:
     return send_with_version
 
 
-def _agents_only(route: str, access: Access) -> str:
-    if access is Access.CONTROL:
+def _agents_only(route: str, access: RouteAccess) -> str:
+    if access is RouteAccess.CONTROL:
         return f"{route} is for this replica's agent only"
     return (
         f"{route} is no route that this replica's gate knows. It may be one that changes the engine, so it is for the "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckpt_engine.words.holding import Decision, decide
-from ckpt_engine.words.state import EnginePage, Hold, HoldLimits, Verdict
+from ckpt_engine.words.holding import GateDecision, decide
+from ckpt_engine.words.state import Admission, EnginePage, HoldLimits, RequestHold
 
 _LIVENESS_SECONDS = 0.05
 
@@ -20,14 +20,14 @@ class StateReader:
 
     def __init__(self, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.hold = Hold()
+        self.hold = RequestHold()
         self.limits = HoldLimits()
         self._page = page
         self._raw = b""
         self._again = 0.0
-        self._decision: Decision | None = None
+        self._decision: GateDecision | None = None
 
-    def decision(self) -> Decision:
+    def decision(self) -> GateDecision:
         """What `decide` says of the page as it is now."""
         now = self.clock()
         raw = self._page.raw()
@@ -43,6 +43,6 @@ class StateReader:
                 self._again = min(self._again, decision.until)
         return decision
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Admission:
         """Whether the weights are whole; an update that goes on plays no part."""
         return self.decision().verdict

@@ -17,7 +17,7 @@ from typing import Any
 _PLACE = re.compile(r"\{\w+(:path)?\}")
 
 
-class Access(Enum):
+class RouteAccess(Enum):
     """Who may use a route, and when.
 
     open: says nothing of the weights, answered in any state. gated: generates, or says something of the weights.
@@ -33,7 +33,7 @@ class Access(Enum):
 class _Set:
     """Routes of one class."""
 
-    def __init__(self, routes: Collection[str], access: Access) -> None:
+    def __init__(self, routes: Collection[str], access: RouteAccess) -> None:
         self.access = access
         self.patterns = [_pattern(route) for route in routes if _PLACE.search(route)]
         plain = [route for route in routes if not _PLACE.search(route)]
@@ -45,21 +45,25 @@ class _Set:
         return bare in self.exact or path.startswith(self.below) or any(each.fullmatch(bare) for each in self.patterns)
 
 
-class Routes:
+class EngineRoutes:
     """The classes of one engine's routes. A path that fits routes of two classes is of the strictest."""
 
     def __init__(self, opened: Collection[str], gated: Collection[str], control: Collection[str]) -> None:
-        self._sets = (_Set(control, Access.CONTROL), _Set(gated, Access.GATED), _Set(opened, Access.OPEN))
+        self._sets = (
+            _Set(control, RouteAccess.CONTROL),
+            _Set(gated, RouteAccess.GATED),
+            _Set(opened, RouteAccess.OPEN),
+        )
         self._known = {path: self._judge(path) for each in self._sets for path in each.exact}
 
-    def of(self, path: str) -> Access:
+    def of(self, path: str) -> RouteAccess:
         """The class of a path without the root path. A trailing slash says nothing: frameworks redirect there."""
         return self._known.get(path) or self._judge(path)
 
-    def _judge(self, path: str) -> Access:
-        return next((each.access for each in self._sets if each.has(path)), Access.UNKNOWN)
+    def _judge(self, path: str) -> RouteAccess:
+        return next((each.access for each in self._sets if each.has(path)), RouteAccess.UNKNOWN)
 
-    def of_request(self, scope: Mapping[str, Any]) -> tuple[str, Access]:
+    def of_request(self, scope: Mapping[str, Any]) -> tuple[str, RouteAccess]:
         """Route and class of an ASGI request.
 
         The framework routes after it has taken the root path away, and older ones do not: what is a control route in
@@ -68,8 +72,8 @@ class Routes:
         path: str = scope["path"]
         route = route_of(scope)
         access = self.of(route)
-        if route is not path and access is not Access.CONTROL and self.of(path) is Access.CONTROL:
-            return path, Access.CONTROL
+        if route is not path and access is not RouteAccess.CONTROL and self.of(path) is RouteAccess.CONTROL:
+            return path, RouteAccess.CONTROL
         return route, access
 
 

@@ -84,7 +84,7 @@ class EngineMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class RequestHold:
     """What the agent says of an update that goes on; it outlives the agent.
 
     epoch: of the update; 0: there is none. until: monotonic seconds of this host; when its time is over. closed: the
@@ -107,7 +107,7 @@ class HoldLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Admission:
     """Whether an engine may answer requests, why not, and which version it would answer with (None: its own)."""
 
     open: bool
@@ -115,19 +115,19 @@ class Verdict:
     identity: weights_pb2.Identity | None
 
 
-def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Verdict:
+def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Admission:
     """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure.
 
     alone: its agent promised to be there, and is not; see `EnginePage.alone`.
     """
     if alone:
-        return Verdict(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
+        return Admission(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
     if mark.sleeping:
-        return Verdict(False, f"it is {mark.sleeping.describe()}", None)
+        return Admission(False, f"it is {mark.sleeping.describe()}", None)
     return verdict(words, mark.own_weights)
 
 
-def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Verdict:
+def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Admission:
     """Whether the weights are whole: there is a worker, and all of them are alive and clean with one identity. Pure.
 
     own_weights: the engine's own ones are, as long as no worker is dead or half updated.
@@ -135,26 +135,26 @@ def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Verdict:
     if own_weights:
         for word in words:
             if word.boot_id and not word.alive:
-                return Verdict(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
+                return Admission(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
             if word.state == DIRTY:
-                return Verdict(False, f"worker {word.rank} was updated, although its weights are its own", None)
-        return Verdict(True, "", None)
+                return Admission(False, f"worker {word.rank} was updated, although its weights are its own", None)
+        return Admission(True, "", None)
     if not words:
-        return Verdict(False, "no worker has started", None)
+        return Admission(False, "no worker has started", None)
     for word in words:
         if not word.boot_id:
-            return Verdict(False, f"worker {word.rank} has not started", None)
+            return Admission(False, f"worker {word.rank} has not started", None)
         if not word.alive:
-            return Verdict(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
+            return Admission(False, f"worker {word.rank} (pid {word.pid}) is dead", None)
         if word.state == NONE:
-            return Verdict(False, f"worker {word.rank} holds no weights yet", None)
+            return Admission(False, f"worker {word.rank} holds no weights yet", None)
         if word.state != CLEAN or word.identity is None:
-            return Verdict(False, f"worker {word.rank} is being updated (epoch {word.epoch})", None)
+            return Admission(False, f"worker {word.rank} is being updated (epoch {word.epoch})", None)
     first = words[0].identity
     for word in words[1:]:
         if word.identity != first:
-            return Verdict(False, f"worker {word.rank} holds another version than worker {words[0].rank}", None)
-    return Verdict(True, "", first)
+            return Admission(False, f"worker {word.rank} holds another version than worker {words[0].rank}", None)
+    return Admission(True, "", first)
 
 
 class WorkerSlot:
@@ -284,23 +284,23 @@ class EnginePage:
         (until,) = _LEASE.unpack_from(self._map, _LEASE_OFFSET)
         return bool(until) and now > until
 
-    def hold(self, hold: Hold, limits: HoldLimits) -> None:
+    def hold(self, hold: RequestHold, limits: HoldLimits) -> None:
         """Writes what the gate shall do with requests during an update. The agent's alone, like the mark."""
         words = (hold.epoch, hold.until, hold.closed, limits.seconds, limits.requests, limits.bytes)
         record = _HOLD.pack(*words)
         record += _CHECK.pack(zlib.crc32(record))
         self._map[_HOLD_OFFSET : _HOLD_OFFSET + len(record)] = record
 
-    def held(self) -> tuple[Hold, HoldLimits]:
+    def held(self) -> tuple[RequestHold, HoldLimits]:
         """What was written last; no update and the usual limits if that is nothing, or was left half-written."""
         for _ in range(_READS_BEFORE_TORN):
             record = self._map[_HOLD_OFFSET : _HOLD_OFFSET + _HOLD.size + _CHECK.size]
             if zlib.crc32(record[: _HOLD.size]) == _CHECK.unpack(record[_HOLD.size :])[0]:
                 epoch, until, closed, *limits = _HOLD.unpack(record[: _HOLD.size])
-                return Hold(epoch, until, bool(closed)), HoldLimits(*limits)
+                return RequestHold(epoch, until, bool(closed)), HoldLimits(*limits)
             if not any(record):
                 break
-        return Hold(), HoldLimits()
+        return RequestHold(), HoldLimits()
 
     def raw(self) -> bytes:
         """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""

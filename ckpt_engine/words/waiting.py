@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ckpt_engine.words.holding import Decision, Queue, Ticket
+from ckpt_engine.words.holding import GateDecision, Queue, RequestTicket
 from ckpt_engine.words.reader import StateReader
 
 Message = MutableMapping[str, Any]
@@ -19,13 +19,15 @@ Receive = Callable[[], Awaitable[Message]]
 POLL_SECONDS = 0.005
 
 
-class Held:
+class HeldRequest:
     """A request whose wait is over. receive: for the application; it gets what was read meanwhile, and then the rest.
 
     decision: None: the client has gone.
     """
 
-    def __init__(self, decision: Decision | None, body: list[Message], reading: asyncio.Future[Message] | None) -> None:
+    def __init__(
+        self, decision: GateDecision | None, body: list[Message], reading: asyncio.Future[Message] | None
+    ) -> None:
         self.decision = decision
         self._body = body
         self._reading = reading
@@ -46,7 +48,7 @@ class Held:
             self._reading.cancel()
 
 
-class _Body:
+class _HeldBody:
     """What of a request's body has come while it waits. reading: the next message, not yet looked at."""
 
     def __init__(self, receive: Receive) -> None:
@@ -72,18 +74,18 @@ class WaitingRoom:
     def __init__(self, state: StateReader) -> None:
         self.queue = Queue()
         self._state = state
-        self._turns: dict[Ticket, asyncio.Future[Decision | None]] = {}
+        self._turns: dict[RequestTicket, asyncio.Future[GateDecision | None]] = {}
         self._calling: asyncio.Task[None] | None = None
 
-    async def wait(self, ticket: Ticket, receive: Receive) -> Held:
+    async def wait(self, ticket: RequestTicket, receive: Receive) -> HeldRequest:
         """Waits until it is the ticket's turn, or its client has gone. Reads the request's body: a server tells that
         the client has gone only to who has read what came before."""
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         if self._calling is None or self._calling.done():
             self._calling = asyncio.create_task(self._call())
-        body = _Body(receive)
+        body = _HeldBody(receive)
         reader = asyncio.create_task(self._read(ticket, body, turn))
-        decision: Decision | None = None
+        decision: GateDecision | None = None
         try:
             # Nothing else is awaited here, from the first moment on: so those whose turns come together wake in order,
             # also one that has come just now.
@@ -94,9 +96,9 @@ class WaitingRoom:
             reader.cancel()
             if decision is None:
                 body.reading.cancel()
-        return Held(decision, body.messages, body.reading)
+        return HeldRequest(decision, body.messages, body.reading)
 
-    async def _read(self, ticket: Ticket, body: _Body, turn: asyncio.Future[Decision | None]) -> None:
+    async def _read(self, ticket: RequestTicket, body: _HeldBody, turn: asyncio.Future[GateDecision | None]) -> None:
         """Ends the ticket's wait when its client has gone, its body is too much, or reading fails."""
         try:
             while (await body.next())["type"] == "http.request":
@@ -125,6 +127,6 @@ class WaitingRoom:
                     turn.set_exception(error)
 
 
-def _tell(turn: asyncio.Future[Decision | None], decision: Decision | None) -> None:
+def _tell(turn: asyncio.Future[GateDecision | None], decision: GateDecision | None) -> None:
     if not turn.done():  # it may have been told already, or its task has been cancelled
         turn.set_result(decision)

@@ -1,7 +1,7 @@
 """A GRPO run of TRL whose tokens come from replicas: `python train.py --manager HOST:PORT --gateway URL`.
 
 The task: "name animals" is to be answered with four words for animals, each another one; likewise fruits, colours, ...
-The model begins with random weights and has seen no text. What is ckpt-engine's here: `Updates` and `Rollouts`.
+The model begins with random weights and has seen no text. What is ckpt-engine's here: `RankUpdates` and `Rollouts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ckpt_engine import UpdateReport
 from ckpt_engine.integrations.trl import Rollouts
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 
 KINDS = {
     "animals": "horse cow dog cat lion goat bear fox",
@@ -86,7 +86,7 @@ def main() -> None:
     set_seed(0)
     torch.set_num_threads(1)
     outcome, began = Outcome(), time.monotonic()
-    updates = Updates(options.manager, replicas=options.replicas, on_report=outcome.updated)
+    updates = RankUpdates(options.manager, replicas=options.replicas, on_report=outcome.updated)
     rollouts = Rollouts(updates, options.gateway)
     auto: Any = AutoModelForCausalLM
     trainer = GRPOTrainer(

@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt_engine.core.arming import Answer
+from ckpt_engine.core.arming import BallotAnswer
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from ckpt_engine.transport.collective.voting import wait_for_go
@@ -39,7 +39,7 @@ class Struck(Attendance):
 
     fault = ""
 
-    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
+    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> BallotAnswer:
         answer = super().ballot(epoch, verb, **given)
         if answer.voted and self.fault.endswith("-voted"):
             strike(self.fault)
@@ -56,7 +56,7 @@ def main() -> None:
     case = make_case(name)
     names = [each.name for each in case.members]
     if number == 0:
-        door = Door()
+        door = MeetingDoor()
         meeting = door.meeting(b"", KEY)
         say(address=door.address)
     host, port = json.loads(sys.stdin.readline()) if number else door.address

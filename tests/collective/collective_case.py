@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.collective import Member, Schedule, arrange
+from ckpt_engine.core.collective import CollectiveMember, Schedule, arrange
 from ckpt_engine.core.collective_buckets import wants_of
 from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
 from ckpt_engine.core.plan import PlanRequest, compile_plans
@@ -36,7 +36,7 @@ LARGE = {"a": (8192, 4096), **{name: shape for name, shape in SHAPES.items() if 
 class Case(NamedTuple):
     """requests: of the workers, by the number of their member."""
 
-    members: tuple[Member, ...]
+    members: tuple[CollectiveMember, ...]
     schedule: Schedule
     held: list[list[tuple[str, Box]]]
     requests: dict[int, PlanRequest]
@@ -71,8 +71,8 @@ def make_case(name: str) -> Case:
         needs = [*halves, full]
     members = arrange(
         [
-            *(Member(f"rank {rank}", "h", True) for rank in range(len(held))),
-            *(Member(f"worker {worker}", "h", False) for worker in range(len(needs))),
+            *(CollectiveMember(f"rank {rank}", "h", True) for rank in range(len(held))),
+            *(CollectiveMember(f"worker {worker}", "h", False) for worker in range(len(needs))),
         ]
     )
     publication = merge_tables([table(rank, weights, boxes, transport=TRANSPORT) for rank, boxes in enumerate(held)])

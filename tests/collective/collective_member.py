@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError, internal
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_gpu import GpuMember
 from ckpt_engine.transport.collective.on_host import HostMember
@@ -40,7 +40,7 @@ def main() -> None:
     number = int(member)
     case = make_case(name)
     if number == 0:
-        door = Door()
+        door = MeetingDoor()
         door.meeting(b"", KEY, float(silence))
         say(address=door.address)
     host, port = json.loads(sys.stdin.readline()) if number else door.address

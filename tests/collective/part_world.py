@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.core.collective import Member, arrange
+from ckpt_engine.core.collective import CollectiveMember, arrange
 from ckpt_engine.core.collective_buckets import wants_of
 from ckpt_engine.core.collective_plan import collective_plan
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.machines.events import PartTaken, RunPart
 from ckpt_engine.trainer.part import RankPart
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.seat import Held
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.install.install_world import Checkpoint, OneWorker
@@ -42,7 +42,7 @@ class PartWorld:
         self.names = [*(f"rank {source}" for source in sources), *(f"{n}, worker 0" for n in "abcd"[: len(targets)])]
         self.sources = sources
         self.ranks = [RankPart() for _ in sources]
-        self.door = Door()
+        self.door = MeetingDoor()
         self.key = os.urandom(32)
         self.epoch = 0
         self.arm = LIMIT
@@ -61,7 +61,7 @@ class PartWorld:
     def prepare(self) -> None:
         """Every worker is told the manifest; the plan of the collective is made of what they need."""
         self.epoch += 1
-        members = arrange([Member(name, "h", name.startswith("rank")) for name in self.names])
+        members = arrange([CollectiveMember(name, "h", name.startswith("rank")) for name in self.names])
         sources = {f"rank {source}": number for number, source in enumerate(self.sources)}
         wants, self.plans = [], []
         for number, worker in enumerate(self.workers):

@@ -16,7 +16,7 @@ from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.collective import door as door_module
 from ckpt_engine.transport.collective import seat as seat_module
-from ckpt_engine.transport.collective.door import LOOPBACK, Door
+from ckpt_engine.transport.collective.door import LOOPBACK, MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.seat import Seat
 
@@ -25,14 +25,14 @@ LIMIT = 60.0
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door()
+def door() -> Iterator[MeetingDoor]:
+    made = MeetingDoor()
     made.meeting(b"", KEY)
     yield made
     made.close()
 
 
-def lets_in(door: Door) -> bool:
+def lets_in(door: MeetingDoor) -> bool:
     member = Attendance(door.address, KEY, "worker 1", "rank 0", LIMIT)
     there = member.there()
     member.close()
@@ -57,7 +57,9 @@ def said() -> Iterator[threading.Event]:
     door_module.log.removeHandler(handler)
 
 
-def test_a_process_without_descriptors_lets_members_in_once_it_has_some(door: Door, said: threading.Event) -> None:
+def test_a_process_without_descriptors_lets_members_in_once_it_has_some(
+    door: MeetingDoor, said: threading.Event
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as knocks:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -70,7 +72,7 @@ def test_a_process_without_descriptors_lets_members_in_once_it_has_some(door: Do
 
 
 def test_a_thread_that_cannot_be_started_ends_one_connection_only(
-    door: Door, said: threading.Event, monkeypatch: pytest.MonkeyPatch
+    door: MeetingDoor, said: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process without room for threads is not made here: its error is."""
 
@@ -87,7 +89,9 @@ def test_a_thread_that_cannot_be_started_ends_one_connection_only(
     assert lets_in(door)
 
 
-def test_who_says_hello_byte_by_byte_has_no_more_time_than_others(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_hello_byte_by_byte_has_no_more_time_than_others(
+    door: MeetingDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(door_module, "CALL_SECONDS", 0.2)
     with socket.create_connection(door.address) as knocks:
         knocks.sendall(struct.pack(">I", 60000))
@@ -109,7 +113,7 @@ def test_a_lead_behind_an_address_of_another_host_learns_from_members_where_they
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another address of this host stands for that of its network."""
-    forwarded = Door("192.0.2.1")
+    forwarded = MeetingDoor("192.0.2.1")
     try:
         forwarded.meeting(b"", KEY)
         monkeypatch.setattr(seat_module, "is_loopback", lambda address: address == LOOPBACK)
@@ -130,7 +134,7 @@ def test_a_lead_behind_an_address_of_another_host_learns_from_members_where_they
         forwarded.close()
 
 
-def test_those_who_show_no_key_are_so_many_and_no_more(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_show_no_key_are_so_many_and_no_more(door: MeetingDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_KNOCKING", 2)
     waiting = [socket.create_connection(door.address) for _ in range(3)]
     try:

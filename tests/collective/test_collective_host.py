@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError, internal
 from ckpt_engine.transport.collective import meeting
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from tests.collective.collective_case import DTYPES, Memory, make_case
@@ -28,7 +28,7 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self.case = make_case(name)
-        self.door = Door()
+        self.door = MeetingDoor()
         self.door.meeting(b"", KEY, silence=LIMIT)
         self.numbers = range(len(self.case.members))
         names = [each.name for each in self.case.members]
@@ -126,7 +126,7 @@ def test_a_member_that_does_not_begin_is_named_when_the_time_of_others_is_over()
 
 def test_who_did_not_come_is_named() -> None:
     case = make_case("one")
-    door = Door()
+    door = MeetingDoor()
     door.meeting(b"", KEY)
     names = [each.name for each in case.members]
     attending = [Attendance(door.address, KEY, name, names[0], LIMIT) for name in names[:2]]
@@ -145,7 +145,7 @@ def test_who_is_silent_while_others_are_heard_ends_it_and_a_lead_that_was_away_b
     """By a clock of the test's own: the words of a busy machine's members come seldom."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
     monkeypatch.setattr(meeting, "time", clock)
-    door = Door()
+    door = MeetingDoor()
     door.meeting(b"", KEY, silence=40.0)
     one, other = (Attendance(door.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
     try:
@@ -164,7 +164,7 @@ def test_who_is_silent_while_others_are_heard_ends_it_and_a_lead_that_was_away_b
 
 
 def test_a_meeting_wants_its_key_and_hears_of_lost_connections() -> None:
-    door = Door()
+    door = MeetingDoor()
     door.meeting(b"", KEY)
     try:
         with pytest.raises(CkptEngineError, match="rank 0, which keeps the collective's meeting, is gone"):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 
 
-def listens(door: Door, address: str) -> bool:
+def listens(door: MeetingDoor, address: str) -> bool:
     try:
         socket.create_connection((address, door.port), 10.0).close()
     except ConnectionRefusedError:
@@ -31,7 +31,7 @@ def test_a_name_that_leads_to_loopback_here_and_elsewhere_to_this_host(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    door = Door("this-host")
+    door = MeetingDoor("this-host")
     try:
         assert door.host == "this-host"
         assert door.address == ("127.0.0.1", door.port)
@@ -43,7 +43,7 @@ def test_a_name_that_leads_to_loopback_here_and_elsewhere_to_this_host(
 
 @pytest.mark.parametrize("advertise", ["", "localhost", "127.0.0.1"])
 def test_a_door_on_loopback_is_on_that_address_alone(advertise: str) -> None:
-    door = Door(advertise)
+    door = MeetingDoor(advertise)
     try:
         assert listens(door, door.address[0])
         assert not listens(door, "127.0.0.2")
@@ -53,7 +53,7 @@ def test_a_door_on_loopback_is_on_that_address_alone(advertise: str) -> None:
 
 def test_an_address_that_this_host_does_not_have_is_one_that_leads_to_it() -> None:
     """As that of a load balancer or of a container's host: it is forwarded to any of this host's."""
-    door = Door("192.0.2.1")
+    door = MeetingDoor("192.0.2.1")
     try:
         assert listens(door, "127.0.0.1")
     finally:

@@ -12,7 +12,7 @@ from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.machines.events import PartTaken, RunPart
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.trainer.background import Background
-from ckpt_engine.trainer.call import UpdateCall
+from ckpt_engine.trainer.call import CallInFlight
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -41,7 +41,7 @@ def test_whatever_keeps_a_rank_from_its_part_is_told_to_the_others(manifest: byt
     session, told = Session(manifest), []
     background._session = cast(Any, session)
     background._manifest = manager_pb2.BlobRef()
-    background._call = UpdateCall()
+    background._call = CallInFlight()
     background._call.sealed = 7
 
     def refuse(task: RunPart, error: CkptEngineError, meeting: object) -> PartTaken:

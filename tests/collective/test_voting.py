@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.arming import Answer, Word
+from ckpt_engine.core.arming import BallotAnswer, Word
 from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.collective import meeting
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.voting import ASK_SECONDS, HOLD_SECONDS, wait_for_go
 
@@ -28,7 +28,7 @@ class Votes:
     """Members that vote, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self.door = Door()
+        self.door = MeetingDoor()
         self.meeting = self.door.meeting(b"", KEY)
         self.attending = {name: Attendance(self.door.address, KEY, name, NAMES[0], LIMIT) for name in NAMES}
         self.said: dict[str, str] = {}
@@ -86,10 +86,10 @@ def test_all_begin_when_all_have_voted_epoch_after_epoch(votes: Votes) -> None:
 def test_an_answer_is_kept_back_until_something_is_decided(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All engines are paused meanwhile: a member hears of *go* when it is written, not when it would ask next."""
     monkeypatch.setattr(meeting, "CALL_SECONDS", 4 * LIMIT)
-    door = Door()
+    door = MeetingDoor()
     opened = door.meeting(b"", KEY, 100 * LIMIT)
     first, second = [Attendance(door.address, KEY, name, NAMES[0], LIMIT) for name in NAMES[:2]]
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[BallotAnswer] = queue.SimpleQueue()
 
     def ask() -> None:
         answers.put(second.ballot(7, "ask", hold=2 * LIMIT))  # until it is open
@@ -125,7 +125,7 @@ def test_who_waits_asks_seldom(votes: Votes, monkeypatch: pytest.MonkeyPatch) ->
     asked: Counter[str] = Counter()
     ballot = Attendance.ballot
 
-    def counted(attendance: Attendance, epoch: int, verb: str, **given: Any) -> Answer:
+    def counted(attendance: Attendance, epoch: int, verb: str, **given: Any) -> BallotAnswer:
         asked[attendance.name] += 1
         return ballot(attendance, epoch, verb, **given)
 
@@ -248,7 +248,7 @@ def test_who_gives_up_asks_no_more_often_than_before(votes: Votes, monkeypatch: 
     asked = 0
     ballot = Attendance.ballot
 
-    def counted(*given: Any, **more: Any) -> Answer:
+    def counted(*given: Any, **more: Any) -> BallotAnswer:
         nonlocal asked
         asked += 1
         return ballot(*given, **more)

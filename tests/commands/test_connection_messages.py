@@ -28,7 +28,7 @@ from ckpt_engine.security.client import AUTHORITY, TOKEN_FILE
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.trainer.background import Background
-from ckpt_engine.trainer.call import UpdateCall
+from ckpt_engine.trainer.call import CallInFlight
 from ckpt_engine.v1 import weights_pb2
 from tests.cluster import eventually
 
@@ -153,11 +153,11 @@ def test_a_rank_that_nobody_started_is_named_to_those_that_wait(
     assert "the update has not begun yet: gathering ranks of lineage 'run': rank 1 has no session" in said
 
 
-def telling(told: threading.Event) -> Callable[[Background, UpdateCall], Awaitable[None]]:
+def telling(told: threading.Event) -> Callable[[Background, CallInFlight], Awaitable[None]]:
     """What a trainer does, and then the event."""
     does = Background._tell_what_it_waits_for
 
-    async def tell(self: Background, call: UpdateCall) -> None:
+    async def tell(self: Background, call: CallInFlight) -> None:
         await does(self, call)
         told.set()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.manager.service import ManagerConfig
 
 Run = Callable[..., Result]
@@ -15,7 +15,7 @@ Run = Callable[..., Result]
 
 def test_a_manager_and_a_gateway_run_on_one_host_as_they_are() -> None:
     manager = ManagerConfig()
-    assert len({Settings.listen, manager.listen, manager.http}) == 3
+    assert len({GatewaySettings.listen, manager.listen, manager.http}) == 3
 
 
 def test_the_variable_names_its_manager_unless_replicas_are_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,12 @@ from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.remedies import remedy
 from ckpt_engine.cli import app_for
 from ckpt_engine.commands import status as status_command
-from ckpt_engine.commands.choices import Form, Level
+from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.logs import JsonLines
 from ckpt_engine.core.names import some
 from ckpt_engine.demo.play import Outcome
 from ckpt_engine.demo.show import ConsoleShow
-from ckpt_engine.demo.stage import Settings
+from ckpt_engine.demo.stage import DemoSettings
 from ckpt_engine.scraping import scraped_at
 from ckpt_engine.source.open import open_source
 from ckpt_engine.trainer.sealer import Sealer
@@ -195,7 +195,7 @@ def test_an_agent_wants_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_demo_that_cannot_begin_says_why_and_nothing_else() -> None:
     shown = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    settings = Settings(engine="vllm")
+    settings = DemoSettings(engine="vllm")
     with ConsoleShow(shown) as show:
         show.end(Outcome(settings, problem="vllm is not installed here"))
     assert shown.export_text().strip() == "vllm is not installed here"
@@ -257,7 +257,7 @@ def test_a_log_of_json_lines_has_fields() -> None:
     line = json.loads(JsonLines(replica="r").format(record))
     assert (line["peer"], line["rank"], line["at"], line["replica"], line["level"]) == ("t-1", 3, "x", "r", "info")
     assert line["message"] == "session opened peer=t-1 rank=3 took 5.0% at='x'"
-    assert {each.value for each in Form} == {"text", "json"}
+    assert {each.value for each in LogForm} == {"text", "json"}
     assert Level("debug") is Level.DEBUG
 
 

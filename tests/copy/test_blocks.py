@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
-from ckpt_engine.copy.blocks import Block, aligned, blocks_of, cut, merged
+from ckpt_engine.copy.blocks import RowBlock, aligned, blocks_of, cut, merged
 from tests.copy.test_copying import layouts, view
 
 
-def expanded(blocks: list[Block]) -> list[tuple[int, int]]:
+def expanded(blocks: list[RowBlock]) -> list[tuple[int, int]]:
     """(destination, source) of every byte; equal item sizes."""
     return [
         (block.destination + row * block.destination_pitch + byte, block.source + row * block.source_pitch + byte)
@@ -48,31 +48,31 @@ def test_blocks_are_the_bytes_of_the_pair(drawn: tuple) -> None:
 def test_what_lies_together_is_one_block() -> None:
     weights = torch.zeros(64, 32)
     fused = torch.zeros(96, 32)
-    assert blocks_of(fused[:64], weights) == [Block(fused.data_ptr(), weights.data_ptr(), 64 * 32 * 4)]
+    assert blocks_of(fused[:64], weights) == [RowBlock(fused.data_ptr(), weights.data_ptr(), 64 * 32 * 4)]
     half = torch.zeros(64, 16)
-    assert blocks_of(half, weights[:, 16:]) == [Block(half.data_ptr(), weights.data_ptr() + 64, 64, 64, 64, 128)], (
+    assert blocks_of(half, weights[:, 16:]) == [RowBlock(half.data_ptr(), weights.data_ptr() + 64, 64, 64, 64, 128)], (
         "a row-parallel slice"
     )
     experts = torch.zeros(8, 48, 32)
     gates = torch.zeros(8, 24, 32)
     assert blocks_of(experts[:, :24], gates) == [
-        Block(experts.data_ptr(), gates.data_ptr(), 24 * 32 * 4, 8, 48 * 32 * 4, 24 * 32 * 4)
+        RowBlock(experts.data_ptr(), gates.data_ptr(), 24 * 32 * 4, 8, 48 * 32 * 4, 24 * 32 * 4)
     ], "the gates of all experts"
     assert blocks_of(torch.zeros(32, 64), weights.t()) is None, "a transposed matrix is scattered"
 
 
 def test_touching_runs_become_one() -> None:
-    runs = [Block(100, 500, 8), Block(92, 492, 8), Block(108, 600, 4), Block(200, 608, 4)]
-    assert merged(runs) == [Block(92, 492, 16), Block(108, 600, 4), Block(200, 608, 4)]
+    runs = [RowBlock(100, 500, 8), RowBlock(92, 492, 8), RowBlock(108, 600, 4), RowBlock(200, 608, 4)]
+    assert merged(runs) == [RowBlock(92, 492, 16), RowBlock(108, 600, 4), RowBlock(200, 608, 4)]
 
 
 def test_a_misaligned_run_is_copied_aligned_but_for_its_ends() -> None:
-    parts = aligned(Block(1003, 2011 - 16, 10_000))
+    parts = aligned(RowBlock(1003, 2011 - 16, 10_000))
     assert [part.alignment for part in parts] == [1, 8 if (1003 - 1995) % 16 else 16, 1]
     assert sum(part.length for part in parts) == 10_000
-    short = Block(1003, 2011, 100)
+    short = RowBlock(1003, 2011, 100)
     assert aligned(short) == [short]
 
 
 def test_a_run_is_cut() -> None:
-    assert list(cut(Block(0, 100, 25), 10)) == [Block(0, 100, 10), Block(10, 110, 10), Block(20, 120, 5)]
+    assert list(cut(RowBlock(0, 100, 25), 10)) == [RowBlock(0, 100, 10), RowBlock(10, 110, 10), RowBlock(20, 120, 5)]

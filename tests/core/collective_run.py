@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.collective import Exchange, Schedule, Step
+from ckpt_engine.core.collective import Exchange, ExchangeStep, Schedule
 from ckpt_engine.core.collective_buckets import Bucket
 
 Elements = np.ndarray[Any, np.dtype[np.int64]]
@@ -49,7 +49,7 @@ class Run:
             if not any(moved):
                 raise StuckError({member: self._step(member) for member in order})
 
-    def _step(self, member: int) -> Step | None:
+    def _step(self, member: int) -> ExchangeStep | None:
         steps = self.schedule.steps[member]
         return steps[self._at[member]] if self._at[member] < len(steps) else None
 
@@ -66,7 +66,7 @@ class Run:
             return True
         return len(self._done) > before
 
-    def _meet(self, member: int, step: Step, send: Exchange) -> None:
+    def _meet(self, member: int, step: ExchangeStep, send: Exchange) -> None:
         there = self._step(send.peer)
         if there is None or there.round != step.round:
             return  # the peer is not there yet, or does something else first

@@ -8,13 +8,13 @@ import numpy as np
 
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.manifest import RootHasher
-from ckpt_engine.core.sealed_record import Commits, read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.v1.weights_pb2 import Manifest, SealedRecord, TensorSpec
 
 Shapes = Sequence[tuple[int, ...]]
 
 
-def recorded(shapes: Shapes, cells: Sequence[Sequence[Box]], dtype: str = "bfloat16") -> Commits:
+def recorded(shapes: Shapes, cells: Sequence[Sequence[Box]], dtype: str = "bfloat16") -> ProvenRecord:
     """A record of tensors with these cells; digests are their numbers."""
     specs = [TensorSpec(name=f"t{index:06}", dtype=dtype, shape=shape) for index, shape in enumerate(shapes)]
     record = SealedRecord(manifest=Manifest(tensors=specs))
@@ -27,7 +27,7 @@ def recorded(shapes: Shapes, cells: Sequence[Sequence[Box]], dtype: str = "bfloa
     return read_record(record, RootHasher(record.manifest).root(sums.astype("<u8").tobytes()))
 
 
-def in_one(shapes: Shapes) -> Commits:
+def in_one(shapes: Shapes) -> ProvenRecord:
     """A record with one cell a tensor."""
     return recorded(shapes, [[whole(shape)] if whole(shape).volume else [] for shape in shapes])
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_engine.core.arming import NOT_OPEN, Answer, Ballot, Ballots, Participant, Step, Word
+from ckpt_engine.core.arming import NOT_OPEN, Ballot, BallotAnswer, Ballots, BallotStep, Participant, Word
 
 A, B, C = "rank 0", "replica a, worker 0", "replica b, worker 0"
 
@@ -34,7 +34,7 @@ def test_go_is_written_with_the_last_vote_and_not_before() -> None:
 def test_a_repeated_vote_is_one_vote_and_holds_no_longer() -> None:
     made = ballot(silence=100.0)
     made.vote(A, 10.0, 0.0)
-    assert made.vote(A, 20.0, 0.0) == Answer(Word.UNDECIDED, 0.0, voted=True)
+    assert made.vote(A, 20.0, 0.0) == BallotAnswer(Word.UNDECIDED, 0.0, voted=True)
     assert made.missing == (B, C)
     made.look(10.0)
     assert made.word is Word.NO
@@ -69,7 +69,7 @@ def test_no_stays_no_and_go_stays_go() -> None:
     assert made.why == f"{B} has another plan"
     went = gone()
     assert went.give_up(B, 1.0).word is Word.GO
-    assert went.leave(C, "failed", 1.0) == Answer(Word.GO, 1.0, True, True, f"{C} failed")
+    assert went.leave(C, "failed", 1.0) == BallotAnswer(Word.GO, 1.0, True, True, f"{C} failed")
     assert went.leave(B, "failed too", 1.0).why == f"{C} failed", "the first reason is kept"
 
 
@@ -114,8 +114,8 @@ def test_a_lead_that_was_away_takes_nobody_for_silent(went: bool) -> None:
     made = gone() if went else ballot()
     for member in (A, B):
         made.ask(member, 0.0)
-    assert made.ask(A, 5.0) == Answer(made.word, 5.0, voted=went)
-    assert made.ask(B, 5.1) == Answer(made.word, 5.1, voted=went)
+    assert made.ask(A, 5.0) == BallotAnswer(made.word, 5.0, voted=went)
+    assert made.ask(B, 5.1) == BallotAnswer(made.word, 5.1, voted=went)
     made.ask(A, 6.0)
     made.ask(A, 7.0)
     assert made.ask(A, 7.2).word is (Word.GO if went else Word.NO), "from then on they have to be heard"
@@ -162,7 +162,7 @@ def test_a_later_epoch_ends_what_came_before() -> None:
     assert "overtaken by epoch 9" in first.why
     assert ballots.open(9, [A]) is second
     assert ballots.open(8, [A, B]).word is Word.NO
-    assert ballots.find(8) == Answer(Word.NO, why="epoch 8 was overtaken by 9")
+    assert ballots.find(8) == BallotAnswer(Word.NO, why="epoch 8 was overtaken by 9")
     assert ballots.find(10) is NOT_OPEN
     second.vote(A, 10.0, 0.0)
     second.vote(B, 10.0, 0.0)
@@ -170,7 +170,7 @@ def test_a_later_epoch_ends_what_came_before() -> None:
     assert second.aborted
     for epoch in range(12, 20):
         ballots.open(epoch, [A])
-    assert isinstance(ballots.find(9), Answer), "old ones are forgotten"
+    assert isinstance(ballots.find(9), BallotAnswer), "old ones are forgotten"
 
 
 def test_who_leaves_before_the_ballot_is_open_is_remembered() -> None:
@@ -194,26 +194,26 @@ def member(patience: float = 10.0) -> Participant:
 
 def test_a_member_asks_then_votes_then_asks_until_it_is_told() -> None:
     one = member()
-    assert one.step(0.0) is Step.ASK
+    assert one.step(0.0) is BallotStep.ASK
     one.took(NOT_OPEN, 1.0)
-    assert (one.step(1.0), one.until) == (Step.ASK, None)
-    one.took(Answer(Word.UNDECIDED, 500.0), 4.0)
-    assert (one.step(4.0), one.until) == (Step.VOTE, 506.0)
-    one.took(Answer(Word.UNDECIDED, 501.0, voted=True), 5.0)
-    assert (one.step(5.0), one.until) == (Step.ASK, 506.0)
-    one.took(Answer(Word.GO, 502.0, voted=True), 6.0)
-    assert one.step(6.0) is Step.GO
+    assert (one.step(1.0), one.until) == (BallotStep.ASK, None)
+    one.took(BallotAnswer(Word.UNDECIDED, 500.0), 4.0)
+    assert (one.step(4.0), one.until) == (BallotStep.VOTE, 506.0)
+    one.took(BallotAnswer(Word.UNDECIDED, 501.0, voted=True), 5.0)
+    assert (one.step(5.0), one.until) == (BallotStep.ASK, 506.0)
+    one.took(BallotAnswer(Word.GO, 502.0, voted=True), 6.0)
+    assert one.step(6.0) is BallotStep.GO
     assert one.went
 
 
 def test_a_member_waits_for_longer_than_its_vote_holds() -> None:
     one = member()
-    one.took(Answer(Word.UNDECIDED, 500.0), 4.0)
-    one.took(Answer(Word.UNDECIDED, 500.5, voted=True), 4.5)
-    assert one.step(10.5) is Step.ASK, "its vote ends to hold at 10"
-    assert one.step(10.7) is Step.GIVE_UP
-    one.took(Answer(Word.GO, 507.0, voted=True), 10.8)
-    assert one.step(10.8) is Step.GO, "it is too late to go back"
+    one.took(BallotAnswer(Word.UNDECIDED, 500.0), 4.0)
+    one.took(BallotAnswer(Word.UNDECIDED, 500.5, voted=True), 4.5)
+    assert one.step(10.5) is BallotStep.ASK, "its vote ends to hold at 10"
+    assert one.step(10.7) is BallotStep.GIVE_UP
+    one.took(BallotAnswer(Word.GO, 507.0, voted=True), 10.8)
+    assert one.step(10.8) is BallotStep.GO, "it is too late to go back"
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["nothing was heard", "its vote is there"])
@@ -221,56 +221,58 @@ def test_a_member_that_does_not_hear_the_lead_goes_back_before_its_part_must_be_
     """Its engine is paused meanwhile, and whoever paused it waits for no longer than that."""
     one = Participant(30.0, silence=5.0, end=4.0, now=0.0)
     if answered:
-        one.took(Answer(Word.UNDECIDED, 500.0), 0.1)
+        one.took(BallotAnswer(Word.UNDECIDED, 500.0), 0.1)
         assert one.until == pytest.approx(501.9)
-        one.took(Answer(Word.UNDECIDED, 500.2, voted=True), 0.2)
-    assert one.step(1.9) is not Step.BACK
-    assert one.step(2.3) is Step.GIVE_UP
-    one.took(None, 2.4, Step.GIVE_UP)
-    assert one.step(3.2) is Step.BACK
+        one.took(BallotAnswer(Word.UNDECIDED, 500.2, voted=True), 0.2)
+    assert one.step(1.9) is not BallotStep.BACK
+    assert one.step(2.3) is BallotStep.GIVE_UP
+    one.took(None, 2.4, BallotStep.GIVE_UP)
+    assert one.step(3.2) is BallotStep.BACK
 
 
 def test_a_member_that_was_stopped_for_long_asks_before_it_goes_back() -> None:
     one = member()
-    one.took(Answer(Word.UNDECIDED, 500.0), 1.0)
-    one.took(None, 60.0, Step.VOTE)
-    assert one.step(60.0) is Step.GIVE_UP
-    one.took(Answer(Word.GO, 560.0, voted=True), 59.0, Step.GIVE_UP)
-    assert one.step(59.0) is Step.GO
+    one.took(BallotAnswer(Word.UNDECIDED, 500.0), 1.0)
+    one.took(None, 60.0, BallotStep.VOTE)
+    assert one.step(60.0) is BallotStep.GIVE_UP
+    one.took(BallotAnswer(Word.GO, 560.0, voted=True), 59.0, BallotStep.GIVE_UP)
+    assert one.step(59.0) is BallotStep.GO
     silent = member()
-    assert silent.step(60.0) is Step.GIVE_UP
-    silent.took(NOT_OPEN, 60.1, Step.GIVE_UP)
-    assert silent.step(60.1) is Step.BACK
+    assert silent.step(60.0) is BallotStep.GIVE_UP
+    silent.took(NOT_OPEN, 60.1, BallotStep.GIVE_UP)
+    assert silent.step(60.1) is BallotStep.BACK
 
 
 def test_a_member_that_is_told_no_or_nothing_goes_back() -> None:
     one = member()
-    one.took(Answer(Word.NO, 500.0, why="rank 1 failed"), 1.0)
-    assert (one.step(1.0), one.why, one.went) == (Step.BACK, "rank 1 failed", False)
+    one.took(BallotAnswer(Word.NO, 500.0, why="rank 1 failed"), 1.0)
+    assert (one.step(1.0), one.why, one.went) == (BallotStep.BACK, "rank 1 failed", False)
     deaf = member()
-    assert deaf.step(9.9) is Step.ASK
-    assert deaf.step(10.0) is Step.GIVE_UP
-    deaf.took(None, 11.0, Step.GIVE_UP)
-    assert deaf.step(11.9) is Step.GIVE_UP
-    assert deaf.step(12.0) is Step.BACK
+    assert deaf.step(9.9) is BallotStep.ASK
+    assert deaf.step(10.0) is BallotStep.GIVE_UP
+    deaf.took(None, 11.0, BallotStep.GIVE_UP)
+    assert deaf.step(11.9) is BallotStep.GIVE_UP
+    assert deaf.step(12.0) is BallotStep.BACK
     assert "nothing was heard" in deaf.why
 
 
 @pytest.mark.parametrize(
     ("answer", "heard", "now", "why"),
     [
-        (Answer(Word.GO, 1.0, True, True, "rank 1 was killed"), 1.0, 1.0, "rank 1 was killed"),
-        (Answer(Word.GO, 1.0, True), 1.0, 3.1, "the lead was not heard"),
-        (Answer(Word.GO, 1.0, True), 60.0, 60.0, "its time was over"),
+        (BallotAnswer(Word.GO, 1.0, True, True, "rank 1 was killed"), 1.0, 1.0, "rank 1 was killed"),
+        (BallotAnswer(Word.GO, 1.0, True), 1.0, 3.1, "the lead was not heard"),
+        (BallotAnswer(Word.GO, 1.0, True), 60.0, 60.0, "its time was over"),
     ],
 )
-def test_a_member_that_went_stops_and_does_not_begin_again(answer: Answer, heard: float, now: float, why: str) -> None:
+def test_a_member_that_went_stops_and_does_not_begin_again(
+    answer: BallotAnswer, heard: float, now: float, why: str
+) -> None:
     one = member()
     one.took(answer, heard)
-    assert one.step(now) is Step.STOP
+    assert one.step(now) is BallotStep.STOP
     assert why in one.why
-    one.took(Answer(Word.GO, 1.0, True), now)
-    assert one.step(now) is Step.STOP
+    one.took(BallotAnswer(Word.GO, 1.0, True), now)
+    assert one.step(now) is BallotStep.STOP
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -291,7 +293,7 @@ def test_nobody_goes_back_from_a_go_that_it_could_have_heard(seed: int) -> None:
                 if now < began[name] or name in back or parts[name].went:
                     continue
                 step = parts[name].step(now * rate[name])
-                if step is Step.BACK:
+                if step is BallotStep.BACK:
                     back.add(name)
                     continue
                 if dice.random() < loss:
@@ -300,10 +302,10 @@ def test_nobody_goes_back_from_a_go_that_it_could_have_heard(seed: int) -> None:
                 until = parts[name].until
                 arrives = now + dice.uniform(0.0, slow)
                 match step:
-                    case Step.VOTE:
+                    case BallotStep.VOTE:
                         assert until is not None
                         answer = made.vote(name, until, arrives)
-                    case Step.GIVE_UP:
+                    case BallotStep.GIVE_UP:
                         answer = made.give_up(name, arrives)
                     case _:
                         answer = made.ask(name, arrives)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.core.boxes import Box, whole
-from ckpt_engine.core.collective import Member, Schedule, arrange, make_schedule
-from ckpt_engine.core.collective_buckets import LEAST_BUCKET_BYTES, Want, wants_of
+from ckpt_engine.core.collective import CollectiveMember, Schedule, arrange, make_schedule
+from ckpt_engine.core.collective_buckets import LEAST_BUCKET_BYTES, BoxWant, wants_of
 from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
 from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.problems import CkptEngineError
@@ -24,14 +24,14 @@ from tests.core.collective_run import Run, StuckError, slices
 from tests.core.core_plans import some_weights
 from tests.core.core_tables import request, rows, table
 
-Case = tuple[tuple[Member, ...], list[Want], list[int], list[tuple[int, ...]]]
+Case = tuple[tuple[CollectiveMember, ...], list[BoxWant], list[int], list[tuple[int, ...]]]
 
 
-def members_of(sources: int, workers: int, hosts: int = 1) -> tuple[Member, ...]:
+def members_of(sources: int, workers: int, hosts: int = 1) -> tuple[CollectiveMember, ...]:
     return arrange(
         [
-            *(Member(f"rank {number}", f"host {number % hosts}", True) for number in range(sources)),
-            *(Member(f"worker {number}", f"host {number % hosts}", False) for number in range(workers)),
+            *(CollectiveMember(f"rank {number}", f"host {number % hosts}", True) for number in range(sources)),
+            *(CollectiveMember(f"worker {number}", f"host {number % hosts}", False) for number in range(workers)),
         ]
     )
 
@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
             if kind is None:
                 continue
             box = kind if isinstance(kind, Box) else Box(*zip(*kind, strict=True)) if shape else whole(shape)
-            wants += [Want(worker, source, tensor, part) for source, part in dealt(box, shape, sources)]
+            wants += [BoxWant(worker, source, tensor, part) for source, part in dealt(box, shape, sources)]
     return members, wants, widths, shapes
 
 
@@ -73,7 +73,9 @@ def dealt(box: Box, shape: tuple[int, ...], sources: Sequence[int]) -> list[tupl
     return found
 
 
-def check(schedule: Schedule, wants: Sequence[Want], widths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> None:
+def check(
+    schedule: Schedule, wants: Sequence[BoxWant], widths: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> None:
     """Carries the schedule out and compares what came with what was wanted."""
     run = Run(schedule, shapes)
     run.run(random.Random(len(wants)).sample(range(len(schedule.members)), len(schedule.members)))
@@ -125,7 +127,7 @@ def test_a_chain_is_pipelined_through_all_who_want_the_same() -> None:
     rounds = []
     for workers in (1, 8):
         members = members_of(1, workers)
-        wants = [Want(1 + number, 0, 0, whole(shapes[0])) for number in range(workers)]
+        wants = [BoxWant(1 + number, 0, 0, whole(shapes[0])) for number in range(workers)]
         schedule = make_schedule(members, wants, widths, 1 << 12)
         check(schedule, wants, widths, shapes)
         rounds.append(1 + max(steps[-1].round for steps in schedule.steps))
@@ -136,7 +138,7 @@ def test_a_chain_is_pipelined_through_all_who_want_the_same() -> None:
 
 def test_two_who_want_different_halves_are_sent_their_halves_only() -> None:
     members = members_of(1, 2)
-    wants = [Want(1, 0, 0, Box((0, 0), (32, 64))), Want(2, 0, 0, Box((32, 0), (64, 64)))]
+    wants = [BoxWant(1, 0, 0, Box((0, 0), (32, 64))), BoxWant(2, 0, 0, Box((32, 0), (64, 64)))]
     schedule = make_schedule(members, wants, [2], 1 << 10)
     check(schedule, wants, [2], [(64, 64)])
     assert schedule.received(1) == schedule.received(2) == 32 * 64 * 2
@@ -146,7 +148,7 @@ def test_two_who_want_different_halves_are_sent_their_halves_only() -> None:
 
 def test_the_simulation_notices_a_schedule_in_which_two_wait_for_each_other() -> None:
     members = members_of(1, 2)
-    schedule = make_schedule(members, [Want(number, 0, 0, Box((0,), (2048,))) for number in (1, 2)], [1], 1 << 10)
+    schedule = make_schedule(members, [BoxWant(number, 0, 0, Box((0,), (2048,))) for number in (1, 2)], [1], 1 << 10)
     last = schedule.steps[2]
     swapped = (last[1]._replace(round=last[0].round), last[0]._replace(round=last[1].round))
     broken = Schedule(members, schedule.buckets, (*schedule.steps[:2], swapped), schedule.slots, schedule.slot_bytes)
@@ -191,7 +193,7 @@ def test_a_plan_makes_the_same_schedule_wherever_it_is_read(case: Case, order: r
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_plan_is_refused_or_is_another_plan(data: st.DataObject) -> None:
-    wants = [Want(number, 0, 0, Box((0, 0), (8, 64))) for number in (1, 2)]
+    wants = [BoxWant(number, 0, 0, Box((0, 0), (8, 64))) for number in (1, 2)]
     sent = bytearray(collective_plan(members_of(1, 2), wants, ["int64"], 1 << 10))
     for _ in range(data.draw(st.integers(1, 3))):
         sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
@@ -202,15 +204,15 @@ def test_a_damaged_plan_is_refused_or_is_another_plan(data: st.DataObject) -> No
 def test_what_cannot_be_is_refused() -> None:
     members = members_of(1, 1)
     with pytest.raises(CkptEngineError, match="rank 0 and worker 0 are on one GPU"):
-        arrange([Member("rank 0", "h", True, b"g"), Member("worker 0", "h", False, b"g")])
+        arrange([CollectiveMember("rank 0", "h", True, b"g"), CollectiveMember("worker 0", "h", False, b"g")])
     with pytest.raises(CkptEngineError, match="rank 0 is in the collective twice"):
-        arrange([Member("rank 0", "h", True), Member("rank 0", "g", True)])
+        arrange([CollectiveMember("rank 0", "h", True), CollectiveMember("rank 0", "g", True)])
     with pytest.raises(CkptEngineError, match="rank 0 wants something of worker 0"):
-        make_schedule(members, [Want(0, 1, 0, Box((0,), (1,)))], [2])
+        make_schedule(members, [BoxWant(0, 1, 0, Box((0,), (1,)))], [2])
     with pytest.raises(CkptEngineError, match="member 9 wants something of member 0, but there are 2"):
-        make_schedule(members, [Want(9, 0, 0, Box((0,), (1,)))], [2])
+        make_schedule(members, [BoxWant(9, 0, 0, Box((0,), (1,)))], [2])
     with pytest.raises(CkptEngineError, match="tensor 1, but there are 1"):
-        make_schedule(members, [Want(1, 0, 1, Box((0,), (1,)))], [2])
+        make_schedule(members, [BoxWant(1, 0, 1, Box((0,), (1,)))], [2])
     with pytest.raises(CkptEngineError, match="buckets of 8 bytes are too small"):
         make_schedule(members, [], [2], 8)
     with pytest.raises(CkptEngineError, match="1 slots are too few"):
@@ -219,8 +221,8 @@ def test_what_cannot_be_is_refused() -> None:
         (b"\xff", "cannot be read"),
         (collective_plan(members, [], ["int8"], 1 << 40), "is too large"),
         (collective_plan(members[::-1], [], ["int8"]), "not in the order of their ranks"),
-        (collective_plan(members, [Want(1, 0, 0, Box((0,), (1 << 50,)))], ["int8"]), "has more than 1048576"),
-        (collective_plan(members, [Want(1, 0, 0, Box((4,), (1,)))], ["int8"]), r"wants \[4\] to \[1\] of tensor 0"),
+        (collective_plan(members, [BoxWant(1, 0, 0, Box((0,), (1 << 50,)))], ["int8"]), "has more than 1048576"),
+        (collective_plan(members, [BoxWant(1, 0, 0, Box((4,), (1,)))], ["int8"]), r"wants \[4\] to \[1\] of tensor 0"),
         (collective_plan(members, [], ["float6"]), "dtype 'float6' is not supported"),
     ):
         with pytest.raises(CkptEngineError, match=said):

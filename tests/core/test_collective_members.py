@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.core.collective_members import Rank, Reader, together
+from ckpt_engine.core.collective_members import CollectiveReader, Rank, together
 from ckpt_engine.core.collective_plan import meeting_of
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1.weights_pb2 import CollectiveMeeting, Gpu, Host, NcclLocator
@@ -24,9 +24,9 @@ def rank(number: int, gpus: frozenset[bytes] = CPU) -> Rank:
     return Rank(f"rank {number}", host("trainer"), gpus)
 
 
-def reader(replica: str, *gpus: int, number: int = 0, ranks: tuple[int, ...] = (0,)) -> Reader:
+def reader(replica: str, *gpus: int, number: int = 0, ranks: tuple[int, ...] = (0,)) -> CollectiveReader:
     reads = frozenset(f"rank {each}" for each in ranks)
-    return Reader(replica, f"{replica}, worker {number}", host(f"host of {replica}", *gpus), reads)
+    return CollectiveReader(replica, f"{replica}, worker {number}", host(f"host of {replica}", *gpus), reads)
 
 
 def test_members_are_those_who_read_and_those_who_are_read() -> None:
@@ -42,13 +42,13 @@ def test_all_have_to_find_the_lead_also_who_does_not_read_it() -> None:
     near.address = ""
     near.network_namespace = "net:[1]"
     ranks = [Rank("rank 0", near, CPU), Rank("rank 1", far, CPU)]
-    one = Reader("one", "one, worker 0", near, frozenset({"rank 0"}))
-    both = Reader("both", "both, worker 0", near, frozenset({"rank 0", "rank 1"}))
+    one = CollectiveReader("one", "one, worker 0", near, frozenset({"rank 0"}))
+    both = CollectiveReader("both", "both, worker 0", near, frozenset({"rank 0", "rank 1"}))
     assert not together(ranks, [one]).refused
     found = together(ranks, [one, both])
     assert "rank 0 leads it, and rank 1 does not find it: the trainer on host h0" in found.refused["both"].message
     assert [member.name for member in found.members] == ["rank 0", "one, worker 0"]
-    away = Reader("away", "away, worker 0", far, frozenset({"rank 1"}))
+    away = CollectiveReader("away", "away, worker 0", far, frozenset({"rank 1"}))
     assert [member.name for member in together(ranks, [away]).members] == ["rank 1", "away, worker 0"]
     found = together(ranks, [away, both])
     assert sorted(found.refused) == ["both"], "a rank that leads for those before it stays out"

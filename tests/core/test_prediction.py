@@ -6,9 +6,9 @@ import pytest
 
 from ckpt_engine.core.prediction import (
     STAGES,
-    Edge,
+    PredictedEdge,
+    ProcessWork,
     Rates,
-    Work,
     measured,
     of_work,
     over_lanes,
@@ -30,58 +30,60 @@ RATES = Rates(
 
 
 def test_readers_of_one_host_share_its_memory() -> None:
-    one = over_lanes([Edge("rank 0", "a", "shared_memory", 10 * GB, "h", "h")], RATES)
-    two = over_lanes([Edge("rank 0", name, "shared_memory", 10 * GB, "h", "h") for name in "ab"], RATES)
-    apart = over_lanes([Edge("rank 0", name, "shared_memory", 10 * GB, name, name) for name in "ab"], RATES)
+    one = over_lanes([PredictedEdge("rank 0", "a", "shared_memory", 10 * GB, "h", "h")], RATES)
+    two = over_lanes([PredictedEdge("rank 0", name, "shared_memory", 10 * GB, "h", "h") for name in "ab"], RATES)
+    apart = over_lanes([PredictedEdge("rank 0", name, "shared_memory", 10 * GB, name, name) for name in "ab"], RATES)
     assert one == (1.0, "memory of host h")
     assert two == (2.0, "memory of host h")
     assert apart == (1.0, "memory of host a")
 
 
 def test_readers_with_gpus_share_nothing_of_the_host() -> None:
-    found = over_lanes([Edge("rank 0", name, "shared_memory", 50 * GB, "h", "h", "gpu") for name in "ab"], RATES)
+    found = over_lanes(
+        [PredictedEdge("rank 0", name, "shared_memory", 50 * GB, "h", "h", "gpu") for name in "ab"], RATES
+    )
     assert found is not None
     assert found.seconds == 1.0
 
 
 def test_a_gpu_that_several_read_sends_to_one_after_the_other() -> None:
-    found = over_lanes([Edge("rank 0", name, "cuda_ipc", 400 * GB, "h", "h", "gpu") for name in "abc"], RATES)
+    found = over_lanes([PredictedEdge("rank 0", name, "cuda_ipc", 400 * GB, "h", "h", "gpu") for name in "abc"], RATES)
     assert found is not None
     assert found.seconds == pytest.approx(3.0)
     assert found.because == "cuda_ipc out of the GPU of rank 0"
 
 
 def test_what_stays_on_its_gpu_has_a_rate_of_its_own() -> None:
-    found = over_lanes([Edge("rank 0", "a", "cuda_ipc", 2000 * GB, "h", "h", "gpu", same_gpu=True)], RATES)
+    found = over_lanes([PredictedEdge("rank 0", "a", "cuda_ipc", 2000 * GB, "h", "h", "gpu", same_gpu=True)], RATES)
     assert found is not None
     assert found.seconds == pytest.approx(1.0)
 
 
 def test_a_network_is_counted_at_both_ends() -> None:
     """Two senders to one host: its card is the busiest lane, not either of theirs."""
-    found = over_lanes([Edge(name, "c", "tcp", 2 * GB, name, "c") for name in "ab"], RATES)
+    found = over_lanes([PredictedEdge(name, "c", "tcp", 2 * GB, name, "c") for name in "ab"], RATES)
     assert found is not None
     assert found == (2.0, "tcp into host c")
 
 
 def test_what_nobody_measured_is_not_predicted() -> None:
-    edges = [Edge("rank 0", "a", "shared_memory", GB), Edge("rank 0", "a", "smoke", GB)]
+    edges = [PredictedEdge("rank 0", "a", "shared_memory", GB), PredictedEdge("rank 0", "a", "smoke", GB)]
     assert over_lanes(edges, RATES) is None
-    assert of_work([Work("rank 0", GB, memory="gpu")], RATES.copy, "copies on") is None
+    assert of_work([ProcessWork("rank 0", GB, memory="gpu")], RATES.copy, "copies on") is None
     assert over_lanes([], RATES) is None
-    assert over_lanes([Edge("rank 0", "a", "smoke", 0)], RATES) is None, "nothing to carry needs no rate"
+    assert over_lanes([PredictedEdge("rank 0", "a", "smoke", 0)], RATES) is None, "nothing to carry needs no rate"
 
 
 def test_stages_follow_their_order_and_waves_each_other() -> None:
     rates = Rates(RATES.links, RATES.copy, RATES.digest, {"plan": 0.5, "quiesce": 0.25, "verify": 0.125})
-    wave = [Edge("rank 0", "relay a", "tcp", 2 * GB, "t", "a")]
+    wave = [PredictedEdge("rank 0", "relay a", "tcp", 2 * GB, "t", "a")]
     stages = predict(
         rates,
-        sealed=[Work("rank 0", 20 * GB, "t")],
-        copied=[Work("rank 0", 10 * GB, "t")],
+        sealed=[ProcessWork("rank 0", 20 * GB, "t")],
+        copied=[ProcessWork("rank 0", 10 * GB, "t")],
         fills=[wave, wave],
-        installs=[Edge("relay a", "w", "shared_memory", 10 * GB, "a", "a")],
-        verified=[Work("w", 20 * GB, "a")],
+        installs=[PredictedEdge("relay a", "w", "shared_memory", 10 * GB, "a", "a")],
+        verified=[ProcessWork("w", 20 * GB, "a")],
     )
     assert {stage: expected.seconds for stage, expected in stages.items()} == {
         "plan": 0.5,
@@ -97,7 +99,7 @@ def test_stages_follow_their_order_and_waves_each_other() -> None:
 
 
 def test_workers_may_digest_at_a_rate_of_their_own() -> None:
-    work = [Work("w", 20 * GB, "h")]
+    work = [ProcessWork("w", 20 * GB, "h")]
     slow = Rates.of({"verify": {"host": 10}}, RATES)
     assert predict(RATES, verified=work)["verify"].seconds == 1.0
     assert predict(slow, verified=work, sealed=work)["verify"].seconds == 2.0

@@ -10,7 +10,7 @@ import pytest
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_reach import Origin, Station, as_reader
-from ckpt_engine.core.relay_routes import Routes, relay_routes
+from ckpt_engine.core.relay_routes import RelayRoutes, relay_routes
 from ckpt_engine.core.topology import Choice
 from ckpt_engine.v1.weights_pb2 import Gpu, Host
 
@@ -43,7 +43,7 @@ def relay(name: str, on: str, reads: str = "memory wire", lends: str = "memory w
 
 def routed(
     origins: Sequence[Origin], relays: Sequence[Station], wanted: str, holding: str = "", same: bool = False
-) -> Routes:
+) -> RelayRoutes:
     """same: every source has all of the version."""
     names = [origin.name for origin in origins]
     parts = [frozenset(names)] if same else [frozenset({name}) for name in names]

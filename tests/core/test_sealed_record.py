@@ -15,7 +15,7 @@ from ckpt_engine.core.plan import Plans, compile_plans
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, packed
-from ckpt_engine.core.sealed_record import Commits, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.sealed_record import ProvenRecord, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
 from tests.core.core_plans import Weights, some_weights
@@ -36,14 +36,14 @@ def sealed_by_two(weights: Weights) -> tuple[SealedRecord, bytes]:
     return record_of(sealed), sealed.root()
 
 
-def late(weights: Weights, recorded: Commits, needs: list[tuple[int, Box]]) -> Plans:
+def late(weights: Weights, recorded: ProvenRecord, needs: list[tuple[int, Box]]) -> Plans:
     """A joiner's plans, from one holder of everything that nobody had heard of when the record was made."""
     joined = join_sources(recorded.record.manifest, [table(5, weights, everything(weights))])
     asked = [request("late", joined.manifest_digest, needs)]
     return compile_plans(joined, joined.table_digests, asked, along=recorded.boxes)
 
 
-def answers(plans: Plans, recorded: Commits, weights: Weights) -> dict[int, Digests]:
+def answers(plans: Plans, recorded: ProvenRecord, weights: Weights) -> dict[int, Digests]:
     asked = finer_atoms(plans, recorded)
     every = {source: digests(plans, source, weights).values for source in asked}
     found = {}

@@ -11,7 +11,7 @@ from ckpt_engine.core.sleeping import (
     TAGS,
     WEIGHTS,
     Sleeping,
-    Step,
+    SleepStep,
     sleep_steps,
     update_steps,
     wake_steps,
@@ -32,15 +32,20 @@ def refusal(call: object, *arguments: object) -> str:
 
 def test_an_update_wakes_weights_before_and_caches_after_the_install() -> None:
     for mode in (HYBRID, STANDALONE):
-        assert update_steps(mode, AWAKE) == (Step.PAUSE, Step.INSTALL, Step.RESUME)
-        assert update_steps(mode, HALF) == (Step.PAUSE, Step.INSTALL, Step.WAKE_KV_CACHE, Step.RESUME)
+        assert update_steps(mode, AWAKE) == (SleepStep.PAUSE, SleepStep.INSTALL, SleepStep.RESUME)
+        assert update_steps(mode, HALF) == (
+            SleepStep.PAUSE,
+            SleepStep.INSTALL,
+            SleepStep.WAKE_KV_CACHE,
+            SleepStep.RESUME,
+        )
     for sleeping in (LIGHT, DEEP):
         assert update_steps(HYBRID, sleeping) == (
-            Step.WAKE_WEIGHTS,
-            Step.PAUSE,
-            Step.INSTALL,
-            Step.WAKE_KV_CACHE,
-            Step.RESUME,
+            SleepStep.WAKE_WEIGHTS,
+            SleepStep.PAUSE,
+            SleepStep.INSTALL,
+            SleepStep.WAKE_KV_CACHE,
+            SleepStep.RESUME,
         )
         assert "--mode hybrid" in refusal(update_steps, STANDALONE, sleeping)
 
@@ -51,13 +56,13 @@ def test_no_update_touches_a_colocated_replica() -> None:
 
 
 def test_the_gate_closes_before_words_change_and_words_before_memory_goes() -> None:
-    assert sleep_steps(HYBRID, AWAKE, 1, {1, 2}) == ((Step.CLOSE, Step.SLEEP), LIGHT)
-    assert sleep_steps(STANDALONE, AWAKE, 0, {1, 2}) == ((Step.CLOSE, Step.SLEEP), LIGHT)
-    assert sleep_steps(HYBRID, AWAKE, 2, {1, 2}) == ((Step.CLOSE, Step.DISCARD, Step.SLEEP), DEEP)
+    assert sleep_steps(HYBRID, AWAKE, 1, {1, 2}) == ((SleepStep.CLOSE, SleepStep.SLEEP), LIGHT)
+    assert sleep_steps(STANDALONE, AWAKE, 0, {1, 2}) == ((SleepStep.CLOSE, SleepStep.SLEEP), LIGHT)
+    assert sleep_steps(HYBRID, AWAKE, 2, {1, 2}) == ((SleepStep.CLOSE, SleepStep.DISCARD, SleepStep.SLEEP), DEEP)
     steps, after = sleep_steps(HYBRID, HALF, 2, {1, 2})
-    assert steps == (Step.CLOSE, Step.DISCARD, Step.ABORT, Step.WAKE_KV_CACHE, Step.SLEEP)
+    assert steps == (SleepStep.CLOSE, SleepStep.DISCARD, SleepStep.ABORT, SleepStep.WAKE_KV_CACHE, SleepStep.SLEEP)
     assert after == DEEP
-    assert sleep_steps(COLOCATED, AWAKE, 1, {1, 2}) == ((Step.CLOSE, Step.SLEEP), LIGHT)
+    assert sleep_steps(COLOCATED, AWAKE, 1, {1, 2}) == ((SleepStep.CLOSE, SleepStep.SLEEP), LIGHT)
 
 
 def test_sleep_that_cannot_be_is_refused_before_anything_is_done() -> None:
@@ -69,10 +74,10 @@ def test_sleep_that_cannot_be_is_refused_before_anything_is_done() -> None:
 
 
 def test_waking_goes_from_weights_to_caches() -> None:
-    both = (Step.WAKE_WEIGHTS, Step.WAKE_KV_CACHE)
+    both = (SleepStep.WAKE_WEIGHTS, SleepStep.WAKE_KV_CACHE)
     assert wake_steps(LIGHT, (), True) == (both, AWAKE)
     assert wake_steps(LIGHT, (KV_CACHE, WEIGHTS), True) == (both, AWAKE)
-    assert wake_steps(LIGHT, (WEIGHTS,), True) == ((Step.WAKE_WEIGHTS,), Sleeping(1, frozenset({KV_CACHE})))
+    assert wake_steps(LIGHT, (WEIGHTS,), True) == ((SleepStep.WAKE_WEIGHTS,), Sleeping(1, frozenset({KV_CACHE})))
     assert "before kv_cache" in refusal(wake_steps, LIGHT, (KV_CACHE,), True)
     assert "no memory tag 'weight'" in refusal(wake_steps, LIGHT, ("weight",), True)
     assert wake_steps(AWAKE, (), True) == ((), AWAKE)
@@ -80,18 +85,18 @@ def test_waking_goes_from_weights_to_caches() -> None:
 
 def test_discarded_weights_are_not_computed_with() -> None:
     """Caches wait for whole weights; who asked for both gets them then."""
-    assert wake_steps(DEEP, (), False) == ((Step.WAKE_WEIGHTS,), HALF)
+    assert wake_steps(DEEP, (), False) == ((SleepStep.WAKE_WEIGHTS,), HALF)
     assert wake_steps(HALF, (), False) == ((), HALF)
-    assert wake_steps(HALF, (), True) == ((Step.WAKE_KV_CACHE,), AWAKE)
+    assert wake_steps(HALF, (), True) == ((SleepStep.WAKE_KV_CACHE,), AWAKE)
     assert "no whole weights" in refusal(wake_steps, Sleeping(2, frozenset({KV_CACHE})), (KV_CACHE,), False)
 
 
 def test_torn_weights_are_not_computed_with() -> None:
     """An install that broke off left them; sleep level 1 keeps what is torn."""
     torn = Sleeping(1, frozenset({KV_CACHE}), rousing=True)
-    assert wake_steps(LIGHT, (), False) == ((Step.WAKE_WEIGHTS,), torn)
+    assert wake_steps(LIGHT, (), False) == ((SleepStep.WAKE_WEIGHTS,), torn)
     steps, _ = sleep_steps(HYBRID, torn, 1, {1, 2}, whole=False)
-    assert steps == (Step.CLOSE, Step.DISCARD, Step.ABORT, Step.WAKE_KV_CACHE, Step.SLEEP)
+    assert steps == (SleepStep.CLOSE, SleepStep.DISCARD, SleepStep.ABORT, SleepStep.WAKE_KV_CACHE, SleepStep.SLEEP)
 
 
 def test_only_who_rests_is_left_alone() -> None:

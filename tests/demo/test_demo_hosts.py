@@ -16,7 +16,7 @@ import pytest
 
 from ckpt_engine.demo.hosts import HostsError, hosts
 from ckpt_engine.demo.play import play
-from ckpt_engine.demo.stage import Settings
+from ckpt_engine.demo.stage import DemoSettings
 from tests.demo.demo_run import Run
 from tests.network.hosts import hosts as hosts_or_skip
 
@@ -46,7 +46,7 @@ async def test_what_is_missing_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tm
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: 1000)
         other.setattr(shutil, "which", lambda name: name)
-        outcome = await play(Settings(hosts=3), Silent())
+        outcome = await play(DemoSettings(hosts=3), Silent())
         assert not outcome.ok
         assert outcome.problem.startswith("network namespaces need root, and this is user 1000: put `sudo` before")
     monkeypatch.setenv("PATH", str(tmp_path))

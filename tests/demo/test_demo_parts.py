@@ -17,7 +17,7 @@ import pytest
 from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Act, Outcome
 from ckpt_engine.demo.recital import Recital, recite, session_of
-from ckpt_engine.demo.stage import Settings
+from ckpt_engine.demo.stage import DemoSettings
 from ckpt_engine.gateway.choice import key_of, ranked
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -125,7 +125,7 @@ def changed(what: Act, **fields: object) -> Act:
 
 
 def test_the_demo_succeeds_only_if_everything_did() -> None:
-    settings = Settings(updates=2)
+    settings = DemoSettings(updates=2)
     good = Outcome(settings, [act(0), act()])
     assert good.ok
     assert good.to_dict()["ok"] is True

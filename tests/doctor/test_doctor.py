@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from ckpt_engine.cli import app_for
 from ckpt_engine.digest import host as digest_host
 from ckpt_engine.doctor import host_checks, relay_checks
-from ckpt_engine.doctor.host_checks import SHARED_MEMORY_CHECK, Check, Result, as_json, works
+from ckpt_engine.doctor.host_checks import SHARED_MEMORY_CHECK, HostCheck, Result, as_json, works
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay.alone import alone
 
@@ -67,12 +67,12 @@ def test_a_host_without_memory_files_is_a_no(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_what_an_update_needs_decides() -> None:
     names = ("torch", "grpcio", "protobuf", "pyzmq")
-    checks = [Check("software", name, Result.OK, "") for name in names]
-    checks.append(Check("agent", "engine directory", Result.OK, ""))
-    memory = Check("shared memory", SHARED_MEMORY_CHECK, Result.OK, "")
-    gpu = Check("GPU", "CUDA", Result.NO, "none")
+    checks = [HostCheck("software", name, Result.OK, "") for name in names]
+    checks.append(HostCheck("agent", "engine directory", Result.OK, ""))
+    memory = HostCheck("shared memory", SHARED_MEMORY_CHECK, Result.OK, "")
+    gpu = HostCheck("GPU", "CUDA", Result.NO, "none")
     assert works([*checks, memory, gpu])
-    assert not works([*checks, Check(memory.group, memory.name, Result.NO, "no"), gpu])
+    assert not works([*checks, HostCheck(memory.group, memory.name, Result.NO, "no"), gpu])
     assert not works([*checks[1:], memory])
     assert json.loads(as_json(checks))["ok"] is False
 
@@ -91,7 +91,7 @@ def test_numba_is_tried_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_breaks_does_not_take_the_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> list[Check]:
+    def broken() -> list[HostCheck]:
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(host_checks, "limits", broken)
@@ -134,5 +134,5 @@ def test_whether_relays_of_other_hosts_would_reach_it(monkeypatch: pytest.Monkey
     assert relay("relays of other hosts").result is Result.OK
 
 
-def relay(name: str) -> Check:
+def relay(name: str) -> HostCheck:
     return next(check for check in host_checks.relays() if check.name == name)

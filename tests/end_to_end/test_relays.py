@@ -19,7 +19,7 @@ import torch
 
 from ckpt_engine import Client, Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.planning.asked import Asked, question_of
+from ckpt_engine.planning.asked import PlanOptions, question_of
 from ckpt_engine.planning.update import planned
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
@@ -127,7 +127,9 @@ def test_replicas_read_one_union_after_the_trainer_changed_its_weights(world: Wo
         (relay,) = held.message.relays
         assert relay.filled.bytes == bytes_of(model), "each byte once, whoever needs it"
         assert {each.source: each.bytes for each in relay.filled.brought} == {"rank 0": bytes_of(model)}
-        asked = Asked(tmp_path / "1", replicas=2, engine="reference", cpu=True, trainer_memory="host", until="held")
+        asked = PlanOptions(
+            tmp_path / "1", replicas=2, engine="reference", cpu=True, trainer_memory="host", until="held"
+        )
         (foretold,) = planned(question_of(asked)).relays.filled.values()
         assert {each.source: each.bytes for each in foretold.reads} == {"rank 0": relay.filled.bytes}
         for replica in world.cluster.replicas:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
+from ckpt_engine_adapters.sglang.beside import PostLoadTensors, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, note_forms, noted_forms, same_form
 from ckpt_engine_adapters.sglang.instruction import TENSOR, Action, Instruction, decode, encode
 from ckpt_engine_adapters.sglang.live import LiveLayer
@@ -138,7 +138,7 @@ def test_only_what_loading_made_of_weights_is_found_beside() -> None:
 def test_a_step_must_compute_what_it_made_anew_and_in_place() -> None:
     model = loaded_model()
     absorbed = model[0].absorbed
-    computed = Computed(model, made_while_loading(model, ()))
+    computed = PostLoadTensors(model, made_while_loading(model, ()))
     computed.before()
     with pytest.raises(CkptEngineError, match=r"does not compute 0\.absorbed anew"):
         computed.after()

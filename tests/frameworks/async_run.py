@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AttentionInterface
 
 from ckpt_engine.integrations.trl import WeightTransfer
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.grpo_run import many_even, say
 from tests.frameworks.words import tokenizer
 
@@ -57,7 +57,7 @@ def main(manager: str, model: str, output: str, steps: str, vllm: str, url: str)
             train_dataset=Dataset.from_list(
                 [{"prompt": [{"role": "user", "content": f"{number} 17 {number + 3}"}]} for number in range(64)]
             ),
-            weight_transfer=WeightTransfer(Updates(manager, replicas=2, on_report=reports.append)),
+            weight_transfer=WeightTransfer(RankUpdates(manager, replicas=2, on_report=reports.append)),
             args=AsyncGRPOConfig(
                 output_dir=str(Path(output)),
                 max_steps=int(steps),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from ckpt_engine.integrations.trl import Rollouts
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.trl_runs import MARK
 from tests.frameworks.words import tokenizer
 
@@ -66,7 +66,7 @@ def main(manager: str, model: str, output: str, steps: str, adapters: str, *urls
 
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     reports: list[Any] = []
-    rollouts = Judged(Updates(manager, replicas=len(urls), on_report=reports.append), urls)
+    rollouts = Judged(RankUpdates(manager, replicas=len(urls), on_report=reports.append), urls)
     words = tokenizer(live.config.vocab_size)
     trainer = GRPOTrainer(
         model=live,

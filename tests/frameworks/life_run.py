@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from ckpt_engine.integrations.trl import Rollouts
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.grpo_run import Judged, many_even, say
 from tests.frameworks.trl_runs import KILLED_AT, LIFE_STEPS, SAVED_EVERY
 from tests.frameworks.words import tokenizer
@@ -38,7 +38,7 @@ def main(manager: str, model: str, output: str, course: str, gateway: str, url: 
     set_seed(0)
     live: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     resumed = course == "resumed"
-    updates = Updates(
+    updates = RankUpdates(
         manager,
         replicas=1,
         min_replicas=1,

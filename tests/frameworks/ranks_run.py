@@ -19,7 +19,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ckpt_engine import CkptEngineError, UpdateReport
 from ckpt_engine.integrations.trl import UpdateCallback
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.grpo_run import say
 from tests.tiny_model import make_tiny_qwen3, named_weights
 
@@ -44,7 +44,7 @@ def difference(urls: list[str], model: Any, version: int) -> float:
     return worst
 
 
-def sharded(updates: Updates, model: Any, output: str) -> None:
+def sharded(updates: RankUpdates, model: Any, output: str) -> None:
     """Three steps' calls to the callback; nothing of the model is gathered."""
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
@@ -121,7 +121,7 @@ def main(manager: str, _: str, output: str, *urls: str) -> None:
     ]
     found: dict[str, Any] = {}
 
-    updates = Updates(manager, replicas=len(urls), on_report=reports.append)
+    updates = RankUpdates(manager, replicas=len(urls), on_report=reports.append)
     live = make_tiny_qwen3(Path(output) / f"rank-{rank}", 0, dtype=torch.float32, weights=False)
     sharded(updates, live, output)
     if rank == 0:

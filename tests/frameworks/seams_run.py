@@ -20,14 +20,14 @@ from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtoco
 from trl.trainer.grpo_trainer import RolloutFunc
 
 from ckpt_engine.integrations.trl import UpdateCallback, WeightTransfer
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.grpo_run import say
 
 
 def transfer(manager: str, model: Any) -> list[int]:
     """Three synchronisations, as AsyncGRPOTrainer makes them; the versions."""
     versions: list[int] = []
-    seam = WeightTransfer(Updates(manager, on_report=lambda report: versions.append(report.version)))
+    seam = WeightTransfer(RankUpdates(manager, on_report=lambda report: versions.append(report.version)))
     seam.init_weight_transfer()
     for _ in range(3):
         seam.pause()
@@ -42,7 +42,7 @@ def transfer(manager: str, model: Any) -> list[int]:
 def callback(manager: str, model: Any, output: str) -> list[int]:
     """A transformers.Trainer with the callback, five steps, an update after every second; the versions."""
     versions: list[int] = []
-    updates = Updates(manager, on_report=lambda report: versions.append(report.version))
+    updates = RankUpdates(manager, on_report=lambda report: versions.append(report.version))
     rows = [{"input_ids": [1, 2, 3, number], "labels": [1, 2, 3, number]} for number in range(20)]
     Trainer(
         model=model,

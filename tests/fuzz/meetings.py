@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from ckpt_engine.core.problems import CkptEngineError, invalid
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.frames import BALLOT, END, GET, HEAR, HELLO, IN, LATE, REST, SET, WHO, message
 from ckpt_engine.transport.collective.meeting import Attendance, Meeting
 
@@ -76,7 +76,7 @@ def questions() -> Iterator[Callable[[bytes], None]]:
 @contextlib.contextmanager
 def hellos() -> Iterator[Callable[[bytes], None]]:
     """What anybody sends to a door."""
-    door = Door()
+    door = MeetingDoor()
     door.meeting(COMMUNICATOR, KEY)
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from ckpt_engine.gateway.app import Gateway
 from ckpt_engine.gateway.server import running_gateway
-from ckpt_engine.gateway.settings import Settings
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.settings import GatewaySettings
+from ckpt_engine.gateway.versions import GatewayVersion
 from tests.gateway import model_engine
 from tests.ports import free_port
 
@@ -99,7 +99,7 @@ class Engine:
         """Lets the gateway hear which version it holds now. more: what else is told of it."""
         fleet = self.gateway.placing.fleet
         told = fleet.members[f"http://127.0.0.1:{self.port}"].told
-        fleet.tell([replace(told, **{"identity": Identity(self.version), **more})])
+        fleet.tell([replace(told, **{"identity": GatewayVersion(self.version), **more})])
 
     def die(self) -> None:
         """Soon nobody listens there."""
@@ -151,7 +151,7 @@ async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.Async
     """A client of a gateway before these engines, in this process."""
     async with contextlib.AsyncExitStack() as stack:
         urls = [engine.listen(stack) for engine in engines]
-        made = Settings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 20.0, "probe": 0.2, **settings})
+        made = GatewaySettings(replicas=tuple(urls), jitter=0.0, **{"queue_seconds": 20.0, "probe": 0.2, **settings})
         gateway = await stack.enter_async_context(running_gateway(made))
         for engine in engines:
             engine.gateway = gateway

@@ -12,28 +12,30 @@ from hypothesis import strategies as st
 
 from ckpt_engine.gateway import dialect
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
-from ckpt_engine.gateway.fleet import Fleet, State, Told, Visit, Want
+from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews, VersionWant, Visit
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.gateway.watcher import News, StaleError
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 NAMES = [f"r{number}" for number in range(8)]
 
 
-def fleet_of(*told: Told, latest: int = 3) -> Fleet:
+def fleet_of(*told: ReplicaNews, latest: int = 3) -> Fleet:
     fleet = Fleet()
     fleet.tell(told)
-    fleet.tell_latest([Identity(latest, "run")])
+    fleet.tell_latest([GatewayVersion(latest, "run")])
     return fleet
 
 
-def told(name: str, state: State = State.SERVING, version: int | None = 3, lineage: str = "run") -> Told:
-    held = None if version is None else Identity(version, lineage, "ab")
-    return Told(name, f"http://{name}", "vllm", state, identity=held)
+def told(
+    name: str, state: FleetState = FleetState.SERVING, version: int | None = 3, lineage: str = "run"
+) -> ReplicaNews:
+    held = None if version is None else GatewayVersion(version, lineage, "ab")
+    return ReplicaNews(name, f"http://{name}", "vllm", state, identity=held)
 
 
-def names(fleet: Fleet, want: Want, now: float = 0.0) -> list[str]:
+def names(fleet: Fleet, want: VersionWant, now: float = 0.0) -> list[str]:
     return sorted(member.name for member in fleet.candidates(want, now))
 
 
@@ -64,48 +66,50 @@ def test_what_refuses_is_left_alone_for_a_moment_that_grows() -> None:
     fleet = fleet_of(told("a"), told("b"))
     member = fleet.members["a"]
     fleet.failed(member, 10.0, "it does not answer")
-    assert names(fleet, Want(), 10.1) == ["b"]
-    assert names(fleet, Want(), 10.3) == ["a", "b"]
+    assert names(fleet, VersionWant(), 10.1) == ["b"]
+    assert names(fleet, VersionWant(), 10.3) == ["a", "b"]
     fleet.failed(member, 10.3, "again")
-    assert names(fleet, Want(), 10.7) == ["b"]
+    assert names(fleet, VersionWant(), 10.7) == ["b"]
     fleet.answered(member, None)
-    assert names(fleet, Want(), 10.7) == ["a", "b"]
+    assert names(fleet, VersionWant(), 10.7) == ["a", "b"]
 
 
 def test_who_is_away_is_asked_only_where_nobody_else_is() -> None:
-    fleet = fleet_of(told("a", State.AWAY), told("b"), told("c", State.ASLEEP), told("d", State.DRAINING))
-    assert names(fleet, Want()) == ["b", "d"]
-    fleet.tell([told("b", State.CLOSED), told("d", State.CLOSED)])
-    assert names(fleet, Want()) == ["a"]
+    fleet = fleet_of(
+        told("a", FleetState.AWAY), told("b"), told("c", FleetState.ASLEEP), told("d", FleetState.DRAINING)
+    )
+    assert names(fleet, VersionWant()) == ["b", "d"]
+    fleet.tell([told("b", FleetState.CLOSED), told("d", FleetState.CLOSED)])
+    assert names(fleet, VersionWant()) == ["a"]
     assert fleet.could_serve(0.0)
 
 
 def test_versions_and_lineages_are_kept_apart() -> None:
     fleet = fleet_of(told("a", version=2), told("b"), told("c", version=9, lineage="other"))
-    assert names(fleet, Want(lineage="run")) == ["a", "b"]
-    assert names(fleet, Want(lineage="run", min_version=3)) == ["b"]
-    assert names(fleet, Want(lineage="run", max_lag=1)) == ["a", "b"]
-    assert names(fleet, Want(lineage="run", max_lag=0)) == ["b"]
-    assert names(fleet, Want(lineage="run", version=2)) == ["a"]
-    assert names(fleet, Want(lineage="run", version=4)) == []
+    assert names(fleet, VersionWant(lineage="run")) == ["a", "b"]
+    assert names(fleet, VersionWant(lineage="run", min_version=3)) == ["b"]
+    assert names(fleet, VersionWant(lineage="run", max_lag=1)) == ["a", "b"]
+    assert names(fleet, VersionWant(lineage="run", max_lag=0)) == ["b"]
+    assert names(fleet, VersionWant(lineage="run", version=2)) == ["a"]
+    assert names(fleet, VersionWant(lineage="run", version=4)) == []
     with pytest.raises(RefusedError, match="holds version 1 any more"):
-        fleet.candidates(Want(lineage="run", version=1), 0.0)
-    fleet.tell([told("a", State.DRAINING, 2)])
-    assert names(fleet, Want(lineage="run", version=2)) == []  # it is about to hold another one
+        fleet.candidates(VersionWant(lineage="run", version=1), 0.0)
+    fleet.tell([told("a", FleetState.DRAINING, 2)])
+    assert names(fleet, VersionWant(lineage="run", version=2)) == []  # it is about to hold another one
 
 
 def test_a_rollback_makes_a_version_that_was_there_an_error_and_not_a_wait() -> None:
     fleet = fleet_of(told("a"))
-    assert names(fleet, Want(min_version=4)) == []
-    fleet.tell_latest([Identity(2, "run")])
+    assert names(fleet, VersionWant(min_version=4)) == []
+    fleet.tell_latest([GatewayVersion(2, "run")])
     with pytest.raises(RefusedError, match="taken back") as caught:
-        fleet.candidates(Want(min_version=3), 0.0)
+        fleet.candidates(VersionWant(min_version=3), 0.0)
     assert (caught.value.status, caught.value.reason) == (409, "rolled_back")
 
 
 def test_a_dialect_that_nobody_speaks_is_refused_by_name() -> None:
     with pytest.raises(RefusedError, match="engines of vllm") as caught:
-        fleet_of(told("a")).candidates(Want(engines=frozenset({"sglang"})), 0.0)
+        fleet_of(told("a")).candidates(VersionWant(engines=frozenset({"sglang"})), 0.0)
     assert caught.value.status == 501
 
 
@@ -162,13 +166,20 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     fleet = fleet_of(told("a", version=2))
     member = fleet.members["a"]
     visit = Visit(member)
-    visit.let_in(fleet.answered(member, Identity(2, "", "ab")))
-    assert visit.held() == (Identity(2, "run", "ab"), Identity(2, "run", "ab"))
-    draining = Told(
-        "a", "http://a", "vllm", State.DRAINING, "", Identity(2, "run", "ab"), Identity(3, "run"), "in_place"
+    visit.let_in(fleet.answered(member, GatewayVersion(2, "", "ab")))
+    assert visit.held() == (GatewayVersion(2, "run", "ab"), GatewayVersion(2, "run", "ab"))
+    draining = ReplicaNews(
+        "a",
+        "http://a",
+        "vllm",
+        FleetState.DRAINING,
+        "",
+        GatewayVersion(2, "run", "ab"),
+        GatewayVersion(3, "run"),
+        "in_place",
     )
     fleet.tell([draining])
-    assert visit.held() == (Identity(2, "run", "ab"), Identity(3, "run"))
+    assert visit.held() == (GatewayVersion(2, "run", "ab"), GatewayVersion(3, "run"))
     assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
 
 
@@ -177,7 +188,7 @@ def test_a_request_with_a_token_meets_no_other_version_in_modes_that_end_it(mode
     fleet = fleet_of(told("a", version=2))
     begun, waits = Visit(fleet.members["a"]), Visit(fleet.members["a"])
     begun.begin()
-    fleet.tell([replace(told("a", State.DRAINING, 2), next=Identity(3, "run"), mode=mode)])
+    fleet.tell([replace(told("a", FleetState.DRAINING, 2), next=GatewayVersion(3, "run"), mode=mode)])
     assert [each.version for each in begun.held() if each] == [2, highest]
     assert [each.version for each in waits.held() if each] == [2, 3]
 
@@ -186,17 +197,17 @@ def test_a_gate_names_a_version_by_its_root() -> None:
     """Two runs may have the same number; a root that was not told is none of the run that was told."""
     fleet = fleet_of(told("a"))
     member = fleet.members["a"]
-    assert fleet.answered(member, Identity(3, "", "ab")) == Identity(3, "run", "ab")
-    assert fleet.answered(member, Identity(3)) == Identity(3, "run", "ab")
-    assert fleet.answered(member, Identity(3, "", "cd")) == Identity(3, "", "cd")
-    assert member.identify(Identity(3)) == Identity(3, "", "cd")
+    assert fleet.answered(member, GatewayVersion(3, "", "ab")) == GatewayVersion(3, "run", "ab")
+    assert fleet.answered(member, GatewayVersion(3)) == GatewayVersion(3, "run", "ab")
+    assert fleet.answered(member, GatewayVersion(3, "", "cd")) == GatewayVersion(3, "", "cd")
+    assert member.identify(GatewayVersion(3)) == GatewayVersion(3, "", "cd")
 
 
 def test_what_a_gate_let_in_is_compared_with_what_was_asked_for() -> None:
     fleet = fleet_of(told("a"))
 
     def suits(admitted: int | None, **want: Any) -> bool:
-        return fleet.suits(Want(**want), None if admitted is None else Identity(admitted, "run", "ab"))
+        return fleet.suits(VersionWant(**want), None if admitted is None else GatewayVersion(admitted, "run", "ab"))
 
     assert [suits(version, min_version=3) for version in (None, 2, 3, 4)] == [False, False, True, True]
     assert [suits(version, version=3) for version in (None, 2, 3, 4)] == [False, False, True, False]
@@ -208,7 +219,7 @@ def test_what_a_gate_let_in_is_compared_with_what_was_asked_for() -> None:
 def test_a_gate_that_disagrees_with_what_is_told_is_asked_again_after_news() -> None:
     fleet = fleet_of(told("a"), told("b"))
     unsuited = {"a": fleet.members["a"].told}
-    want = Want(min_version=3)
+    want = VersionWant(min_version=3)
     assert [each.name for each in fleet.candidates(want, 0.0, unsuited)] == ["b"]
     fleet.tell([told("a")])
     assert sorted(each.name for each in fleet.candidates(want, 0.0, unsuited)) == ["a", "b"]
@@ -216,44 +227,44 @@ def test_a_gate_that_disagrees_with_what_is_told_is_asked_again_after_news() -> 
 
 def test_a_replica_that_goes_back_is_not_asked_for_a_later_version() -> None:
     fleet = fleet_of(told("a"))
-    fleet.tell([replace(told("a", State.DRAINING), next=Identity(2, "run"))])
-    assert names(fleet, Want(min_version=3)) == []
-    assert names(fleet, Want(min_version=2)) == ["a"]
-    assert names(fleet, Want()) == ["a"]
-    fleet.tell([replace(told("a", State.DRAINING), next=Identity(4, "run"))])
-    assert names(fleet, Want(min_version=3)) == ["a"]
+    fleet.tell([replace(told("a", FleetState.DRAINING), next=GatewayVersion(2, "run"))])
+    assert names(fleet, VersionWant(min_version=3)) == []
+    assert names(fleet, VersionWant(min_version=2)) == ["a"]
+    assert names(fleet, VersionWant()) == ["a"]
+    fleet.tell([replace(told("a", FleetState.DRAINING), next=GatewayVersion(4, "run"))])
+    assert names(fleet, VersionWant(min_version=3)) == ["a"]
 
 
 @pytest.mark.parametrize(
     ("label", "made_by"),
     [
-        ("7:1f9c02ab:run-5", Identity(7, "run-5", "1f9c02ab")),
-        ("7:1f9c02ab:run:with:colons", Identity(7, "run:with:colons", "1f9c02ab")),
-        ("7", Identity(7)),
-        (7, Identity(7)),
+        ("7:1f9c02ab:run-5", GatewayVersion(7, "run-5", "1f9c02ab")),
+        ("7:1f9c02ab:run:with:colons", GatewayVersion(7, "run:with:colons", "1f9c02ab")),
+        ("7", GatewayVersion(7)),
+        (7, GatewayVersion(7)),
         ("default", None),
         ("7:half", None),
         (None, None),
     ],
 )
-def test_an_engines_label_is_taken_apart(label: object, made_by: Identity | None) -> None:
+def test_an_engines_label_is_taken_apart(label: object, made_by: GatewayVersion | None) -> None:
     assert dialect.made_by(label) == made_by
 
 
 def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
     fleet = fleet_of(told("a", version=3))
-    member, admitted = fleet.members["a"], Identity(3, "run", "ab")
+    member, admitted = fleet.members["a"], GatewayVersion(3, "run", "ab")
     visit = Visit(member)
     visit.let_in(admitted)
-    fleet.tell([replace(told("a", State.DRAINING, version=3), next=Identity(1, "run"))])
-    assert visit.held() == (Identity(1, "run"), admitted)
+    fleet.tell([replace(told("a", FleetState.DRAINING, version=3), next=GatewayVersion(1, "run"))])
+    assert visit.held() == (GatewayVersion(1, "run"), admitted)
     fleet.tell([told("a", version=1)])
     fleet.tell([told("a", version=5)])
     fleet.tell([told("a", version=4)])
     assert [each.version for each in visit.held() if each] == [1, 5]
     later = Visit(member)
-    later.let_in(Identity(4, "run", "ab"))
-    assert later.held() == (Identity(4, "run", "ab"), Identity(4, "run", "ab"))
+    later.let_in(GatewayVersion(4, "run", "ab"))
+    assert later.held() == (GatewayVersion(4, "run", "ab"), GatewayVersion(4, "run", "ab"))
     visit.end()
     fleet.tell([told("a", version=9)])
     assert [each.version for each in visit.held() if each] == [1, 5]
@@ -262,18 +273,18 @@ def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
 def test_a_late_word_is_no_news_and_another_run_is() -> None:
     fleet = fleet_of(told("a", version=2))
     visit = Visit(fleet.members["a"])
-    visit.let_in(Identity(3, "run", "cd"))
-    assert visit.held() == (Identity(3, "run", "cd"), Identity(3, "run", "cd"))
+    visit.let_in(GatewayVersion(3, "run", "cd"))
+    assert visit.held() == (GatewayVersion(3, "run", "cd"), GatewayVersion(3, "run", "cd"))
     fleet.tell([told("a", version=1, lineage="another")])
-    assert visit.held() == (Identity(1, "another", "ab"), Identity(3, "run", "cd"))
+    assert visit.held() == (GatewayVersion(1, "another", "ab"), GatewayVersion(3, "run", "cd"))
 
 
 @pytest.mark.parametrize("heard", ["before", "after"])
 def test_a_late_word_of_the_run_before_is_no_news_whatever_its_number(heard: str) -> None:
     """The gate holds the first version of a new run before the manager's word of that comes here."""
     fleet = fleet_of(told("a", version=4, lineage="run before"))
-    first = Identity(0, "run", "ab")
-    installs = replace(told("a", State.DRAINING, version=4, lineage="run before"), next=first, mode="keep")
+    first = GatewayVersion(0, "run", "ab")
+    installs = replace(told("a", FleetState.DRAINING, version=4, lineage="run before"), next=first, mode="keep")
     if heard == "before":
         fleet.tell([installs])
     visit = Visit(fleet.members["a"])
@@ -283,14 +294,14 @@ def test_a_late_word_of_the_run_before_is_no_news_whatever_its_number(heard: str
     fleet.tell([told("a", version=0)])
     assert visit.held() == (first, first)
     fleet.tell([told("a", version=9, lineage="another")])
-    assert visit.held() == (first, Identity(9, "another", "ab"))
+    assert visit.held() == (first, GatewayVersion(9, "another", "ab"))
 
 
 def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:
     fleet = fleet_of(told("a"))
     member = fleet.members["a"]
-    assert member.identify(Identity(3)) == Identity(3, "run", "ab")
-    assert member.identify(Identity(3, "run", "a")) == Identity(3, "run", "ab")
-    assert member.identify(Identity(3, "other", "a")) == Identity(3, "other", "a")
-    assert member.identify(Identity(3, "run", "cd")) == Identity(3, "run", "cd")
-    assert member.identify(Identity(9)) == Identity(9)
+    assert member.identify(GatewayVersion(3)) == GatewayVersion(3, "run", "ab")
+    assert member.identify(GatewayVersion(3, "run", "a")) == GatewayVersion(3, "run", "ab")
+    assert member.identify(GatewayVersion(3, "other", "a")) == GatewayVersion(3, "other", "a")
+    assert member.identify(GatewayVersion(3, "run", "cd")) == GatewayVersion(3, "run", "cd")
+    assert member.identify(GatewayVersion(9)) == GatewayVersion(9)

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from ckpt_engine.addresses import listening
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway.server import check
-from ckpt_engine.gateway.settings import Settings
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.settings import GatewaySettings
+from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
@@ -235,28 +235,28 @@ async def test_a_token_is_asked_for_and_goes_no_further(tmp_path: Path) -> None:
 
 def test_settings_reach_worker_processes_whole(tmp_path: Path) -> None:
     security = ServerSecurity(tmp_path / "c", tmp_path / "k", None, tmp_path / "t", insecure=True)
-    settings = Settings(replicas=("http://a", "http://b"), queue_seconds=2.5, security=security)
-    assert Settings.from_json(settings.to_json()) == settings
-    assert Settings.from_json(Settings(manager="a:1").to_json()) == Settings(manager="a:1")
+    settings = GatewaySettings(replicas=("http://a", "http://b"), queue_seconds=2.5, security=security)
+    assert GatewaySettings.from_json(settings.to_json()) == settings
+    assert GatewaySettings.from_json(GatewaySettings(manager="a:1").to_json()) == GatewaySettings(manager="a:1")
 
 
 def test_what_cannot_be_started_is_refused_by_name() -> None:
     for settings, why in (
-        (Settings(), "give --manager HOST:PORT, or --replica"),
-        (Settings(manager="a:1", replicas=("http://b",)), "give --manager HOST:PORT, or --replica"),
-        (Settings(replicas=("b:8000",)), "is no URL"),
-        (Settings(replicas=("http://",)), "is no URL"),
-        (Settings(replicas=("http://b:port",)), "is no URL"),
-        (Settings(replicas=("http://b:8000/v1/",)), "write http://b:8000"),
-        (Settings(replicas=("http://b:8000/generate?x=1",)), "write http://b:8000"),
-        (Settings(manager="nowhere"), "--manager 'nowhere' is not an address"),
-        (Settings(manager="http://a:1"), "is a URL: write host:port alone"),
-        (Settings(manager="a:1", listen="0.0.0.0:8080"), "--insecure"),
+        (GatewaySettings(), "give --manager HOST:PORT, or --replica"),
+        (GatewaySettings(manager="a:1", replicas=("http://b",)), "give --manager HOST:PORT, or --replica"),
+        (GatewaySettings(replicas=("b:8000",)), "is no URL"),
+        (GatewaySettings(replicas=("http://",)), "is no URL"),
+        (GatewaySettings(replicas=("http://b:port",)), "is no URL"),
+        (GatewaySettings(replicas=("http://b:8000/v1/",)), "write http://b:8000"),
+        (GatewaySettings(replicas=("http://b:8000/generate?x=1",)), "write http://b:8000"),
+        (GatewaySettings(manager="nowhere"), "--manager 'nowhere' is not an address"),
+        (GatewaySettings(manager="http://a:1"), "is a URL: write host:port alone"),
+        (GatewaySettings(manager="a:1", listen="0.0.0.0:8080"), "--insecure"),
     ):
         with pytest.raises(CkptEngineError, match=re.escape(why)):
             check(settings)
     for url in ("http://b:8000/", "https://[::1]:8000", "http://b/behind/a/proxy"):
-        check(Settings(replicas=(url,)))
+        check(GatewaySettings(replicas=(url,)))
 
 
 def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
@@ -416,14 +416,14 @@ async def test_an_engine_that_labels_nothing_and_takes_weights_of_another_run_is
         async for event in told(body, 4, done=False):
             yield event
         await until(lambda: first_tokens(engine) > 0)
-        engine.tell(identity=Identity(4, "another", "cd"))
+        engine.tell(identity=GatewayVersion(4, "another", "cd"))
         async for event in told({**body, "prompt": [*body["prompt"], *WHOLE[:4]], "max_tokens": 8}):
             yield event
 
     admitted = {"x-ckpt-engine-admitted-version": "4", "x-ckpt-engine-admitted-root": "ab"}
     engine = Engine(lambda _number, body: Engine.streaming(goes_over(body), admitted), kind="")
     async with asking(engine, probe=60.0) as client:
-        engine.tell(identity=Identity(4, "run", "ab"))
+        engine.tell(identity=GatewayVersion(4, "run", "ab"))
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["reason"]) == (409, "lineage_changed")
     assert "another run (another)" in answer.json()["detail"]
@@ -467,7 +467,7 @@ async def test_a_route_with_a_slash_too_many_is_none() -> None:
 async def test_a_run_that_nobody_serves_is_told_from_those_that_are_served() -> None:
     engine = Engine(lambda _number, body: named(told(body)))
     async with asking(engine, probe=60.0) as client:
-        engine.tell(identity=Identity(4, "run"))
+        engine.tell(identity=GatewayVersion(4, "run"))
         headers = {"x-ckpt-engine-lineage": "other", "x-ckpt-engine-queue-seconds": "0"}
         answer = await client.post("/v1/completions", json=BODY, headers=headers)
     assert answer.status_code == 503

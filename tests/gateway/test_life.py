@@ -11,11 +11,11 @@ import pytest
 from ckpt_engine.gateway import server
 from ckpt_engine.gateway.choice import key_of
 from ckpt_engine.gateway.engines import installed_engines
-from ckpt_engine.gateway.fleet import Fleet, State, Told, Want
-from ckpt_engine.gateway.metrics import Metrics
+from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews, VersionWant
+from ckpt_engine.gateway.metrics import GatewayMetrics
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.upstream import Upstream
 from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told, until
 
@@ -80,13 +80,13 @@ async def test_a_stream_ends_with_its_usage_once_and_done(breaks: bool) -> None:
 
 
 async def test_prefills_of_resumed_requests_are_bounded_at_each_replica() -> None:
-    settings, fleet, key = Settings(prefills=1), Fleet(), key_of("", [1])
-    fleet.tell([Told("a", "http://a", "vllm", State.SERVING)])
+    settings, fleet, key = GatewaySettings(prefills=1), Fleet(), key_of("", [1])
+    fleet.tell([ReplicaNews("a", "http://a", "vllm", FleetState.SERVING)])
     async with Upstream(settings) as upstream:
-        placing = Placing(settings, fleet, upstream, Metrics(), installed_engines())
+        placing = Placing(settings, fleet, upstream, GatewayMetrics(), installed_engines())
 
         async def place(resumed: bool) -> Any:
-            return await placing.place(Want(), key, placing.patience(0.0), resumed)
+            return await placing.place(VersionWant(), key, placing.patience(0.0), resumed)
 
         member = await place(True)
         with placing.inside(member, True) as visit:
@@ -104,6 +104,6 @@ async def test_a_part_that_fails_is_not_silent(
         raise KeyError("what nobody thought of")
 
     monkeypatch.setattr(server, "probe_loads", fail)
-    async with server.running_gateway(Settings(replicas=("http://127.0.0.1:1",))):
+    async with server.running_gateway(GatewaySettings(replicas=("http://127.0.0.1:1",))):
         await until(lambda: "a part of this gateway has failed" in caplog.text)
     assert "what nobody thought of" in caplog.text

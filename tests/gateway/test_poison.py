@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_engine.gateway import fleet
 from ckpt_engine.gateway.poison import Suspects
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.upstream import Upstream
 from tests.gateway.misbehaving import BODY, WHOLE, Behaviour, Engine, asking, told
 
@@ -114,8 +114,10 @@ async def test_a_request_that_went_on_for_long_is_cleared_of_an_engine_s_death(
     tokens: int, seconds: float, count: int
 ) -> None:
     """Engines die for other reasons as well, one after the other where they are restarted in turn."""
-    first, second = (fleet.Member(fleet.Told(name, "http://x", "", fleet.State.SERVING)) for name in "ab")
-    suspects = Suspects(Dead(Settings()), 2, 0.0)
+    first, second = (
+        fleet.FleetReplica(fleet.ReplicaNews(name, "http://x", "", fleet.FleetState.SERVING)) for name in "ab"
+    )
+    suspects = Suspects(Dead(GatewaySettings()), 2, 0.0)
     suspects.add(first, "http://x", 0, False, 1000.0, 10)
     assert await suspects.dead() == 1
     suspects.add(second, "http://x", 0, False, 1000.0 + seconds, 10 + tokens)
@@ -123,8 +125,10 @@ async def test_a_request_that_went_on_for_long_is_cleared_of_an_engine_s_death(
 
 
 async def test_an_engine_that_breaks_a_request_off_again_is_a_suspect_anew() -> None:
-    member, other = (fleet.Member(fleet.Told(name, "http://x", "", fleet.State.SERVING)) for name in "ab")
-    suspects = Suspects(Dead(Settings()), 2, 0.0)
+    member, other = (
+        fleet.FleetReplica(fleet.ReplicaNews(name, "http://x", "", fleet.FleetState.SERVING)) for name in "ab"
+    )
+    suspects = Suspects(Dead(GatewaySettings()), 2, 0.0)
     suspects.add(member, "http://x", 0, True, 0.0, 0)
     suspects.add(member, "http://x", 0, True, 59.0, 600)
     suspects.add(other, "http://x", 0, True, 61.0, 601)

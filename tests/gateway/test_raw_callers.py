@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.gateway.server import running_gateway
-from ckpt_engine.gateway.settings import Settings
+from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.http_server import HttpServer
 from tests.gateway.misbehaving import BODY, WHOLE, Engine, told, until
 
@@ -27,7 +27,7 @@ STREAM = json.dumps({**BODY, "stream": True}).encode()
 async def serving(engine: Engine, **settings: Any) -> AsyncIterator[int]:
     """The port of a gateway before this engine."""
     async with contextlib.AsyncExitStack() as stack:
-        made = Settings(replicas=(engine.listen(stack),), probe=0.2, **settings)
+        made = GatewaySettings(replicas=(engine.listen(stack),), probe=0.2, **settings)
         gateway = await stack.enter_async_context(running_gateway(made))
         bound = socket.create_server(("127.0.0.1", 0))
         server = HttpServer(gateway.application(), made.security, 60)

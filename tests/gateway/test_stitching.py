@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ckpt_engine.gateway import dialect as dialects
 from ckpt_engine.gateway.dialect import Dialect
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.resumability import Kind
+from ckpt_engine.gateway.resumability import FieldKind
 from ckpt_engine.gateway.single import leg_seed
-from ckpt_engine.gateway.stitching import ABORT, OverrunError, Piece, Stitch
-from ckpt_engine.gateway.versions import Identity
+from ckpt_engine.gateway.stitching import ABORT, AnswerPiece, OverrunError, Stitch
+from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine_adapters.reference.sampling import choose
 from ckpt_engine_adapters.sglang import generate
 from ckpt_engine_adapters.sglang.generate import Generate
@@ -62,7 +62,7 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
         told: list[int] = []
         for version, cut in enumerate([*cuts, None]):
             leg = stitch.begin(f"replica-{version}")
-            leg.held = lambda version=version: (Identity(version), Identity(version))  # type: ignore[misc]
+            leg.held = lambda version=version: (GatewayVersion(version), GatewayVersion(version))  # type: ignore[misc]
             events = ENGINES[dialect](
                 made.leg_body(stitch, f"leg-{version}"), lambda count: split(count, chunks), version
             )
@@ -246,7 +246,7 @@ def test_a_seed_is_never_used_twice() -> None:
     made, stitch = Completions(asked, "id", 0), Stitch(asked.singles[0])
     assert made.leg_body(stitch, "one")["seed"] == 7
     stitch.begin("one")
-    stitch.take(Piece([4, 5], [{}, {}]))
+    stitch.take(AnswerPiece([4, 5], [{}, {}]))
     assert made.leg_body(stitch, "two")["seed"] == leg_seed(7, 2)
 
 
@@ -256,7 +256,7 @@ def test_a_stop_token_below_the_least_number_ends_nothing_after_a_break() -> Non
     made, stitch = Completions(asked, "id", 0), Stitch(asked.singles[0])
     for tokens, over in (([4, 9], False), ([9], False), ([9], True)):
         stitch.begin("one")
-        stitch.take(Piece(tokens))
+        stitch.take(AnswerPiece(tokens))
         assert stitch.broken(made.finish) is over
     assert stitch.finish is not None
     assert (stitch.finish.kind, stitch.finish.stop_reason) == ("stop", 9)
@@ -267,9 +267,9 @@ def test_tokens_that_are_taken_back_are_in_no_span() -> None:
     assert asked is not None
     stitch = Stitch(asked.singles[0])
     stitch.begin("one")
-    stitch.take(Piece([4, 5], [{}, {}]))
+    stitch.take(AnswerPiece([4, 5], [{}, {}]))
     stitch.begin("two")
-    stitch.take(Piece([6, 7, 8], [{}, {}, {}]))
+    stitch.take(AnswerPiece([6, 7, 8], [{}, {}, {}]))
     stitch.cut(3)
     assert (stitch.tokens, len(stitch.records)) == ([4, 5, 6], 3)
     assert [leg.count for leg in stitch.legs] == [2, 1]
@@ -289,12 +289,12 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
     assert piece.finish.kind == ABORT
     assert stitch.finish is None
     assert not stitch.broken(made.finish)
-    stitch.take(Piece([5]))
+    stitch.take(AnswerPiece([5]))
     assert stitch.broken(made.finish)
     assert stitch.finish is not None
     assert stitch.finish.kind == "length"
     with pytest.raises(OverrunError, match="1 tokens"):
-        stitch.take(Piece([6]))
+        stitch.take(AnswerPiece([6]))
     assert stitch.tokens == [4, 5]
 
 
@@ -344,9 +344,9 @@ def test_the_page_has_the_tables() -> None:
     """docs/gateway.md names every field of every table under what becomes of it."""
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     rows = {
-        Kind(match[1]): set(re.findall(r"`(\w+)`", match[2]))
+        FieldKind(match[1]): set(re.findall(r"`(\w+)`", match[2]))
         for match in re.finditer(r"^\| ([^|]+) \| (.+) \|$", page, re.M)
-        if match[1] in {kind.value for kind in Kind}
+        if match[1] in {kind.value for kind in FieldKind}
     }
     tables = [
         fields.COMPLETIONS,
@@ -355,7 +355,7 @@ def test_the_page_has_the_tables() -> None:
         generate.FIELDS,
         generate.SAMPLING,
     ]
-    for kind in Kind:
+    for kind in FieldKind:
         assert rows[kind] == {name for table in tables for name, rule in table.items() if rule.kind is kind}
 
 

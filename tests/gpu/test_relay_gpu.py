@@ -19,7 +19,7 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
 from tests.cluster import generate, running_cluster
@@ -50,7 +50,7 @@ def published(trainer: Peer, **wishes: str) -> SourceTable:
     return table
 
 
-def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeeds]) -> Wish:
+def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeeds]) -> FillWish:
     """What the trainer has on its GPU now, sealed along what workers need; everything, if nobody needs anything."""
     joined = join_sources(manifest_of(table.tensors), [table])
     asked = [PlanRequest(rank, each, table.host, ["cuda_ipc"]) for rank, each in enumerate(needs)]
@@ -58,10 +58,10 @@ def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeed
     values = trainer.ask("trainer.seal_atoms", atoms=plans.atoms[0].SerializeToString().hex())
     found = check_replicas(plans, {0: Digests(values=values)})
     identity = Identity(lineage="run", version=version, root=found.root())
-    return Wish(identity, record_of(found), [table], needs, everything=not needs)
+    return FillWish(identity, record_of(found), [table], needs, everything=not needs)
 
 
-def assert_filled(held: Held) -> None:
+def assert_filled(held: SlotVersion) -> None:
     assert not held.filled.missing, (held.filled.missing[0].problem.message, held.filled.faults)
     assert held.filled.again == 0
 
@@ -141,15 +141,15 @@ def test_memory_that_arrived_wrong_is_noticed_by_whoever_digests(monkeypatch: py
     """What lies in the slot counts, not what was sent: a byte that changes between the copy and the digest is found.
 
     A fake of the fault, since no part of ours writes there."""
-    bring = batches.Batch.bring
+    bring = batches.PieceBatch.bring
 
-    def bring_then_damage(self: batches.Batch, carry_on: Callable[[], None]) -> None:
+    def bring_then_damage(self: batches.PieceBatch, carry_on: Callable[[], None]) -> None:
         bring(self, carry_on)
         for piece in self.pieces:
             if piece.destination.numel() > 1000:
                 piece.destination.view(torch.uint8).view(-1)[77] ^= 4
 
-    monkeypatch.setattr(batches.Batch, "bring", bring_then_damage)
+    monkeypatch.setattr(batches.PieceBatch, "bring", bring_then_damage)
     with Peer() as trainer, relay() as slots:
         trainer.ask("trainer.make", shapes={"w": ([512, 384], "bfloat16"), "v": ([40], "bfloat16")})
         table = published(trainer)

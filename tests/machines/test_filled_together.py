@@ -9,7 +9,7 @@ from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.members import Holder, Members
-from ckpt_engine.machines.manager.relay_filling import Filling, Together, filled_together
+from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFilling, filled_together
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 FENCE = Fence("cluster", 7)
@@ -27,12 +27,12 @@ def relay(name: str, session: str = "1", address: str = "10.0.0.1", passes_on: b
 
 def together(
     *relays: Holder, needs: dict[str, tuple[bytes, ...]] | None = None, routes: dict[str, Route] | None = None
-) -> Together:
-    def command(filling: Filling) -> manager_pb2.FillRelay:
+) -> SharedFilling:
+    def command(filling: PlannedFilling) -> manager_pb2.FillRelay:
         wanted = (needs or {}).get(filling.relay, NEEDS)
         return manager_pb2.FillRelay(needs=[manager_pb2.BlobRef(digest=each) for each in wanted])
 
-    fillings = [Filling(each.source, ("replica",), (routes or {}).get(each.source, ROUTE)) for each in relays]
+    fillings = [PlannedFilling(each.source, ("replica",), (routes or {}).get(each.source, ROUTE)) for each in relays]
     return filled_together(fillings, {each.source: each for each in relays}, command, FENCE)
 
 
@@ -100,7 +100,7 @@ def rate(per_second: float) -> manager_pb2.Rate:
     return manager_pb2.Rate(bytes_per_second=per_second, seconds=2.0)
 
 
-def asked(found: Together) -> set[str]:
+def asked(found: SharedFilling) -> set[str]:
     """Who passes on to anybody."""
     return {order.peers[each].relay for order in found.orders.values() for tree in order.trees for each in tree.ask}
 

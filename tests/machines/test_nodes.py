@@ -15,7 +15,7 @@ from ckpt_engine.machines.nodes.events import (
     Begin,
     EndPart,
     EndParts,
-    Gather,
+    GatherNodes,
     Look,
     Looked,
     NodesMissing,
@@ -65,7 +65,7 @@ class Leader:
         """All are there, and the engine's parts run."""
         for rank in range(1, self.nodes):
             self.hear(rank, peer=f"peer {rank}")
-        assert only(AllHere, self.feed(Gather(60.0)))
+        assert only(AllHere, self.feed(GatherNodes(60.0)))
         told = only(Send, self.feed(Begin(5000)))
         self.generation += 1
         assert [each.body.run for each in told] == [True] * (self.nodes - 1)
@@ -88,11 +88,11 @@ def asks(sequence: int, **body: Any) -> worker_pb2.WorkerRequest:
 
 def test_a_start_waits_for_all_nodes_and_names_those_that_are_missing() -> None:
     leader = Leader(3)
-    assert not only(AllHere, leader.feed(Gather(20.0)))
+    assert not only(AllHere, leader.feed(GatherNodes(20.0)))
     leader.hear(1)
     (missing,) = only(NodesMissing, leader.feed(TimerFired(("gather",))))
     assert missing.reason.startswith("no agent of node 2 has joined after 20 s: start its agent with --nodes 3 ")
-    leader.feed(Gather(20.0))
+    leader.feed(GatherNodes(20.0))
     assert only(AllHere, leader.hear(2, peer="other"))
 
 
@@ -100,12 +100,12 @@ def test_a_start_waits_for_parts_of_the_engine_before() -> None:
     leader = Leader()
     leader.begin()
     assert not only(PartsEnded, leader.feed(EndParts()))
-    assert not only(AllHere, leader.feed(Gather(20.0)))
+    assert not only(AllHere, leader.feed(GatherNodes(20.0)))
     (missing,) = only(NodesMissing, leader.feed(TimerFired(("gather",))))
     assert "node 1 still has a part of the engine before" in missing.reason
     leader.feed(EndParts())
     assert only(PartsEnded, leader.hear(running=False))
-    assert only(AllHere, leader.feed(Gather(20.0)))
+    assert only(AllHere, leader.feed(GatherNodes(20.0)))
 
 
 def test_who_waits_for_parts_to_end_does_not_wait_for_ever() -> None:
@@ -284,5 +284,5 @@ def test_a_node_that_makes_other_digests_is_not_taken_in() -> None:
     leader = Leader()
     (sent,) = only(Send, leader.hear(digest_format=1))
     assert "node 1 makes digests of format 1" in sent.body.refused.message
-    assert not only(AllHere, leader.feed(Gather(60.0)))
+    assert not only(AllHere, leader.feed(GatherNodes(60.0)))
     assert only(AllHere, leader.hear())

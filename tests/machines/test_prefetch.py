@@ -10,10 +10,10 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.prefetch import UpdatePrefetch
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_filling import Filling
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.relay_filling import PlannedFilling
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 IDENTITY = Version("run", 1, b"root")
@@ -25,14 +25,14 @@ class Update:
     """An update that fills one relay."""
 
     def __init__(self) -> None:
-        self.state = State.from_ledger("cluster", 0, Deadlines())
+        self.state = ManagerState.from_ledger("cluster", 0, Deadlines())
         self.state.spent = 2
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
         order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, frozenset(("r",)), 60.0)
         self.course = Course(self.state, order)
-        self.prefetch = Prefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
+        self.prefetch = UpdatePrefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
         command = manager_pb2.FillRelay(fence=self.course.fence.message(), identity=IDENTITY.message())
-        self.prefetch._fillings["relay a"] = Filling("relay a", ("r",), command=command)
+        self.prefetch._fillings["relay a"] = PlannedFilling("relay a", ("r",), command=command)
 
     def hello(self, *held: tuple[Version, bytes], session: str = "first") -> None:
         hello = manager_pb2.HolderHello(

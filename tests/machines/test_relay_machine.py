@@ -10,7 +10,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Run
-from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling, StopFilling
+from ckpt_engine.machines.relay.machine import HeldNotice, RelayCommand, RelayFilling, StopFilling
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, SlotFilled
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
 from ckpt_engine.v1.weights_pb2 import Fence, Identity, Problem
@@ -51,7 +51,7 @@ class Relay:
             assert not self.running, "one task at a time: two would write to one memory"
             self.running[command.key] = command
 
-    def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
+    def _hold(self, versions: tuple[HeldNotice, ...]) -> None:
         self.said.append(tuple(each.identity.number for each in versions))
 
     def tell(self, command: FillRelay, now: float = 0.0) -> None:

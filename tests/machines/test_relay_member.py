@@ -9,11 +9,11 @@ from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.machines.relay.tasks import (
+    ChunksPassed,
     CountSlot,
     FillingProgress,
     FillSlot,
     LetGoOf,
-    PassedOn,
     SlotFilled,
     StopFilling,
 )
@@ -233,12 +233,12 @@ def test_how_fast_something_was_passed_on_is_told_also_once_another_filling_goes
     relay = Relay().welcome()
     relay.bring(1, 1)
     relay.tell(fill(2, 2))
-    relay.feed(PassedOn(fence(1), 3, Rate(5.0, 2.0)))
+    relay.feed(ChunksPassed(fence(1), 3, Rate(5.0, 2.0)))
     sent = manager_pb2.Rate(bytes_per_second=5.0, seconds=2.0)
     assert relay.said[-1] == manager_pb2.RelayPassedOn(fence=fence(1), attempt=3, sent=sent)
     relay.feed(events.PeerLost(relay.peer, "reset"))
     told = list(relay.said)
-    relay.feed(PassedOn(fence(1), 3, Rate(5.0, 2.0)))
+    relay.feed(ChunksPassed(fence(1), 3, Rate(5.0, 2.0)))
     assert relay.said == told, "nobody would hear it"
 
 

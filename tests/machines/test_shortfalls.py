@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.relay_filling import Filling, shortfalls
+from ckpt_engine.machines.manager.relay_filling import PlannedFilling, shortfalls
 from ckpt_engine.v1.manager_pb2 import RelayFilled
 from ckpt_engine.v1.weights_pb2 import Host, Problem
 
@@ -12,8 +12,8 @@ HOLDERS = {"relay up": Holder("relay", "up", "s", Host(address="10.0.0.7"), None
 SEE = "it reads relay up at 10.0.0.7: see whether that runs and the network carries"
 
 
-def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) -> Filling:
-    return Filling(
+def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) -> PlannedFilling:
+    return PlannedFilling(
         "relay down",
         ("one",),
         Route(1, (), ("relay up",)),
@@ -23,7 +23,7 @@ def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) 
     )
 
 
-def said(found: Filling) -> str:
+def said(found: PlannedFilling) -> str:
     return shortfalls([found], HOLDERS)["one"].message
 
 

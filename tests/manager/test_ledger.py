@@ -15,7 +15,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
@@ -405,7 +405,7 @@ async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> No
     await ledger.record_intent(4, identity(2))  # a late replica
     await ledger.close()
     again = await Ledger.open(path)
-    versions = State.from_ledger("", 4, Deadlines(), await again.commits()).versions
+    versions = ManagerState.from_ledger("", 4, Deadlines(), await again.commits()).versions
     await again.close()
     held = {name: latest.identity.lineage for name in ("a", "b", "c") if (latest := versions.of(name))}
     assert held == {"a": "run", "b": "other", "c": "all"}

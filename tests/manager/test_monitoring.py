@@ -19,7 +19,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.metrics import REASONS, Metrics
+from ckpt_engine.manager.metrics import REASONS, ManagerMetrics
 from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.scraping import registry_of, scraped_at
@@ -54,7 +54,7 @@ class Manager:
 
     def __init__(self) -> None:
         self.status = manager_pb2.GetStatusResponse(latest=identity(7))
-        self.metrics = Metrics(lambda: self.status, BlobStore(MEBIBYTE, MEBIBYTE))
+        self.metrics = ManagerMetrics(lambda: self.status, BlobStore(MEBIBYTE, MEBIBYTE))
 
     def samples(self) -> dict[tuple[str, tuple[str, ...]], float]:
         return samples(self.metrics.registry)

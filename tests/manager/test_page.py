@@ -32,7 +32,7 @@ from ckpt_engine.manager.blobs import BlobStore
 from ckpt_engine.manager.http_page import FILES
 from ckpt_engine.manager.kept_views import Lines
 from ckpt_engine.manager.ledger import Ledger, Record
-from ckpt_engine.manager.metrics import Metrics
+from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.page_views import percentile, replicas_of, update_line
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.manager.update_records import message
@@ -335,7 +335,7 @@ def test_values_that_only_a_newer_agent_has_are_named_by_their_number() -> None:
         assert told["stages"] == [{"stage": 99, "seconds": 1.0}]
     assert as_dict(update_line(record))["outcomes"] == [{"outcome": 77, "replicas": 1}]
     assert as_dict(update_line(record))["problems"][0]["code"] == 88
-    metrics = Metrics(manager_pb2.GetStatusResponse, BlobStore(1, 1))
+    metrics = ManagerMetrics(manager_pb2.GetStatusResponse, BlobStore(1, 1))
     metrics.report(report)
     assert 'ckpt_engine_replica_outcomes_total{outcome="unknown"} 1.0' in metrics.exposition().decode()
 
@@ -472,6 +472,7 @@ async def test_the_times_of_drifts_go_on_while_nothing_changes(
     replica = ScriptedReplica(stub, "a")
     await replica.open()
     await answered(replica, 1)
+    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
     lists = kept_views.ReplicaLists(manager, lambda: now[0])
     for passed, expected in ((0.0, 100.0), (0.4, 100.0), (0.2, 100.6)):
         now[0] += passed

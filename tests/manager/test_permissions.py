@@ -19,7 +19,7 @@ from ckpt_engine.host.owned import unwritable
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.door import Door
+from ckpt_engine.relay.door import ArenaDoor
 from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 from ckpt_engine.words.directory import EngineDirectory
@@ -95,7 +95,7 @@ def test_who_lacks_a_directory_is_told_whose_it_is(folder: Path, monkeypatch: py
 
     def door() -> None:
         with pytest.raises(CkptEngineError, match=re.escape(said)):
-            Door(arena, 1.0)
+            ArenaDoor(arena, 1.0)
 
     assert as_a_stranger(ledger) == "done"
     assert as_a_stranger(door) == "done"

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import save_file
 
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import Wish
+from ckpt_engine.relay.slots import FillWish
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.install.install_world import Checkpoint
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.slow
 class World(NamedTuple):
     """A checkpoint that the first host reads as a file, and relays on two others that read each other."""
 
-    recorded: Commits
+    recorded: ProvenRecord
     directory: SourceTable
     near: RelayProcess
     far: RelayProcess
     cable: NetworkHost  # of the near one
 
-    def wish(self, *sources: SourceTable) -> Wish:
+    def wish(self, *sources: SourceTable) -> FillWish:
         return wish(self.recorded, 1, sources, everything=True)
 
 

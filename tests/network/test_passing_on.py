@@ -18,10 +18,10 @@ from ckpt_engine.core import relay_chunks
 from ckpt_engine.core.fan_out_orders import fan_out_orders
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.rates import Rate
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay import fan_in, work
-from ckpt_engine.relay.slots import Held, Wish
+from ckpt_engine.relay.slots import FillWish, SlotVersion
 from ckpt_engine.transport.tcp import asking, connection, passer, passing, sending, sockets, wire
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.server import TcpArenaLender
@@ -45,7 +45,7 @@ class World:
         self.weights = {f"layer.{number}": torch.randn(37, 1 + number % 5) for number in range(60)}
         self.weights |= {"empty": torch.zeros(0, 3)}
         checkpoint = Checkpoint(self.weights, 2)
-        self.recorded: Commits = seal(checkpoint, [])
+        self.recorded: ProvenRecord = seal(checkpoint, [])
         self.near = relay("near")
         self.table: SourceTable = self.near.fill(0, self._wish(1, tables(checkpoint)), 60.0).table
         checkpoint.close()
@@ -66,7 +66,7 @@ class World:
             regions[f"relay {name}"] = each.passes_on
         return {name.removeprefix("relay "): told for name, told in fan_out_orders(regions, about).items()}
 
-    def _wish(self, version: int, sources: Sequence[SourceTable]) -> Wish:
+    def _wish(self, version: int, sources: Sequence[SourceTable]) -> FillWish:
         return wish(self.recorded, version, sources, everything=True)
 
     def fill(
@@ -76,10 +76,10 @@ class World:
         slot: int = 0,
         seconds: float = 60.0,
         passed: Callable[[Rate], None] = lambda rate: None,
-    ) -> Future[Held]:
+    ) -> Future[SlotVersion]:
         wanted = replace(self._wish(1, [self.table]), fan_out=told, passed=passed)
 
-        def fill() -> Held:
+        def fill() -> SlotVersion:
             self.threads[name] = threading.get_ident()
             return self.relays[name].fill(slot, wanted, seconds)
 
@@ -116,15 +116,15 @@ def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
     first = relay_chunks.dealt(_chunks(world), [tree.share for tree in orders["a"].trees])
     (own,) = [number for number, tree in enumerate(orders["a"].trees) if not tree.ask]
     damaged = first[own][0]
-    verified = passing.Passing.verified
+    verified = passing.TcpPassing.verified
 
-    def spoilt(self: passing.Passing, chunk: int) -> None:
+    def spoilt(self: passing.TcpPassing, chunk: int) -> None:
         if chunk == damaged and threading.get_ident() == world.threads.get("a"):
             offset, _ = self.chunks[chunk][0]
             world.relays["a"]._arena.tensor(0, offset, (1,), torch.uint8).add_(1)
         verified(self, chunk)
 
-    monkeypatch.setattr(passing.Passing, "verified", spoilt)
+    monkeypatch.setattr(passing.TcpPassing, "verified", spoilt)
     held = {name: world.fill(name, orders[name]) for name in NAMES}
     found = {name: future.result(60) for name, future in held.items()}
     for name in ("b", "c"):
@@ -141,7 +141,7 @@ def _chunks(world: World) -> tuple[relay_chunks.SlotChunk, ...]:
     return relay_chunks.chunks_of(held.layout)
 
 
-def others_find_all(world: World, orders: dict[str, FanOut]) -> list[Held]:
+def others_find_all(world: World, orders: dict[str, FanOut]) -> list[SlotVersion]:
     """What `b` and `c` hold, which are filled without `a`: everything."""
     held = [world.fill(name, orders[name]) for name in ("b", "c")]
     found = [future.result(60) for future in held]
@@ -272,17 +272,17 @@ def test_a_plan_that_nobody_can_follow_is_refused(world: World) -> None:
 
 def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`a` is told to stop once it has passed something on: the others do without."""
-    verified = passing.Passing.verified
+    verified = passing.TcpPassing.verified
     seen: list[int] = []
 
-    def stopping(self: passing.Passing, chunk: int) -> None:
+    def stopping(self: passing.TcpPassing, chunk: int) -> None:
         verified(self, chunk)
         if threading.get_ident() == world.threads.get("a") and len(seen) < 3:
             seen.append(chunk)
             if len(seen) == 3:
                 world.relays["a"].stop()
 
-    monkeypatch.setattr(passing.Passing, "verified", stopping)
+    monkeypatch.setattr(passing.TcpPassing, "verified", stopping)
     monkeypatch.setattr(relay_batches, "LANDING_BYTES", 1 << 10)
     orders = world.orders()
     held = {name: world.fill(name, orders[name]) for name in NAMES}
@@ -406,7 +406,7 @@ def test_what_is_sent_and_received_counts_from_when_it_was_there(world: World) -
     (flow,) = connection.flows
     assert began <= flow.start < flow.stop
     assert 0 < flow.bytes <= size
-    assert isinstance(filling, passing.Passing)
+    assert isinstance(filling, passing.TcpPassing)
     ((flow,),) = filling._flows.values()
     assert began <= flow.start < flow.stop
     assert told == [Rate(flow.bytes / (flow.stop - flow.start), flow.stop - flow.start)]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import batches as relay_batches
-from ckpt_engine.relay.slots import Held, Slots
-from ckpt_engine.transport.base import Network, Run
+from ckpt_engine.relay.slots import Slots, SlotVersion
+from ckpt_engine.transport.base import ByteRun, Network
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import connection, sending, server, wire
@@ -58,7 +58,7 @@ def odd() -> dict[str, torch.Tensor]:
     return found | {"rows": torch.randn(129, 67), "wide": torch.randn(3, 50_001)}
 
 
-def assert_same(held: Held, weights: dict[str, torch.Tensor]) -> None:
+def assert_same(held: SlotVersion, weights: dict[str, torch.Tensor]) -> None:
     found = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     seen = dict.fromkeys(weights, 0)
     for shard, memory in zip(held.table.shards, held.sealed, strict=True):
@@ -71,7 +71,9 @@ def assert_same(held: Held, weights: dict[str, torch.Tensor]) -> None:
         assert seen[name] == weight.numel(), name
 
 
-def filled(slots: Slots, slot: int, recorded: Commits, sources: list[SourceTable], seconds: float = 60.0) -> Held:
+def filled(
+    slots: Slots, slot: int, recorded: ProvenRecord, sources: list[SourceTable], seconds: float = 60.0
+) -> SlotVersion:
     return slots.fill(slot, wish(recorded, 1, sources, everything=True), seconds)
 
 
@@ -161,7 +163,7 @@ def test_an_owner_that_dies_in_the_middle_is_replaced_by_another(
         checkpoint.close()
         read, calls = TcpLink.read, [0]
 
-        def reads(self: TcpLink, runs: list[Run]) -> object:
+        def reads(self: TcpLink, runs: list[ByteRun]) -> object:
             calls[0] += 1
             if calls[0] == 3:
                 near.close()
@@ -307,7 +309,7 @@ def test_a_reader_that_was_overruled_is_told_so_and_reads_nothing_more() -> None
         link, landing = link_to(region)
         link.hold(10.0)
         assert owner._ways.retire(0) == 1
-        ticket = link.read([Run(0, 0, 4096)])
+        ticket = link.read([ByteRun(0, 0, 4096)])
         with pytest.raises(CkptEngineError, match="has been given up: another one is brought") as caught:
             eventually(lambda: ticket.poll() == 4096)
         assert caught.value.problem.code == Problem.UNAVAILABLE
@@ -333,7 +335,7 @@ def test_what_is_overwritten_while_it_is_read_is_never_taken_for_what_it_was(
         new = seal(checkpoint, [])
         read, calls = TcpLink.read, [0]
 
-        def reads(self: TcpLink, runs: list[Run]) -> object:
+        def reads(self: TcpLink, runs: list[ByteRun]) -> object:
             calls[0] += 1
             if calls[0] == 8:
                 filled(near, 0, new, tables(checkpoint))
@@ -381,7 +383,7 @@ def test_garbage_and_silence_cost_nobody_but_themselves(lent: tuple[Slots, Regio
             strangers[-1].sendall(each)
     link, landing = link_to(region)
     link.hold(10.0)
-    ticket = link.read([Run(0, 0, 4096)])
+    ticket = link.read([ByteRun(0, 0, 4096)])
     eventually(lambda: ticket.poll() == 4096)
     assert landing.any()
     link.sever()
@@ -402,7 +404,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
         deaf.sendall(wire.question(wire.READ, lending, [(0, region.size)] * 8))
     link, _ = link_to(region)
     link.hold(10.0)
-    ticket = link.read([Run(0, 0, region.size)])
+    ticket = link.read([ByteRun(0, 0, region.size)])
     eventually(lambda: ticket.poll() == region.size)
     for each in [link, *slow]:
         each.sever()
@@ -413,16 +415,22 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
 def test_nothing_of_what_is_not_lent_is_asked_for_or_landed(lent: tuple[Slots, Region]) -> None:
     link, _ = link_to(lent[1])
     with pytest.raises(CkptEngineError, match="is not held"):
-        link.read([Run(0, 0, 1)])
+        link.read([ByteRun(0, 0, 1)])
     link.hold(10.0)
-    for run in (Run(-1, 0, 1), Run(0, -1, 1), Run(lent[1].size, 0, 1), Run(0, lent[1].size, 1), Run(0, 0, 0)):
+    for run in (
+        ByteRun(-1, 0, 1),
+        ByteRun(0, -1, 1),
+        ByteRun(lent[1].size, 0, 1),
+        ByteRun(0, lent[1].size, 1),
+        ByteRun(0, 0, 0),
+    ):
         with pytest.raises(CkptEngineError) as caught:
             link.read([run])
         assert caught.value.problem.code == Problem.INVALID_ARGUMENT
     link.sever()
     link.sever()
     with pytest.raises(CkptEngineError, match="was severed"):
-        link.read([Run(0, 0, 1)])
+        link.read([ByteRun(0, 0, 1)])
 
 
 def test_a_severed_link_has_returned_only_when_nothing_can_land(
@@ -440,7 +448,7 @@ def test_a_severed_link_has_returned_only_when_nothing_can_land(
         return receive(found, into)
 
     monkeypatch.setattr(connection, "receive_some", slow)
-    link.read([Run(0, 0, lent[1].size)])
+    link.read([ByteRun(0, 0, lent[1].size)])
     assert about.wait(60)
     severing = threading.Thread(target=link.sever)
     severing.start()

@@ -13,7 +13,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import Run
+from ckpt_engine.transport.base import ByteRun
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 from tests.network.ucx_relay import Relay, fetched, pattern
@@ -47,7 +47,12 @@ def test_what_is_read_is_what_lies_there_and_nothing_else_is_written(owner: Othe
     there, here = pattern(SLOT, 1), reader.slot(0)
     here.fill_(0xAB)
     link = reader.linked(owner.offered())
-    runs = [Run(0, 64, 1), Run(1, 65, 4095), Run(8192, 4161, 64 << 10), Run(3 << 20, 1 << 20, (5 << 20) - 3)]
+    runs = [
+        ByteRun(0, 64, 1),
+        ByteRun(1, 65, 4095),
+        ByteRun(8192, 4161, 64 << 10),
+        ByteRun(3 << 20, 1 << 20, (5 << 20) - 3),
+    ]
     fetched(link, runs)
     expected = torch.full_like(here, 0xAB)
     for remote, local, length in runs:
@@ -62,12 +67,12 @@ def test_a_region_begins_where_its_owner_says(owner: Other, environment: None) -
         with_two.slot(1).copy_(pattern(SLOT, 5))
         region = with_two.lent(1, 4096, 1 << 20)
         link = with_two.linked(region, 0)
-        fetched(link, [Run(100, 0, 1000)])
+        fetched(link, [ByteRun(100, 0, 1000)])
         assert torch.equal(with_two.slot(0)[:1000], pattern(SLOT, 5)[4196:5196])
         with pytest.raises(CkptEngineError, match="are not in a region"):
-            link.read([Run(1 << 20, 0, 1)])
+            link.read([ByteRun(1 << 20, 0, 1)])
         with pytest.raises(CkptEngineError, match="are not in a landing"):
-            link.read([Run(0, SLOT, 1)])
+            link.read([ByteRun(0, SLOT, 1)])
     finally:
         with_two.close()
 
@@ -91,7 +96,7 @@ def test_a_slot_that_is_not_lent_is_not_read(owner: Other, reader: Relay) -> Non
     assert refused.value.problem.code == Problem.UNAVAILABLE
     owner.offered()
     link.hold(30.0)
-    fetched(link, [Run(0, 0, 64)])
+    fetched(link, [ByteRun(0, 0, 64)])
     link.sever()
 
 
@@ -132,7 +137,7 @@ def test_a_locator_that_is_wrong_costs_a_link_and_nothing_else(
     wrong = Region(id=1, transport="ucx", size=region.size, locator=locator.SerializeToString())
     with pytest.raises(CkptEngineError, match=said):
         reader.linked(wrong)
-    fetched(reader.linked(region), [Run(0, 0, 64)])
+    fetched(reader.linked(region), [ByteRun(0, 0, 64)])
 
 
 def test_descriptors_and_helpers_stay_as_many_over_fifty_reads(owner: Other, reader: Relay) -> None:
@@ -144,7 +149,7 @@ def test_descriptors_and_helpers_stay_as_many_over_fifty_reads(owner: Other, rea
 
     def once() -> None:
         link = reader.linked(region)
-        fetched(link, [Run(0, 0, 3 << 20), Run(4 << 20, 4 << 20, 1000)])
+        fetched(link, [ByteRun(0, 0, 3 << 20), ByteRun(4 << 20, 4 << 20, 1000)])
         link.sever()
 
     once()

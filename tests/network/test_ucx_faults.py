@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.transport.base import Run
+from ckpt_engine.transport.base import ByteRun
 from ckpt_engine.transport.ucx.helpers import Helper
 from ckpt_engine.transport.ucx.reader import UcxFetcher, UcxLink, UcxTicket
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -20,7 +20,7 @@ from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive, until
 pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
 MARK = 0xAB
-WHOLE = [Run(0, 0, SLOT)]
+WHOLE = [ByteRun(0, 0, SLOT)]
 
 
 @pytest.fixture(autouse=True)

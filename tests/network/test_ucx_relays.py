@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import Slots, Wish
+from ckpt_engine.relay.slots import FillWish, Slots
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp.fetcher import TcpFetcher
-from ckpt_engine.transport.ucx.lanes import Lanes
+from ckpt_engine.transport.ucx.lanes import UcxLanes
 from ckpt_engine.transport.ucx.reader import UcxFetcher
 from ckpt_engine.transport.ucx.settings import DEVICES
 from ckpt_engine.v1.weights_pb2 import SourceTable
@@ -50,10 +50,10 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slots, Slots]]:
     far.close()
 
 
-def lanes_in(slots: Slots) -> Lanes:
+def lanes_in(slots: Slots) -> UcxLanes:
     """What a relay has for UCX."""
     (lanes,) = slots._arena.writers
-    assert isinstance(lanes, Lanes)
+    assert isinstance(lanes, UcxLanes)
     return lanes
 
 
@@ -112,7 +112,7 @@ def test_between_hosts_an_owner_that_hangs_is_read_over_tcp_the_next_time(tmp_pa
             for host in stack.enter_context(hosts(2))
         ]
 
-        def asked(*tables: SourceTable) -> Wish:
+        def asked(*tables: SourceTable) -> FillWish:
             return wish(recorded, 1, tables, everything=True)
 
         table = near.fill(0, asked(source.table()))["table"]

@@ -16,8 +16,8 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import Network, Run
-from ckpt_engine.transport.ucx.lanes import Lanes, lanes_on
+from ckpt_engine.transport.base import ByteRun, Network
+from ckpt_engine.transport.ucx.lanes import UcxLanes, lanes_on
 from ckpt_engine.transport.ucx.lender import UcxLender
 from ckpt_engine.transport.ucx.reader import UcxFetcher, UcxLink
 from ckpt_engine.v1.weights_pb2 import Region
@@ -36,7 +36,7 @@ class Relay:
         for slot in range(2):
             self.arena.reserve(slot, slot_bytes, "a test")
         (lanes,) = self.arena.writers
-        assert isinstance(lanes, Lanes)
+        assert isinstance(lanes, UcxLanes)
         self.lanes = lanes
         try:
             self.lender = UcxLender(self.arena.lendable(), Network("", "", 5.0))
@@ -67,7 +67,7 @@ class Relay:
         self.arena.close()
 
 
-def fetched(link: UcxLink, runs: list[Run], seconds: float = 60.0) -> None:
+def fetched(link: UcxLink, runs: list[ByteRun], seconds: float = 60.0) -> None:
     """Reads runs and waits for them. Raises what the link raises, and TimeoutError."""
     ticket, until = link.read(runs), time.monotonic() + seconds
     while ticket.poll() < sum(run.length for run in runs):
@@ -101,7 +101,7 @@ class _Commands:
     def read(self, runs: list[list[int]]) -> float:
         assert self._link is not None
         began = time.monotonic()
-        fetched(self._link, [Run(*run) for run in runs])
+        fetched(self._link, [ByteRun(*run) for run in runs])
         return time.monotonic() - began
 
     def sever(self) -> None:

@@ -17,11 +17,11 @@ from ckpt_engine.core.relay_layout import lay_out
 from ckpt_engine.core.sealed import Sealed
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.planning import update
-from ckpt_engine.planning.asked import Asked, question_of
+from ckpt_engine.planning.asked import PlanOptions, question_of
 from ckpt_engine.planning.model import Tensor
 from ckpt_engine.planning.slots import slot_of
 from ckpt_engine.planning.splits import Fsdp, Parallel
-from ckpt_engine.planning.update import Answer, planned, traffic
+from ckpt_engine.planning.update import PlanAnswer, planned, traffic
 from tests.sealing import record_of
 
 CONFIG = {
@@ -55,16 +55,16 @@ class EachFsdp(Fsdp):
 
 
 LAYOUTS = [
-    Asked(Path(), "fsdp=3", replicas=2, tp=2),
-    Asked(Path(), "fsdp=4", replicas=2, tp=4, ep=4, same_gpus=False, hosts=2),
-    Asked(Path(), "fsdp=16", replicas=2, tp=8, hosts=4, gpus_per_host=8),
-    Asked(Path(), "tp=2,pp=3,dp=2", replicas=1, tp=4, pp=3, hosts=3, gpus_per_host=4),
-    Asked(Path(), "tp=4,ep=4", replicas=3, tp=2, ep=2, prefetch="always"),
-    Asked(Path(), "files", replicas=4, tp=2, hosts=2),
+    PlanOptions(Path(), "fsdp=3", replicas=2, tp=2),
+    PlanOptions(Path(), "fsdp=4", replicas=2, tp=4, ep=4, same_gpus=False, hosts=2),
+    PlanOptions(Path(), "fsdp=16", replicas=2, tp=8, hosts=4, gpus_per_host=8),
+    PlanOptions(Path(), "tp=2,pp=3,dp=2", replicas=1, tp=4, pp=3, hosts=3, gpus_per_host=4),
+    PlanOptions(Path(), "tp=4,ep=4", replicas=3, tp=2, ep=2, prefetch="always"),
+    PlanOptions(Path(), "files", replicas=4, tp=2, hosts=2),
 ]
 
 
-def edges(answer: Answer) -> Counter[tuple[str, str, str]]:
+def edges(answer: PlanAnswer) -> Counter[tuple[str, str, str]]:
     found: Counter[tuple[str, str, str]] = Counter()
     for line in (*answer.installs, *(line for wave in answer.fills for line in wave)):
         found[line.edge.source, line.edge.reader, line.edge.transport] += line.edge.bytes
@@ -73,7 +73,7 @@ def edges(answer: Answer) -> Counter[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: f"{asked.trainer} to tp={asked.tp}")
 def test_one_tensor_stands_for_those_that_are_split_alike(
-    model: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    model: Path, asked: PlanOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question = question_of(replace(asked, model=model))
     few = planned(question)
@@ -89,7 +89,7 @@ def test_one_tensor_stands_for_those_that_are_split_alike(
 
 
 @pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: f"{asked.trainer} to tp={asked.tp}")
-def test_every_worker_gets_what_it_needs_and_nothing_twice(model: Path, asked: Asked) -> None:
+def test_every_worker_gets_what_it_needs_and_nothing_twice(model: Path, asked: PlanOptions) -> None:
     question = question_of(replace(asked, model=model))
     answer = planned(question)
     assert answer.offered is not None
@@ -109,7 +109,7 @@ def test_a_slot_is_laid_out_as_a_relay_does(tmp_path: Path) -> None:
     rounded to, and cells larger than what travels at a time."""
     larger = {**CONFIG, "vocab_size": 9001, "hidden_size": 1024, "moe_intermediate_size": 129 * 4}
     (tmp_path / "config.json").write_text(json.dumps(larger))
-    question = question_of(Asked(tmp_path, "fsdp=3", tp=4))
+    question = question_of(PlanOptions(tmp_path, "fsdp=3", tp=4))
     answer = planned(question)
     offered = answer.offered
     assert offered is not None
@@ -126,7 +126,7 @@ def test_a_slot_is_laid_out_as_a_relay_does(tmp_path: Path) -> None:
 
 
 def test_a_step_in_between_takes_memory_for_what_its_host_has(model: Path) -> None:
-    answer = planned(question_of(Asked(model, "fsdp=32", replicas=4, tp=2, hosts=4)))
+    answer = planned(question_of(PlanOptions(model, "fsdp=32", replicas=4, tp=2, hosts=4)))
     assert answer.offered is not None
     ranks = answer.question.cluster.ranks
     for name, relay in answer.relays.filled.items():
@@ -138,7 +138,7 @@ def test_a_step_in_between_takes_memory_for_what_its_host_has(model: Path) -> No
 
 
 def test_hosts_of_a_network_get_each_byte_once_from_the_trainer(model: Path) -> None:
-    answer = planned(question_of(Asked(model, "fsdp=8", replicas=8, tp=2, hosts=8)))
+    answer = planned(question_of(PlanOptions(model, "fsdp=8", replicas=8, tp=2, hosts=8)))
     assert answer.offered is not None
     assert len(answer.relays.trees) == 8
     sent = traffic(answer)["trainer-0"]["network out"]
@@ -147,17 +147,17 @@ def test_hosts_of_a_network_get_each_byte_once_from_the_trainer(model: Path) -> 
 
 def test_files_of_another_host_are_read_last(model: Path) -> None:
     """A relay there is nearer than a directory that both hosts may have."""
-    answer = planned(question_of(Asked(model, "files", hosts=1)))
+    answer = planned(question_of(PlanOptions(model, "files", hosts=1)))
     (first,), (second,) = answer.fills
     assert (first.edge.source, first.edge.transport) == ("rank 0", "file")
     assert (second.edge.source, second.edge.transport) == ("relay trainer-0", "tcp")
-    without = planned(question_of(Asked(model, "files", hosts=1, relays=False)))
+    without = planned(question_of(PlanOptions(model, "files", hosts=1, relays=False)))
     assert [line.edge.transport for line in without.installs] == ["file"]
 
 
 def test_a_split_holds_every_element_once(model: Path) -> None:
     """Ranks of one copy, whatever the layout."""
-    question = question_of(Asked(model, "tp=2,pp=2,ep=2"))
+    question = question_of(PlanOptions(model, "tp=2,pp=2,ep=2"))
     split = question.trainer
     assert isinstance(split, Parallel)
     for tensor in question.model.tensors:
@@ -169,16 +169,16 @@ def test_layers_are_dealt_to_stages_as_vllm_does(model: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "num_hidden_layers": 5, "architectures": ["Qwen3ForCausalLM"]})
     )
-    question = question_of(Asked(tmp_path, pp=4))
+    question = question_of(PlanOptions(tmp_path, pp=4))
     held = [set(names(question, stage)) for stage in range(4)]
     layers = [sorted({name.split(".")[2] for name in each if ".layers." in name}) for each in held]
     assert layers == [["0"], ["1"], ["2", "3"], ["4"]]
     assert "model.embed_tokens.weight" in held[0] - held[3]
     assert {"lm_head.weight", "model.norm.weight"} <= held[3] - held[0]
-    mixture = question_of(Asked(model, pp=2))
+    mixture = question_of(PlanOptions(model, pp=2))
     around = {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
     assert all(around <= set(names(mixture, stage)) for stage in range(2)), "as vLLM's class of this model"
 
 
-def names(question: update.Question, worker: int) -> list[str]:
+def names(question: update.PlanQuestion, worker: int) -> list[str]:
     return [each.name for each in question.model.tensors if question.replica.boxes(each, worker)]

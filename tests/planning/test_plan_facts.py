@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckpt_engine.core.prediction import FILL
-from ckpt_engine.planning.asked import Asked, question_of, rates_of
+from ckpt_engine.planning.asked import PlanOptions, question_of, rates_of
 from ckpt_engine.planning.foresight import Foreseen, foresee
 from ckpt_engine.planning.update import planned
 from ckpt_engine.planning.words import seconds
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     """what: is compared. fact: seconds, of a benchmark's results."""
 
     what: str
-    asked: Asked
+    asked: PlanOptions
     predicted: Callable[[Foreseen], float]
     fact: float
     rates: dict[str, Any] | None = None
@@ -75,17 +75,17 @@ def fill(foreseen: Foreseen) -> float:
 
 
 NOWHERE = Path()
-REFERENCE = Asked(NOWHERE, engine="reference")
+REFERENCE = PlanOptions(NOWHERE, engine="reference")
 
 
 def rows() -> Iterator[Row]:
-    for name, asked in (("gpu_same", Asked(NOWHERE, same_gpus=True)), ("gpu_peer", Asked(NOWHERE))):
+    for name, asked in (("gpu_same", PlanOptions(NOWHERE, same_gpus=True)), ("gpu_peer", PlanOptions(NOWHERE))):
         words = "same GPU, vLLM" if asked.same_gpus else "GPU to GPU, vLLM"
         yield Row(f"{words}: transfer", asked, transfer, median(name, "transfer_seconds"))
-    vllm = Asked(NOWHERE, same_gpus=True)
+    vllm = PlanOptions(NOWHERE, same_gpus=True)
     yield Row("same GPU, vLLM: pause", vllm, pause, without_load("pause_seconds"))
     yield Row("same GPU, vLLM: whole call", vllm, call, without_load("report_seconds"))
-    sglang = Asked(NOWHERE, engine="sglang", same_gpus=True)
+    sglang = PlanOptions(NOWHERE, engine="sglang", same_gpus=True)
     yield Row("same GPU, SGLang: pause", sglang, pause, median("gpu_sglang", "pause_seconds", "test_idle"))
     for way, prefetch in (("cuda_ipc", "auto"), ("relay", "always")):
         for count in (1, 2, 3):
@@ -95,7 +95,7 @@ def rows() -> Iterator[Row]:
             yield Row(f"{words}: transfer", asked, transfer, said["moved_seconds"]["median"])
             yield Row(f"{words}: pause", asked, pause, said["pause_seconds"]["median"])
             yield Row(f"{words}: whole call", asked, call, said["seconds"]["median"])
-    sharded = Asked(NOWHERE, "fsdp=2", tp=2, same_gpus=True)
+    sharded = PlanOptions(NOWHERE, "fsdp=2", tp=2, same_gpus=True)
     yield Row("FSDP2 on 2 GPUs to TP2 there: transfer", sharded, transfer, median("gpu_sharded", "transfer_seconds"))
     held = replace(REFERENCE, prefetch="always", until="held")
     yield Row("relay, held: filling", held, fill, median("gpu_relay_two_gpus", "fill_seconds"), held=True)

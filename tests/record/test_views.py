@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.record.views import Block, Digit, Undecodable, blocks, copy_of, row_major, through, view_of
+from ckpt_engine.record.views import Digit, Undecodable, ViewBlock, blocks, copy_of, row_major, through, view_of
 
 
 @st.composite
@@ -47,7 +47,7 @@ def viewed(draw: st.DrawFn, base: torch.Tensor, *, expand: bool = True) -> torch
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4)
 
 
-def replay(found: list[Block], base: torch.Tensor, destination: torch.Tensor) -> None:
+def replay(found: list[ViewBlock], base: torch.Tensor, destination: torch.Tensor) -> None:
     """Copies box by box, as an install does."""
     for block in found:
         box = base[tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))]

@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_engine.addresses import join_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.relay.slots import Slots, Wish
+from ckpt_engine.relay.slots import FillWish, Slots
 from ckpt_engine.transport.base import Network, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.file.files import FileTransport
@@ -52,7 +52,7 @@ class RelayProcess(LineProcess):
         super().__init__("tests.relay.relay_process", *arguments, before=before, **environment)
         self.pid: int = self.answer()
 
-    def fill(self, slot: int, wish: Wish, seconds: float = 60.0) -> dict[str, Any]:
+    def fill(self, slot: int, wish: FillWish, seconds: float = 60.0) -> dict[str, Any]:
         """What came of it; `table` is a SourceTable."""
         self.send(fill=[slot, written(wish), seconds])
         return self.filled()
@@ -64,7 +64,7 @@ class RelayProcess(LineProcess):
         return answer
 
 
-def written(wish: Wish) -> dict[str, Any]:
+def written(wish: FillWish) -> dict[str, Any]:
     """As JSON takes it."""
     return {
         "identity": wish.identity.SerializeToString().hex(),
@@ -75,8 +75,8 @@ def written(wish: Wish) -> dict[str, Any]:
     }
 
 
-def read_wish(told: dict[str, Any]) -> Wish:
-    return Wish(
+def read_wish(told: dict[str, Any]) -> FillWish:
+    return FillWish(
         Identity.FromString(bytes.fromhex(told["identity"])),
         SealedRecord.FromString(bytes.fromhex(told["record"])),
         [SourceTable.FromString(bytes.fromhex(each)) for each in told["tables"]],

@@ -9,11 +9,11 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas
-from ckpt_engine.core.sealed_record import Commits, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.sealed_record import ProvenRecord, finer_atoms, read_record, seal_from_record
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.relay.slots import Wish
+from ckpt_engine.relay.slots import FillWish
 from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable, WorkerNeeds
 from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
@@ -45,7 +45,7 @@ class Replica:
         host = this_host()
         return [PlanRequest(rank, needs, host, transports) for rank, needs in enumerate(self.needs)]
 
-    def install(self, table: SourceTable, recorded: Commits, version: int) -> list[WorkerInstalled]:
+    def install(self, table: SourceTable, recorded: ProvenRecord, version: int) -> list[WorkerInstalled]:
         """What a manager and an agent would order, from a table of a relay and the sealed record alone."""
         joined = join_sources(recorded.record.manifest, [table])
         plans = compile_plans(joined, joined.table_digests, self.requests(RELAYS), along=recorded.boxes)
@@ -65,7 +65,7 @@ class Replica:
         return answers
 
 
-def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Commits:
+def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> ProvenRecord:
     """The trainer seals its weights; the record that a manager would keep."""
     checkpoint.seal()
     publication = merge_tables(tables(checkpoint))
@@ -80,13 +80,13 @@ def seal(checkpoint: Checkpoint, replicas: Sequence[Replica]) -> Commits:
 
 
 def wish(
-    recorded: Commits,
+    recorded: ProvenRecord,
     version: int,
     sources: Sequence[SourceTable],
     replicas: Sequence[Replica] = (),
     everything: bool = False,
-) -> Wish:
+) -> FillWish:
     """The version that a manager would order from a relay."""
     identity = Identity(lineage="run", version=version, root=recorded.root)
     needs = [needs for replica in replicas for needs in replica.needs]
-    return Wish(identity, recorded.record, sources, needs, everything)
+    return FillWish(identity, recorded.record, sources, needs, everything)

@@ -17,7 +17,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.relay_directory import DIRECTORY, directory_identity, socket_address
 from ckpt_engine.relay import door as relay_door
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.door import Door
+from ckpt_engine.relay.door import ArenaDoor
 from ckpt_engine.transport.relay_memory.reader import QUESTION, RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.install.install_models import TensorParallel
@@ -215,7 +215,7 @@ def small() -> Arena:
     return Arena(8 << 20)
 
 
-def connected(door: Door) -> socket.socket:
+def connected(door: ArenaDoor) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(WAIT_SECONDS)
     with socket_address(door.socket) as address:  # the path itself may be longer than the kernel allows
@@ -227,7 +227,7 @@ def test_whoever_asks_nonsense_or_nothing_is_sent_away(
     small: Arena, relay_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_door, "_FIRST_SECONDS", 0.05)
-    door = Door(small, 1.0)
+    door = ArenaDoor(small, 1.0)
     try:
         for question in (b"", b"\1", b"x" * 4096, None):
             with connected(door) as connection:
@@ -244,7 +244,7 @@ def test_whoever_asks_nonsense_or_nothing_is_sent_away(
 
 
 def test_a_reader_that_never_listens_is_dropped_and_the_others_are_served(small: Arena, relay_directory: Path) -> None:
-    door = Door(small, 1.0)
+    door = ArenaDoor(small, 1.0)
     try:
         with connected(door) as deaf, connected(door) as other:
             deaf.settimeout(0.2)
@@ -262,7 +262,7 @@ def test_more_readers_than_there_is_room_for_are_sent_away(
     small: Arena, relay_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_door, "MOST_READERS", 1)
-    door = Door(small, 1.0)
+    door = ArenaDoor(small, 1.0)
     try:
         with connected(door) as first:
             first.send(QUESTION.pack(1, 0, small.id))
@@ -278,9 +278,9 @@ def test_a_directory_that_others_can_write_to_is_refused(small: Arena, relay_dir
     relay_directory.mkdir()
     relay_directory.chmod(0o777)
     with pytest.raises(CkptEngineError, match="with mode 777: others could put their sockets in a relay's place"):
-        Door(small, 1.0)
+        ArenaDoor(small, 1.0)
     relay_directory.chmod(0o700)
-    door = Door(small, 1.0)
+    door = ArenaDoor(small, 1.0)
     assert door.directory == directory_identity() != ""
     door.close()
     door.close()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, unavailable
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.core.transports import GPU_MEMORY
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host import numa
@@ -26,9 +26,9 @@ from ckpt_engine.relay import arena as relay_arena
 from ckpt_engine.relay import batches as relay_batches
 from ckpt_engine.relay import sources as relay_sources
 from ckpt_engine.relay.arena import Arena, free_huge_pages
-from ckpt_engine.relay.batches import Batch, Words
-from ckpt_engine.relay.fill import Filling
-from ckpt_engine.relay.slots import Held, Slots, Wish
+from ckpt_engine.relay.batches import PieceBatch, Words
+from ckpt_engine.relay.fill import SlotFilling
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.file.files import FileTransport
@@ -55,16 +55,16 @@ def slots() -> Iterator[Slots]:
     found.close()
 
 
-def checkpoint_of(seed: int | None = None) -> tuple[Checkpoint, Commits]:
+def checkpoint_of(seed: int | None = None) -> tuple[Checkpoint, ProvenRecord]:
     checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), seed)
     return checkpoint, seal(checkpoint, [])
 
 
-def all_of(recorded: Commits, sources: list[SourceTable], version: int = 1) -> Wish:
+def all_of(recorded: ProvenRecord, sources: list[SourceTable], version: int = 1) -> FillWish:
     return wish(recorded, version, sources, everything=True)
 
 
-def assert_holds(held: Held, checkpoint: Checkpoint) -> None:
+def assert_holds(held: SlotVersion, checkpoint: Checkpoint) -> None:
     """A reader finds all of it, in shards that its table describes."""
     opened = RelayMemoryTransport().open(regions := regions_of(held.table))
     by_id = {region.id: region for region in regions}
@@ -146,7 +146,7 @@ def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_fin
     """Two steps in between, each with room for what its trainer rank has and not for the model, and who reads both."""
     checkpoint, recorded = checkpoint_of(9)
     parts = tables(checkpoint)
-    held: list[Held] = []
+    held: list[SlotVersion] = []
     sizes = [sum(region.size for region in part.regions) for part in parts]
     with ExitStack() as stack:
         for number, part in enumerate(parts):
@@ -276,14 +276,14 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
         slots.fill(0, all, -1.0)
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert slots.held(0) is None
-    original = Batch.digest
+    original = PieceBatch.digest
 
-    def digest(self: Batch) -> Words:
+    def digest(self: PieceBatch) -> Words:
         slots.stop()
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Batch, "digest", digest)
+        patch.setattr(PieceBatch, "digest", digest)
         with pytest.raises(CkptEngineError, match="overtaken") as caught:
             slots.fill(1, all, 60.0)
     assert caught.value.problem.code == Problem.ABORTED
@@ -319,14 +319,14 @@ def test_what_was_given_up_while_it_was_digested_is_not_answered_for(
     atom = Atom(shard=0, start=shard.start, stop=shard.stop)
     atoms = Atoms(table_digest=blob_digest(canonical(held.table)), atoms=[atom])
     assert slots.digest(atoms, 1) == held.digest(atoms)
-    digest = Held.digest
+    digest = SlotVersion.digest
 
-    def overwritten(self: Held, atoms: Atoms) -> list[int]:
-        monkeypatch.setattr(Held, "digest", digest)
+    def overwritten(self: SlotVersion, atoms: Atoms) -> list[int]:
+        monkeypatch.setattr(SlotVersion, "digest", digest)
         slots.fill(0, all_of(next_record, tables(other), 2), 60.0)
         return self.digest(atoms)
 
-    monkeypatch.setattr(Held, "digest", overwritten)
+    monkeypatch.setattr(SlotVersion, "digest", overwritten)
     with pytest.raises(CkptEngineError, match="does not hold version 1 any more") as caught:
         slots.digest(atoms, 1)
     assert caught.value.problem.code == Problem.FAILED_PRECONDITION
@@ -384,23 +384,23 @@ def test_what_arrives_is_digested_as_it_lies_in_the_slot(
     """What was damaged after it was brought is read again, and counted once; nothing is digested batch by batch."""
     checkpoint, recorded = checkpoint_of(13)
     digested, told = [], []
-    bring, digest = Batch.bring, Batch.digest
+    bring, digest = PieceBatch.bring, PieceBatch.digest
     with monkeypatch.context() as patch:
-        patch.setattr(Batch, "digest", lambda self: digested.append(self) or digest(self))
+        patch.setattr(PieceBatch, "digest", lambda self: digested.append(self) or digest(self))
         held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0, lambda done, total: told.append((done, total)))
         assert (held.filled.missing, held.filled.again, digested) == ((), 0, [])
         assert told[-1] == (held.layout.bytes, held.layout.bytes)
         assert len(told) > 4
         assert_holds(held, checkpoint)
-        damaged: list[Batch] = []
+        damaged: list[PieceBatch] = []
 
-        def damage(self: Batch, carry_on: Callable[[], None]) -> None:
+        def damage(self: PieceBatch, carry_on: Callable[[], None]) -> None:
             bring(self, carry_on)
             if not damaged:
                 self.pieces[0].destination.view(torch.uint8).view(-1)[1] ^= 4
                 damaged.append(self)
 
-        patch.setattr(Batch, "bring", damage)
+        patch.setattr(PieceBatch, "bring", damage)
         held = slots.fill(1, all_of(recorded, [*tables(checkpoint), *tables(checkpoint, "second")]), 60.0)
     assert damaged
     assert digested
@@ -421,23 +421,23 @@ def test_the_next_batch_is_copied_while_one_is_digested(
     copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, recorded = checkpoint_of(11)
-    bring, digest = Batch.bring, Batch.digest
-    copied: list[Batch] = []
+    bring, digest = PieceBatch.bring, PieceBatch.digest
+    copied: list[PieceBatch] = []
     second = threading.Event()
 
-    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+    def counted(self: PieceBatch, carry_on: Callable[[], None]) -> None:
         copied.append(self)
         bring(self, carry_on)
         if len(copied) == 2:
             second.set()
 
-    def waiting(self: Batch) -> Words:
+    def waiting(self: PieceBatch) -> Words:
         assert self in copied, "it is digested before it was copied"
         assert second.wait(60), "nothing is copied meanwhile"
         return digest(self)
 
-    monkeypatch.setattr(Batch, "bring", counted)
-    monkeypatch.setattr(Batch, "digest", waiting)
+    monkeypatch.setattr(PieceBatch, "bring", counted)
+    monkeypatch.setattr(PieceBatch, "digest", waiting)
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert len(copied) == len(set(copied)) == batches_of(slots) > 4, "each is copied once"
     assert_holds(held, checkpoint)
@@ -452,20 +452,20 @@ def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
     copied_first: None, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, recorded = checkpoint_of(12)
-    bring = Batch.bring
+    bring = PieceBatch.bring
     names = sorted(checkpoint.weights)
     broken = [spec.name for spec in recorded.record.manifest.tensors].index("norm.weight")
 
-    def fails(self: Batch, carry_on: Callable[[], None]) -> None:
+    def fails(self: PieceBatch, carry_on: Callable[[], None]) -> None:
         if any(piece.tensor == broken for piece in self.pieces):
             raise unavailable("the trainer has gone")
         bring(self, carry_on)
 
-    monkeypatch.setattr(Batch, "bring", fails)
+    monkeypatch.setattr(PieceBatch, "bring", fails)
     held = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert {missing.problem.message for missing in held.filled.missing} == {"the trainer has gone"}
     assert sorted(spec.name for spec in held.table.tensors) == [name for name in names if name != "norm.weight"]
-    monkeypatch.setattr(Batch, "bring", bring)
+    monkeypatch.setattr(PieceBatch, "bring", bring)
     assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
 
 
@@ -485,14 +485,14 @@ def test_what_was_not_read_is_missing_though_the_sum_of_what_was_is_right(
     there, gone = its[:comes], [piece.box for piece in its[comes:]]
     values = recorded.values.copy()
     values[cell] = sum(digest_box(piece.destination, piece.box.start) for piece in there) % 2**64
-    bring = Batch.bring
+    bring = PieceBatch.bring
 
-    def fails(self: Batch, carry_on: Callable[[], None]) -> None:
+    def fails(self: PieceBatch, carry_on: Callable[[], None]) -> None:
         if any(piece.cell == cell and piece.box in gone for piece in self.pieces):
             raise unavailable("the trainer has gone")
         bring(self, carry_on)
 
-    monkeypatch.setattr(Batch, "bring", fails)
+    monkeypatch.setattr(PieceBatch, "bring", fails)
     arrived: list[int] = []
     filled = filling.run(replace(recorded, values=values), time.monotonic() + 60, arrived=arrived.extend)
     assert [(missing.cell, missing.problem.message) for missing in filled.missing] == [(cell, "the trainer has gone")]
@@ -504,18 +504,18 @@ def test_what_is_overtaken_writes_nothing_any_more(
 ) -> None:
     """Two fillings at once would write to one memory."""
     checkpoint, recorded = checkpoint_of(13)
-    bring = Batch.bring
-    begun: list[Batch] = []
-    ended: list[Batch] = []
+    bring = PieceBatch.bring
+    begun: list[PieceBatch] = []
+    ended: list[PieceBatch] = []
 
-    def counted(self: Batch, carry_on: Callable[[], None]) -> None:
+    def counted(self: PieceBatch, carry_on: Callable[[], None]) -> None:
         begun.append(self)
         slots.stop()
         time.sleep(0.01)
         bring(self, carry_on)
         ended.append(self)
 
-    monkeypatch.setattr(Batch, "bring", counted)
+    monkeypatch.setattr(PieceBatch, "bring", counted)
     with pytest.raises(CkptEngineError, match="overtaken"):
         slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert begun == ended, "a copy goes on after the filling has ended"
@@ -528,7 +528,7 @@ def test_an_update_of_the_same_shapes_lays_out_nothing(slots: Slots, monkeypatch
     first = slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     checkpoint.weights = {name: weight + 1 for name, weight in checkpoint.weights.items()}
     later = seal(checkpoint, [])
-    monkeypatch.delattr(Filling, "__init__")
+    monkeypatch.delattr(SlotFilling, "__init__")
     held = slots.fill(0, all_of(later, tables(checkpoint), 2), 60.0)
     assert held.table == first.table
     assert_holds(held, checkpoint)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sealed_record import Commits
+from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.transport.relay_memory import reader as relay_memory
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.worker_pb2 import WorkerInstalled
@@ -34,7 +34,7 @@ def trained(checkpoint: Checkpoint, seed: int) -> None:
 
 
 def assert_installed(
-    replica: Replica, answers: list[WorkerInstalled], recorded: Commits, checkpoint: Checkpoint
+    replica: Replica, answers: list[WorkerInstalled], recorded: ProvenRecord, checkpoint: Checkpoint
 ) -> None:
     for rank, (worker, model, answer) in enumerate(zip(replica.workers, replica.models, answers, strict=True)):
         assert not answer.report.HasField("problem"), answer.report.problem.message

@@ -17,7 +17,7 @@ import torch
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import holder_id
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sealed_record import Commits, read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.machines.events import TrainerEvent
 from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.relay.process import run_relay
@@ -114,7 +114,7 @@ def left_in(folder: Path) -> int:
     return len(os.listdir(folder))
 
 
-def order(manager: PlainManager, epoch: int, recorded: Commits, sources: list[SourceTable]) -> FillRelay:
+def order(manager: PlainManager, epoch: int, recorded: ProvenRecord, sources: list[SourceTable]) -> FillRelay:
     return FillRelay(
         fence=Fence(cluster=CLUSTER, epoch=epoch),
         identity=Identity(lineage="run", version=epoch, root=recorded.root),

@@ -11,11 +11,11 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, not_found
-from ckpt_engine.core.sealed_record import Commits, read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.clock import ManagersClock
 from ckpt_engine.machines.events import Done, Run
-from ckpt_engine.machines.relay.machine import HeldVersion, RelayCommand, RelayFilling
+from ckpt_engine.machines.relay.machine import HeldNotice, RelayCommand, RelayFilling
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.relay.work import RelayWork
@@ -38,7 +38,7 @@ class Relay:
         self.blobs: dict[bytes, bytes] = {}
         self.work = RelayWork(slots, self._fetch)
         self.answers: list[object] = []
-        self.held: tuple[HeldVersion, ...] = ()
+        self.held: tuple[HeldNotice, ...] = ()
         self._todo: list[Run] = []
         self._machine = RelayFilling(self._emit, self.answers.append, self._hold, ManagersClock())
 
@@ -48,7 +48,7 @@ class Relay:
         else:
             self.work.stop()
 
-    def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
+    def _hold(self, versions: tuple[HeldNotice, ...]) -> None:
         self.held = versions
 
     def _fetch(self, refs: Sequence[BlobRef], seconds: float) -> list[bytes]:
@@ -77,7 +77,7 @@ class Relay:
         return answer
 
     def fill(
-        self, epoch: int, recorded: Commits, sources: list[SourceTable], keep: Commits | None = None
+        self, epoch: int, recorded: ProvenRecord, sources: list[SourceTable], keep: ProvenRecord | None = None
     ) -> RelayFilled:
         command = FillRelay(
             fence=Fence(cluster="cluster", epoch=epoch),
@@ -104,7 +104,7 @@ def slots() -> Iterator[Slots]:
 def test_versions_come_and_go_and_what_is_held_proves_itself(slots: Slots) -> None:
     checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
     relay = Relay(slots)
-    before: Commits | None = None
+    before: ProvenRecord | None = None
     for epoch in range(1, 5):
         checkpoint.weights = {name: weight + epoch for name, weight in checkpoint.weights.items()}
         recorded = seal(checkpoint, [])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt_engine.core.arming import Answer, Ballot, Ballots, Participant, Step, Word
+from ckpt_engine.core.arming import Ballot, BallotAnswer, Ballots, BallotStep, Participant, Word
 from ckpt_engine.core.problems import aborted, unavailable
 from ckpt_engine.v1 import weights_pb2
 from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
@@ -131,7 +131,7 @@ class Booth:
             for ballot in list(self.ballots._ballots.values()):
                 self.collectives.decided(self, ballot)
 
-    def take(self, part: Part, verb: str, *given: Any) -> Answer:
+    def take(self, part: Part, verb: str, *given: Any) -> BallotAnswer:
         """A member's message has arrived."""
         self.connected[part.name] = part
         if verb == "vote":
@@ -139,7 +139,7 @@ class Booth:
         found = self.ballots.find(part.epoch)
         if verb == "leave":
             answer = self.ballots.leave(part.epoch, part.name, given[0], self.clock(), part.blames)
-        elif isinstance(found, Answer):
+        elif isinstance(found, BallotAnswer):
             answer = found
         else:
             answer = getattr(found, verb)(part.name, *given, self.clock())
@@ -224,24 +224,24 @@ class Part:
         while True:
             yield from self._awake()
             step = part.step(self.clock())
-            if step is Step.BACK or step is Step.STOP:  # before it has begun: nothing was written
+            if step is BallotStep.BACK or step is BallotStep.STOP:  # before it has begun: nothing was written
                 self._goes_back(step)
                 return False
-            if step is Step.GO:
+            if step is BallotStep.GO:
                 self.running = True
                 self.world.spawn(self._watch(part))
                 return True
-            verb = {Step.ASK: "ask", Step.VOTE: "vote", Step.GIVE_UP: "give_up"}[step]
-            answer = yield from self.tell(verb, *([part.until] if step is Step.VOTE else []))
+            verb = {BallotStep.ASK: "ask", BallotStep.VOTE: "vote", BallotStep.GIVE_UP: "give_up"}[step]
+            answer = yield from self.tell(verb, *([part.until] if step is BallotStep.VOTE else []))
             yield from self._awake()
             self.troubled |= answer is None
             part.took(answer, self.clock(), step)
-            if part.step(self.clock()) in (Step.ASK, Step.GIVE_UP):
+            if part.step(self.clock()) in (BallotStep.ASK, BallotStep.GIVE_UP):
                 yield self.world.between(0.0, POLL)
 
-    def _goes_back(self, step: Step) -> None:
+    def _goes_back(self, step: BallotStep) -> None:
         self.collectives.back += 1
-        if self.troubled or step is Step.STOP:
+        if self.troubled or step is BallotStep.STOP:
             return
         self.collectives.left.add((self.epoch, self.name))
         if self.collectives.words.get(self.epoch) is Word.GO:
@@ -256,7 +256,7 @@ class Part:
             yield from self._awake()
             if answer is not None:
                 part.took(answer, self.clock())
-            if part.step(self.clock()) is Step.STOP:
+            if part.step(self.clock()) is BallotStep.STOP:
                 self.collectives.stopped += 1
                 self.stop.set(part.why)
                 return

@@ -20,7 +20,7 @@ from ckpt_engine.core.sleeping import AWAKE, TAGS
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words import state
-from ckpt_engine.words.holding import Decision, Kind, decide
+from ckpt_engine.words.holding import DecisionKind, GateDecision, decide
 from ckpt_engine.words.state import WorkerWord
 from tests.simulation.collective import Communicator
 from tests.simulation.hosts import HOST, WORKERS_READ, locator_of, ways
@@ -92,13 +92,13 @@ class Engine:
         self.asleep: set[str] = set()
         self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
         self.label: weights_pb2.Identity | None = None  # what it calls its tokens by
-        self.hold = state.Hold()
+        self.hold = state.RequestHold()
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
         self._shut: dict[tuple[bytes, bytes], bool] = {}
         self._judged: tuple[object, events.Words] | None = None
-        self._decided: tuple[object, Decision] | None = None
+        self._decided: tuple[object, GateDecision] | None = None
         self._last = Signal()
         self._last.set()
         self._processes: list[Process] = []
@@ -152,7 +152,7 @@ class Engine:
         """Whom a worker asks."""
         return self.agent
 
-    def gate(self) -> Decision:
+    def gate(self) -> GateDecision:
         """What the gate does with a request now; the rule is that of words/holding.py, which looks at no other time."""
         now = self.world.now
         key = (self.mark, self.hold, now < self.hold.until, self.page_key())
@@ -170,7 +170,7 @@ class Engine:
     @property
     def gate_open(self) -> bool:
         """Whether requests are let in."""
-        return self.alive and self.gate().kind is Kind.ADMIT
+        return self.alive and self.gate().kind is DecisionKind.ADMIT
 
     def call(self, task: events.EngineTask) -> Steps:
         """The caller's side of an HTTP call; raises CkptEngineError."""

@@ -26,7 +26,7 @@ from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.holding import Kind
+from ckpt_engine.words.holding import DecisionKind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.hosts import RELAYS_READ, ways
 from tests.simulation.mechanism import Mechanism
@@ -165,7 +165,7 @@ class Invariants:
         if operation is None or operation.kind != "install" or not agent.alive or not operation._giving_orders:
             return
         ours = left > 0 and engine.hold.epoch == operation.fence.epoch  # else its time is over, or it is another one's
-        if ours and all(word.alive for word in engine.page()) and engine.gate().kind is not Kind.HOLD:
+        if ours and all(word.alive for word in engine.page()) and engine.gate().kind is not DecisionKind.HOLD:
             raise BrokenPromiseError(f"{engine.name} does not keep requests: {engine.gate()}")
 
     def _agent(self, name: str, agent: AgentShell) -> None:

@@ -24,7 +24,7 @@ from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
 from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.ledger_recovery import CommitsRead
-from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.members import Replica, TrainerRank
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUpRetry, _given_up
 from ckpt_engine.machines.manager.update import Entry, Update
 from ckpt_engine.machines.manager.versions import Content, everybody
@@ -98,7 +98,7 @@ class Mechanism:
             case events.Send(peer, manager_pb2.Seal() as body) if not body.keep:
                 member = manager.machine._members.by_peer[peer]
                 self._seals[member.session_id] = body.fence.epoch
-                if isinstance(member, Trainer):
+                if isinstance(member, TrainerRank):
                     self._sealed_by[member.lineage, member.rank] = member.session_id
             case events.Send(peer, manager_pb2.FillRelay() as body):
                 self.check_a_relay_keeps_what_its_claim_says(

@@ -256,7 +256,7 @@ class AgentShell(MemberShell):
     def _hold(self, task: events.HoldRequests) -> Steps:
         if self.engine is not None:
             until = self.world.now + task.left
-            self.engine.hold = state.Hold(task.epoch, until, task.closed) if task.epoch else state.Hold()
+            self.engine.hold = state.RequestHold(task.epoch, until, task.closed) if task.epoch else state.RequestHold()
         yield 0.0
 
     def _call_engine(self, task: events.EngineTask) -> Steps:

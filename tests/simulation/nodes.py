@@ -258,7 +258,7 @@ class FollowerShell(Shell):
                 self._processes.append(self.world.spawn(self._start(self._may_start(port))))
             case nodes.EndPart():
                 self._processes.append(self.world.spawn(self._stop()))
-            case nodes.Say(line):
+            case nodes.SayLine(line):
                 self.world.note(f"{self.name}: {line}")
             case _:
                 raise AssertionError(command)
@@ -348,7 +348,7 @@ class LeaderShell(Shell):
 
     def gather(self) -> Signal:
         """Set with a new engine, or with None."""
-        return self._answered("gather", nodes.Gather(GATHER_SECONDS))
+        return self._answered("gather", nodes.GatherNodes(GATHER_SECONDS))
 
     def look(self, seconds: float) -> Signal:
         """Set when all have looked, or are lost."""
@@ -393,7 +393,7 @@ class LeaderShell(Shell):
                 self._signals.pop(number).set()
             case nodes.PartsEnded():
                 self._signals["end"].set()
-            case nodes.Say(line):
+            case nodes.SayLine(line):
                 self.world.note(f"{self.name}: {line}")
             case _:
                 raise AssertionError(command)

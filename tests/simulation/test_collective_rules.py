@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.core.arming import Answer, Ballot, Ballots, Participant, Step, Word
+from ckpt_engine.core.arming import Ballot, BallotAnswer, Ballots, BallotStep, Participant, Word
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.ready import Readying
 from ckpt_engine.machines.manager import collective, relay_or_collective
@@ -43,14 +43,16 @@ def who_waits_waits_for_longer_than_its_vote_holds(patch: Patch) -> None:
     took, original = Participant.took, Participant.step
     voted: dict[Participant, float] = {}
 
-    def remember(self: Participant, answer: Answer | None, now: float, asked: Step = Step.ASK) -> None:
+    def remember(
+        self: Participant, answer: BallotAnswer | None, now: float, asked: BallotStep = BallotStep.ASK
+    ) -> None:
         took(self, answer, now, asked)
         if answer is not None and answer.voted:
             voted.setdefault(self, now)
 
-    def step(self: Participant, now: float) -> Step:
+    def step(self: Participant, now: float) -> BallotStep:
         told = original(self, now)
-        return Step.BACK if told is Step.ASK and now > voted.get(self, now) + 0.1 else told
+        return BallotStep.BACK if told is BallotStep.ASK and now > voted.get(self, now) + 0.1 else told
 
     told = Part.tell
 
@@ -103,7 +105,7 @@ def who_does_not_hear_the_lead_stops(patch: Patch) -> None:
     """A lead that is dead or stopped is waited for."""
     original = Participant._step_of_a_run
 
-    def step(self: Participant, now: float) -> Step:
+    def step(self: Participant, now: float) -> BallotStep:
         self._heard = now
         return original(self, now)
 
@@ -173,7 +175,7 @@ def late_replicas_never_use_one(patch: Patch) -> None:
     """They are brought up by a collective, too."""
     original = relay_or_collective.collective_decision
 
-    def decision(asked: bool, held: bool, late: bool, candidates: Any) -> relay_or_collective.Decision:
+    def decision(asked: bool, held: bool, late: bool, candidates: Any) -> relay_or_collective.WayDecision:
         return original(asked, held, False, candidates)
 
     patch.setattr(collective, "collective_decision", decision)

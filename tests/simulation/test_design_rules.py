@@ -18,7 +18,7 @@ from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent import ready as agent_ready
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.agent.sleep import SleepingOrWaking
-from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.agent.state import AgentReplica as AgentReplica
 from ckpt_engine.machines.events import PeerLost, StampEngine
 from ckpt_engine.machines.manager import ledger_recovery, members, recipients, update
 from ckpt_engine.machines.manager.plan_pipeline import Way
@@ -237,15 +237,15 @@ def what_is_served_hashes_to_what_was_sealed(patch: Patch) -> Machines:
 
 def a_late_replica_gets_the_very_version(patch: Patch) -> None:
     """Whatever its sources have sealed by now is installed under the name of the latest version."""
-    original = update.Seal._next_job
+    original = update.SealJob._next_job
 
-    def next_job(self: update.Seal, way: Way, now: float) -> update.Job:
+    def next_job(self: update.SealJob, way: Way, now: float) -> update.Job:
         goal = self._parts.goal
         if goal.is_attempt and goal.sealed is not None:
             way = replace(way, combined=replace(way.combined, root=goal.sealed.root))
         return original(self, way, now)
 
-    patch.setattr(update.Seal, "_next_job", next_job)
+    patch.setattr(update.SealJob, "_next_job", next_job)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ledger
@@ -299,7 +299,7 @@ def lenient_gate(patch: Patch, overlooked: str) -> None:
     """The gate's verdict without one of its conditions."""
     original = state.verdict
 
-    def verdict(words: list[state.WorkerWord], own_weights: bool = False) -> state.Verdict:
+    def verdict(words: list[state.WorkerWord], own_weights: bool = False) -> state.Admission:
         if own_weights:
             return original(words, own_weights)
         shut = {
@@ -309,7 +309,7 @@ def lenient_gate(patch: Patch, overlooked: str) -> None:
             "disagreeing": any(word.identity != words[0].identity for word in words if word.state == CLEAN),
         }
         reasons = [reason for reason, true in shut.items() if true and reason != overlooked]
-        return state.Verdict(not reasons, ", ".join(reasons), None if reasons else words[0].identity)
+        return state.Admission(not reasons, ", ".join(reasons), None if reasons else words[0].identity)
 
     patch.setattr(state, "verdict", verdict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.machines.manager.update import Over, Seal
+from ckpt_engine.machines.manager.update import Over, SealJob
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.holders import HolderShell
 from tests.simulation.members import AgentShell
@@ -124,7 +124,7 @@ def test_non_members_are_not_sent_to_ranks_that_sealed_another_version_since(
 def _refused_after_sealing(story: Story, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that ends between sealing and intent; its ranks have other weights then."""
     with monkeypatch.context() as patch:
-        patch.setattr(Seal, "_next_job", lambda self, way, now: Over(Problem(message="refused here")))
+        patch.setattr(SealJob, "_next_job", lambda self, way, now: Over(Problem(message="refused here")))
         group.train()
         assert isinstance(story.update(group), Problem)
 

@@ -14,7 +14,7 @@ from ckpt_engine.core.sleeping import KV_CACHE
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent import label as agent_label
 from ckpt_engine.machines.agent.machine import AgentMachine
-from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.agent.state import AgentReplica as AgentReplica
 from ckpt_engine.machines.events import WakeEngine
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant

@@ -17,12 +17,12 @@ from ckpt_engine.machines.events import Key, Stop
 from ckpt_engine.machines.manager import holdings, reconcile
 from ckpt_engine.machines.manager.absences import Ranks
 from ckpt_engine.machines.manager.claims import Claims
-from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.members import Replica, TrainerRank
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.reconcile import Attempts, CatchUp, CatchUpRetry, LateReplicas
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall
-from ckpt_engine.machines.manager.state import State
-from ckpt_engine.machines.manager.update import Install
+from ckpt_engine.machines.manager.state import ManagerState
+from ckpt_engine.machines.manager.update import InstallJob
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Content, Versions
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.ledgers import LedgerFaults
@@ -46,14 +46,14 @@ def a_rank_that_leaves_its_call_is_not_read(patch: Patch) -> None:
 
 def a_rank_that_leaves_after_the_intent_is_not_read(patch: Patch) -> None:
     """Replicas are told once more to read what it may be training on."""
-    patch.setattr(Install, "_changing", lambda self: set())
+    patch.setattr(InstallJob, "_changing", lambda self: set())
 
 
 def a_rank_that_was_cut_off_in_its_call_is_not_read_when_it_is_back(patch: Patch) -> None:
     """One that was not there when it was looked whether it lives counts as dead for good."""
     original = Ranks.back
 
-    def back(self: Ranks, trainer: Trainer) -> None:
+    def back(self: Ranks, trainer: TrainerRank) -> None:
         left = set(self.left)
         original(self, trainer)
         self.left = left
@@ -154,13 +154,13 @@ def a_next_try_has_its_time(patch: Patch) -> None:
 
 def there_is_a_timer_for_the_next_try(patch: Patch) -> None:
     """Somebody else's event must bring it about."""
-    original = State.set_timer
+    original = ManagerState.set_timer
 
-    def set_timer(self: State, key: Key, seconds: float) -> None:
+    def set_timer(self: ManagerState, key: Key, seconds: float) -> None:
         if not isinstance(key, CatchUpRetry):
             original(self, key, seconds)
 
-    patch.setattr(State, "set_timer", set_timer)
+    patch.setattr(ManagerState, "set_timer", set_timer)
 
 
 def who_waits_is_told_why(patch: Patch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_engine.machines.manager.claims import Claim, Claims
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.turns import Updates
 from ckpt_engine.v1 import weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -32,10 +32,10 @@ def a_welcome_does_not_outrun_what_is_on_its_way(patch: Patch) -> None:
 def the_highest_install_fence_never_goes_down(patch: Patch) -> None:
     """It is that of the intent that was on the disk last."""
 
-    def intent_ended(self: State, fence: weights_pb2.Fence) -> None:
+    def intent_ended(self: ManagerState, fence: weights_pb2.Fence) -> None:
         self.spent, self.installs = max(self.spent, fence.epoch), fence.epoch
 
-    patch.setattr(State, "intent_ended", intent_ended)
+    patch.setattr(ManagerState, "intent_ended", intent_ended)
 
 
 def a_replica_is_in_one_update_at_a_time(patch: Patch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_engine.machines.events import Message, Send
 from ckpt_engine.machines.manager.members import Member, Replica
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import NETWORK, RELAY, host_of
 from tests.simulation.manager import ManagerShell
@@ -55,14 +55,14 @@ def begun(story: Story, group: Group, reached: Callable[[], object], **wishes: A
 def not_brought(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """From now on: late replicas that are told why nothing is brought to them, and why."""
     told: list[tuple[str, str]] = []
-    send = State.send
+    send = ManagerState.send
 
-    def noted(state: State, member: Member, body: object) -> None:
+    def noted(state: ManagerState, member: Member, body: object) -> None:
         if isinstance(body, manager_pb2.NotBrought) and member.peer is not None and isinstance(member, Replica):
             told.append((member.name, body.reason))
         send(state, member, body)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(State, "send", noted)
+    monkeypatch.setattr(ManagerState, "send", noted)
     return told
 
 

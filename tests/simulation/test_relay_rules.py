@@ -11,10 +11,10 @@ import pytest
 from ckpt_engine.core.relay_routes import Route
 from ckpt_engine.machines.manager import prefetch
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.prefetch import Prefetch
+from ckpt_engine.machines.manager.prefetch import UpdatePrefetch
 from ckpt_engine.machines.manager.recipients import Problem, Recipients
 from ckpt_engine.machines.manager.relay_facts import KnownNeeds
-from ckpt_engine.machines.manager.update import Candidate, Commit, Install, Job
+from ckpt_engine.machines.manager.update import CandidateJob, CommitJob, InstallJob, Job
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.scenario import Slant
@@ -22,13 +22,13 @@ from tests.simulation.scenario import Slant
 
 def the_next_intent_waits_for_every_outcome(patch: Patch) -> None:
     """It is recorded as soon as the next version is sealed."""
-    original = Candidate.advance
+    original = CandidateJob.advance
 
-    def advance(self: Candidate, now: float) -> Job | None:
+    def advance(self: CandidateJob, now: float) -> Job | None:
         self.parts.before = None
         return original(self, now)
 
-    patch.setattr(Candidate, "advance", advance)
+    patch.setattr(CandidateJob, "advance", advance)
 
 
 def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
@@ -49,27 +49,27 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
 
 def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
     """They return when it begins to be written."""
-    original = Candidate.advance
+    original = CandidateJob.advance
 
-    def advance(self: Candidate, now: float) -> Job | None:
+    def advance(self: CandidateJob, now: float) -> Job | None:
         commit = original(self, now)
-        if isinstance(commit, Commit) and self.parts.goal.until == manager_pb2.UNTIL_HELD:
-            install = Install(self.parts, self.version, commit.fence, now)
+        if isinstance(commit, CommitJob) and self.parts.goal.until == manager_pb2.UNTIL_HELD:
+            install = InstallJob(self.parts, self.version, commit.fence, now)
             self.parts.course.answer(install._report(now, held=True))
         return commit
 
-    patch.setattr(Candidate, "advance", advance)
+    patch.setattr(CandidateJob, "advance", advance)
 
 
 def a_relay_waits_until_its_upstream_holds_the_version(patch: Patch) -> None:
     """It is told at once, with whatever lies there."""
-    original = Prefetch._table_of
+    original = UpdatePrefetch._table_of
 
-    def table_of(self: Prefetch, name: str) -> manager_pb2.BlobRef | None:
+    def table_of(self: UpdatePrefetch, name: str) -> manager_pb2.BlobRef | None:
         held = getattr(self._state.members.holders.get(name), "held", ())
         return original(self, name) or next((each.table for each in held), None)
 
-    patch.setattr(Prefetch, "_table_of", table_of)
+    patch.setattr(UpdatePrefetch, "_table_of", table_of)
 
 
 def a_relay_is_told_to_read_only_what_it_reaches(patch: Patch) -> None:

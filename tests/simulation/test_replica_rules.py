@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.machines.agent.machine import AgentMachine
-from ckpt_engine.machines.agent.state import Replica as AgentReplica
+from ckpt_engine.machines.agent.state import AgentReplica as AgentReplica
 from ckpt_engine.machines.manager.reconcile import ATTEMPTS_AT_ONCE
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import Engine, Worker

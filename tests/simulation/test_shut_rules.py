@@ -9,7 +9,7 @@ import pytest
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.offers import unopened
 from ckpt_engine.machines.agent.ready import Readying
-from ckpt_engine.machines.agent.state import Replica
+from ckpt_engine.machines.agent.state import AgentReplica
 from ckpt_engine.machines.manager.members import ShutWays
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -107,7 +107,7 @@ def test_it_is_known_of_a_process_and_of_memory() -> None:
 
 def test_what_a_worker_tells_is_of_its_process_and_stays_told_when_it_is_asked_again() -> None:
     found: dict[int, Sequence[weights_pb2.Unopened]] = {}
-    readying = Readying(Replica("a", manager_pb2.MODE_STANDALONE, Deadlines(), []), manager_pb2.Install(), found)
+    readying = Readying(AgentReplica("a", manager_pb2.MODE_STANDALONE, Deadlines(), []), manager_pb2.Install(), found)
 
     def tell(boot_id: bytes, *told: weights_pb2.Unopened) -> list[bytes]:
         ready = worker_pb2.WorkerReady(unopened=told)

@@ -8,11 +8,11 @@ import pytest
 
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent.machine import AgentMachine
-from ckpt_engine.machines.agent.state import Replica
+from ckpt_engine.machines.agent.state import AgentReplica
 from ckpt_engine.machines.events import HoldRequests, Key, TimerFired
 from ckpt_engine.machines.manager import rank_calls, recipients, update
 from ckpt_engine.machines.manager.course import CourseTimer
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import Versions
 from ckpt_engine.v1 import manager_pb2, worker_pb2
 from tests.simulation.engine import CLEAN, Engine, Worker
@@ -53,20 +53,20 @@ def nobody_is_resumed_later(patch: Patch) -> None:
 
 def epochs_are_not_spent(patch: Patch) -> None:
     """An epoch is used that a restarted manager would use again."""
-    patch.setattr(State, "epoch_ready", lambda self: True)
+    patch.setattr(ManagerState, "epoch_ready", lambda self: True)
 
 
 def intents_are_not_written(patch: Patch) -> None:
     """The install begins without a durable intent."""
 
-    def advance(self: update.Candidate, now: float) -> update.Job:
+    def advance(self: update.CandidateJob, now: float) -> update.Job:
         fence = self.parts.course.state.next_install()
         self.parts.recipients.decided(fence, self.version.identity)
-        install = update.Install(self.parts, self.version, fence, now)
+        install = update.InstallJob(self.parts, self.version, fence, now)
         install.begin(now)
         return install
 
-    patch.setattr(update.Candidate, "advance", advance)
+    patch.setattr(update.CandidateJob, "advance", advance)
 
 
 def roots_are_not_compared(patch: Patch) -> None:
@@ -127,7 +127,7 @@ def reports_leave_out_who_is_away(patch: Patch) -> None:
     """An update is for those that are connected, and a report for nobody else."""
     original = rank_calls.replicas_for
 
-    def replicas_for(state: State, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
+    def replicas_for(state: ManagerState, request: manager_pb2.UpdateWeightsRequest, now: float) -> tuple[str, ...]:
         return tuple(name for name in original(state, request, now) if state.members.replicas[name].peer is not None)
 
     patch.setattr(rank_calls, "replicas_for", replicas_for)
@@ -147,23 +147,23 @@ def one_is_always_enough(patch: Patch) -> None:
 
 def requests_are_not_kept(patch: Patch) -> None:
     """The gate is not told that an install begins, so it refuses who comes."""
-    patch.setattr(Replica, "hold", lambda self, epoch, left, closed=False: HoldRequests(0, 0.0))
+    patch.setattr(AgentReplica, "hold", lambda self, epoch, left, closed=False: HoldRequests(0, 0.0))
 
 
 def nobody_is_let_in_again(patch: Patch) -> None:
     """Requests wait until the deadline of an update that has long ended well."""
-    original = Replica.hold
+    original = AgentReplica.hold
 
-    def hold(self: Replica, epoch: int, left: float, closed: bool = False) -> HoldRequests:
+    def hold(self: AgentReplica, epoch: int, left: float, closed: bool = False) -> HoldRequests:
         return original(self, epoch or 1, left or 10.0, closed)
 
-    patch.setattr(Replica, "hold", hold)
+    patch.setattr(AgentReplica, "hold", hold)
 
 
 def requests_wait_for_ever(patch: Patch) -> None:
     """What a dead agent leaves behind has no end."""
-    original = Replica.hold
-    patch.setattr(Replica, "hold", lambda self, epoch, left, closed=False: original(self, epoch, 1e6, closed))
+    original = AgentReplica.hold
+    patch.setattr(AgentReplica, "hold", lambda self, epoch, left, closed=False: original(self, epoch, 1e6, closed))
 
 
 MISTAKES: list[Mistake] = [

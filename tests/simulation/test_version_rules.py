@@ -13,7 +13,7 @@ from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.manager import update
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import Versions
 from tests.simulation.holders import HolderShell
 from tests.simulation.manager import ManagerShell
@@ -23,16 +23,16 @@ from tests.simulation.scenario import Slant, run_seed
 
 def an_install_fence_is_spent_at_the_intent(patch: Patch) -> None:
     """It is given out when the update begins."""
-    made, next_install = update.Update.__init__, State.next_install
+    made, next_install = update.Update.__init__, ManagerState.next_install
     early: dict[int, Fence] = {}
 
-    def make(self: update.Update, state: State, *others: Any) -> None:
+    def make(self: update.Update, state: ManagerState, *others: Any) -> None:
         made(self, state, *others)
         early[id(state)] = next_install(state)
         state.spend_ahead()
 
     patch.setattr(update.Update, "__init__", make)
-    patch.setattr(State, "next_install", lambda self: early[id(self)])
+    patch.setattr(ManagerState, "next_install", lambda self: early[id(self)])
 
 
 def preparing_carries_no_install_fence(patch: Patch) -> None:

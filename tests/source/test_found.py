@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.source.found import Finder, signature_of
-from ckpt_engine.source.held import Held, held
+from ckpt_engine.source.held import HeldBox, held
 
 
 class Tied(nn.Module):
@@ -62,9 +62,9 @@ CHANGES = [_replace, _untie, _assign_data, _transpose, _free, _add, _rename]
 
 @pytest.mark.parametrize("change", CHANGES, ids=[each.__name__.strip("_") for each in CHANGES])
 def test_every_change_of_what_is_published_is_looked_up(change: Callable[[Tied], None]) -> None:
-    looks: list[list[Held]] = []
+    looks: list[list[HeldBox]] = []
 
-    def look(module: nn.Module) -> list[Held]:
+    def look(module: nn.Module) -> list[HeldBox]:
         looks.append(held([(name, each) for name, each in module.named_parameters()]))
         return looks[-1]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ckpt_engine.core.problems import unavailable
-from ckpt_engine.core.reach import Verdict, same_host
+from ckpt_engine.core.reach import Reach, same_host
 from ckpt_engine.core.transports import HOST_MEMORY, TransportKind
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, HostMemory, Memory
 from ckpt_engine.transport.mapped import MappedRegions, Mapping
@@ -57,9 +57,9 @@ class Borrowed:
         return MappedRegions(found, lambda: None, lambda: True)
 
 
-def near(source: Host, worker: Host) -> Verdict:
+def near(source: Host, worker: Host) -> Reach:
     """Nearer than everything that is built."""
-    return Verdict(same_host(source, worker), "both are made up", -1)
+    return Reach(same_host(source, worker), "both are made up", -1)
 
 
 BORROWED = TransportKind("borrowed", near, Borrowed, BorrowedLender, frozenset({HOST_MEMORY}), unasked=False)

@@ -32,7 +32,7 @@ from ckpt_engine.machines.events import (
 )
 from ckpt_engine.machines.holder.machine import HolderMachine
 from ckpt_engine.source.directory import directory_source
-from ckpt_engine.trainer.session import Notice, OfferingSession, Sealing
+from ckpt_engine.trainer.session import Notice, OfferingSession, SealFigures
 from ckpt_engine.v1 import weights_pb2
 from tests.sealing import record_of
 
@@ -88,9 +88,9 @@ class Keeper:
         own = blob_digest(canonical(self._source.table()))  # of the same shards, as a rank's
         return self._source.digest(weights_pb2.Atoms(table_digest=own, atoms=atoms.atoms))
 
-    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> Sealing:
+    async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         self.sealed.append(atoms)
-        return Sealing(weights_pb2.Digests(values=self._digest(atoms)), 0.0, 0.0)
+        return SealFigures(weights_pb2.Digests(values=self._digest(atoms)), 0.0, 0.0)
 
     def _notified(self, said: Notice) -> None:
         if isinstance(said, SessionOpened):

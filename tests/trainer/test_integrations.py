@@ -9,7 +9,7 @@ import torch
 from plain_replica import PlainReplica
 
 from ckpt_engine import CkptEngineError
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from ckpt_engine.v1.weights_pb2 import Problem
 
 
@@ -18,7 +18,7 @@ def test_a_version_that_a_replica_does_not_serve_raises_what_it_said(
 ) -> None:
     good, bad = replica("good"), replica("hung")
     bad.prepare_problem = Problem(code=Problem.DEADLINE_EXCEEDED, message="its engine does not answer")
-    updates = Updates(manager, replicas=2, lineage="run", timeout=60)
+    updates = RankUpdates(manager, replicas=2, lineage="run", timeout=60)
     with pytest.raises(CkptEngineError, match="call open"):
         updates.bring(1)
     updates.open({"a": torch.ones(4)})
@@ -44,7 +44,7 @@ def test_a_start_goes_back_to_a_checkpoint_under_another_lineage_also_of_one_tor
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     held = replica("one")
     for last, first in ((7, 0.0), (5, 1.0)):
-        updates = Updates(manager, timeout=60)
+        updates = RankUpdates(manager, timeout=60)
         updates.open({"a": torch.full((4,), first)})
         try:
             assert updates.bring(last).lineage.startswith("job-")
@@ -58,7 +58,7 @@ def test_a_start_goes_back_to_a_checkpoint_under_another_lineage_also_of_one_tor
 def test_a_lineage_that_is_named_is_refused_lower_versions(manager: str, replica: Callable[..., PlainReplica]) -> None:
     held = replica("one")
     for version, said in ((7, ""), (5, "backwards")):
-        updates = Updates(manager, lineage="named", timeout=60)
+        updates = RankUpdates(manager, lineage="named", timeout=60)
         updates.open({"a": torch.full((4,), float(version))})
         try:
             if said:

@@ -41,10 +41,10 @@ from ckpt_engine.source.open import open_source
 from ckpt_engine.transport import fetched
 from ckpt_engine.transport.base import (
     Availability,
+    ByteRun,
     HostMemory,
     Memory,
     Move,
-    Run,
 )
 from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
 from ckpt_engine.transport.on_host import worker_transports
@@ -106,7 +106,7 @@ class ToldLender:
 
 
 class ToldTicket:
-    def __init__(self, link: ToldLink, runs: Sequence[Run]) -> None:
+    def __init__(self, link: ToldLink, runs: Sequence[ByteRun]) -> None:
         self.link, self.waiting, self.landed = link, list(runs), 0
 
     def poll(self) -> int:
@@ -132,7 +132,7 @@ class ToldLink:
         self.socket.setblocking(False)
         self.unsent = b""
 
-    def read(self, runs: Sequence[Run]) -> ToldTicket:
+    def read(self, runs: Sequence[ByteRun]) -> ToldTicket:
         self.unsent += b"".join(QUESTION.pack(run.remote, run.length) for run in runs)
         self.tickets.append(ToldTicket(self, runs))
         return self.tickets[-1]
@@ -155,7 +155,7 @@ class ToldLink:
             if not got:
                 raise unavailable("it has hung up")
             ticket.landed += got
-            ticket.waiting[:1] = [Run(remote + got, local + got, length - got)] if got < length else []
+            ticket.waiting[:1] = [ByteRun(remote + got, local + got, length - got)] if got < length else []
 
     def check(self) -> None:
         try:

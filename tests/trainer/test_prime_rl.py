@@ -20,7 +20,7 @@ from plain_replica import PlainReplica
 from safetensors.torch import save_file
 from trainer_world import manager_config
 
-from ckpt_engine.integrations.prime_rl import Facade, Settings, Steps, step_of
+from ckpt_engine.integrations.prime_rl import Facade, PrimeRlSettings, Steps, step_of
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.security.grants import Tokens, digest_of
 from ckpt_engine.v1 import manager_pb2
@@ -131,7 +131,7 @@ async def test_an_update_of_all_servers_is_one_update(
 
 async def test_what_it_does_not_do_is_refused_by_name() -> None:
     grants = Tokens.parse(f"trainer/run {digest_of('t' * 24).hex()}\nviewer {digest_of('v' * 24).hex()}\n")
-    application = Facade(Settings(manager="127.0.0.1:1", tokens=grants)).application()
+    application = Facade(PrimeRlSettings(manager="127.0.0.1:1", tokens=grants)).application()
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://facade") as client:
         client.headers["authorization"] = f"Bearer {'t' * 24}"
@@ -153,7 +153,7 @@ async def test_what_it_does_not_do_is_refused_by_name() -> None:
 
 
 async def test_a_page_in_a_browser_gets_nothing() -> None:
-    application = Facade(Settings(manager="127.0.0.1:1", loopback=True)).application()
+    application = Facade(PrimeRlSettings(manager="127.0.0.1:1", loopback=True)).application()
     transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8100") as client:
         for path, asked, status, words in (

@@ -16,7 +16,7 @@ from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending,
 from ckpt_engine.cuda.driver import Allocation
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.transport.base import FileMemory, GpuMemory, Lender, Memory
-from ckpt_engine.transport.cuda_ipc.memory import LEGACY, Run
+from ckpt_engine.transport.cuda_ipc.memory import LEGACY, AllocationRun
 from ckpt_engine.transport.file.files import FileLender, FileTransport
 from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryLender, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Problem, Region
@@ -118,7 +118,7 @@ class Lent:
         return Region(id=id, transport=self.name, size=1)
 
 
-GPU = GpuMemory(0, Run(LEGACY, (Allocation(0, 1),)))
+GPU = GpuMemory(0, AllocationRun(LEGACY, (Allocation(0, 1),)))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, Sleeping
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits
+from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold
 
 HEADER, SLOT = 256, 256
 
@@ -26,7 +26,7 @@ def test_a_clean_word_lies_where_the_protocol_says(tmp_path: Path) -> None:
     assert raw[64:68] == bytes([1 | 2, 2, 1 | 2, 0])
     assert not any(raw[16:64]), "nothing else is in the header"
     assert not any(raw[68 : HEADER + 2 * SLOT]), "nor in slots that nobody has claimed"
-    page.hold(Hold(9, 12.5, closed=True), HoldLimits(30.0, 4096, 1 << 28))
+    page.hold(RequestHold(9, 12.5, closed=True), HoldLimits(30.0, 4096, 1 << 28))
     page.lease(7.25)
     head = (tmp_path / "page").read_bytes()[:HEADER]
     hold = struct.pack("<QdBdIQ", 9, 12.5, 1, 30.0, 4096, 1 << 28)

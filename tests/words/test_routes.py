@@ -10,7 +10,7 @@ from starlette.routing import Mount
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.gate import ROUTES_ROUTE, Gate
-from ckpt_engine.words.routes import Access, Routes, listed, route_of
+from ckpt_engine.words.routes import EngineRoutes, RouteAccess, listed, route_of
 from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
@@ -162,20 +162,20 @@ async def test_what_is_neither_http_nor_websocket_is_refused(directory) -> None:
 
 
 def test_the_strictest_class_counts_and_what_is_in_none_is_unknown() -> None:
-    routes = Routes({"/x", "/a/{b}", "/docs/"}, {"/x", "/a/c", "/"}, {"/a/c", "/docs/secret", "/x/{y}/z"})
+    routes = EngineRoutes({"/x", "/a/{b}", "/docs/"}, {"/x", "/a/c", "/"}, {"/a/c", "/docs/secret", "/x/{y}/z"})
     told = {path: routes.of(path) for path in ("/x", "/a/b", "/a/c", "/docs/", "/docs/secret/", "/x/1/z", "/x/1/2/z")}
     assert told == {
-        "/x": Access.GATED,
-        "/a/b": Access.OPEN,
-        "/a/c": Access.CONTROL,
-        "/docs/": Access.OPEN,
-        "/docs/secret/": Access.CONTROL,
-        "/x/1/z": Access.CONTROL,
-        "/x/1/2/z": Access.UNKNOWN,
+        "/x": RouteAccess.GATED,
+        "/a/b": RouteAccess.OPEN,
+        "/a/c": RouteAccess.CONTROL,
+        "/docs/": RouteAccess.OPEN,
+        "/docs/secret/": RouteAccess.CONTROL,
+        "/x/1/z": RouteAccess.CONTROL,
+        "/x/1/2/z": RouteAccess.UNKNOWN,
     }
-    assert routes.of("/") is Access.GATED
-    assert routes.of("") is Access.GATED
-    assert routes.of("/x\n") is Access.UNKNOWN
+    assert routes.of("/") is RouteAccess.GATED
+    assert routes.of("") is RouteAccess.GATED
+    assert routes.of("/x\n") is RouteAccess.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_the_root_path_is_taken_away_as_the_framework_does(path, root, route) ->
 
 def test_an_old_framework_that_routes_by_the_whole_path_is_thought_of() -> None:
     """Under the root path /v1 the path /v1/pause is the route /pause to a new one, and itself to an old one."""
-    routes = Routes({"/pause"}, set(), {"/v1/pause"})
-    assert routes.of_request({"path": "/v1/pause", "root_path": "/v1"}) == ("/v1/pause", Access.CONTROL)
-    assert routes.of_request({"path": "/pause", "root_path": "/v1"}) == ("/pause", Access.OPEN)
+    routes = EngineRoutes({"/pause"}, set(), {"/v1/pause"})
+    assert routes.of_request({"path": "/v1/pause", "root_path": "/v1"}) == ("/v1/pause", RouteAccess.CONTROL)
+    assert routes.of_request({"path": "/pause", "root_path": "/v1"}) == ("/pause", RouteAccess.OPEN)
 
 
 @pytest.mark.parametrize("gate", [ReferenceGate, VllmGate, SglangGate])
@@ -229,9 +229,9 @@ def test_no_route_of_an_engine_has_two_classes(gate: type[Gate]) -> None:
     ],
 )
 def test_what_changes_an_engine_is_a_control_route(directory, gate: type[Gate], route: str) -> None:
-    assert Routes(gate.open_routes, gate.generation_routes, gate.control_routes | {"/ckpt_engine/"}).of(route) is (
-        Access.CONTROL
-    )
+    assert EngineRoutes(gate.open_routes, gate.generation_routes, gate.control_routes | {"/ckpt_engine/"}).of(
+        route
+    ) is (RouteAccess.CONTROL)
 
 
 def test_every_route_of_the_reference_engine_has_a_class() -> None:
@@ -239,8 +239,8 @@ def test_every_route_of_the_reference_engine_has_a_class() -> None:
 
     app = create_app(None, ModelFacts("", "", "", "", 1, 1, (), 1))  # type: ignore[arg-type]
     gate = ReferenceGate
-    routes = Routes(gate.open_routes, gate.generation_routes, gate.control_routes | {"/ckpt_engine/"})
-    assert [route for route in listed(app) if routes.of(route) is Access.UNKNOWN] == []
+    routes = EngineRoutes(gate.open_routes, gate.generation_routes, gate.control_routes | {"/ckpt_engine/"})
+    assert [route for route in listed(app) if routes.of(route) is RouteAccess.UNKNOWN] == []
 
 
 def test_a_mount_without_routes_of_its_own_is_listed() -> None:

@@ -20,7 +20,7 @@ from ckpt_engine.v1 import weights_pb2
 from ckpt_engine.words import waiting
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.gate import Gate
-from ckpt_engine.words.state import EngineMark, EnginePage, Hold, HoldLimits, WorkerSlot
+from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold, WorkerSlot
 from tests.words.server import serve
 
 LIMITS = HoldLimits(100.0, 50, 200_000)
@@ -54,12 +54,12 @@ class Engine:
 
     def update(self, seconds: float = 120.0, epoch: int = 2, limits: HoldLimits = LIMITS) -> None:
         """What an agent and a worker write when an install begins."""
-        self.page.hold(Hold(epoch, time.monotonic() + seconds), limits)
+        self.page.hold(RequestHold(epoch, time.monotonic() + seconds), limits)
         self.slot.dirty(epoch)
 
     def end(self, version: int = 2, epoch: int = 2) -> None:
         self.slot.clean(epoch, identity(version))
-        self.page.hold(Hold(), LIMITS)
+        self.page.hold(RequestHold(), LIMITS)
 
     def held(self) -> int:
         found: int = self.client.get(f"{self.url}/ckpt_engine/info").json()["held"]
@@ -113,10 +113,10 @@ def test_they_are_kept_from_before_the_pause_and_let_in_when_old_weights_stand(
     engine: Engine, threads: ThreadPoolExecutor
 ) -> None:
     """While the words still say that the old version is whole, and when they say so again."""
-    engine.page.hold(Hold(2, time.monotonic() + 120), LIMITS)
+    engine.page.hold(RequestHold(2, time.monotonic() + 120), LIMITS)
     answer = threads.submit(ask, engine)
     engine.wait_until_held(1)
-    engine.page.hold(Hold(), LIMITS)
+    engine.page.hold(RequestHold(), LIMITS)
     assert answer.result(60).headers["x-ckpt-engine-admitted-root"] == identity(1).root.hex()
 
 
@@ -132,7 +132,7 @@ def test_when_there_is_nothing_to_wait_for_all_are_told_at_once(
             engine.slot.clean(2, identity(2))
         if how == "asleep":
             engine.page.mark(EngineMark(sleeping=Sleeping(1, frozenset({"weights", "kv_cache"}))))
-        engine.page.hold(Hold(2, 0.0, how == "closed"), LIMITS)
+        engine.page.hold(RequestHold(2, 0.0, how == "closed"), LIMITS)
     responses = [answer.result(60) for answer in answers]
     assert {response.status_code for response in responses} == {503}
     assert {response.json()["reason"] for response in responses} == {"asleep" if how == "asleep" else "quarantined"}
@@ -218,7 +218,7 @@ def test_ready_stays_while_requests_are_kept(engine: Engine) -> None:
     strict = httpx.get(ready, params={"strict": "1"})
     assert (strict.status_code, strict.json()["reason"]) == (503, "updating")
     assert httpx.get(ready, params={"strict": "0"}).status_code == 200
-    engine.page.hold(Hold(2, 0.0), LIMITS)
+    engine.page.hold(RequestHold(2, 0.0), LIMITS)
     refused = httpx.get(ready)
     assert (refused.status_code, refused.json()["reason"]) == (503, "quarantined")
     engine.update(limits=HoldLimits(0.0, 50, 1000))

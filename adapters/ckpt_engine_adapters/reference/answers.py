@@ -20,7 +20,7 @@ Event = dict[str, Any] | str
 """What follows `data: ` in a stream of server-sent events: an object, or a word."""
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """One request's way to be answered. generations: in the order of the answers."""
 
     generations: Sequence[Generation]

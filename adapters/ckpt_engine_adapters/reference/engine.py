@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import Verdict
+from ckpt_engine.words.state import Admission
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.pool import WorkerPool
 
@@ -31,7 +31,7 @@ class ConflictError(Exception):
     """The engine is in a state in which it cannot do that; nothing was done. The message says what to do first."""
 
 
-class Engine:
+class ReferenceEngine:
     """State of one engine: its requests, whether it is paused, and which memory is given up.
 
     verdict: reads the workers' state words. on_fatal(message): the engine cannot go on; called once. most: requests
@@ -41,7 +41,7 @@ class Engine:
     def __init__(
         self,
         pool: WorkerPool,
-        verdict: Callable[[], Verdict],
+        verdict: Callable[[], Admission],
         on_fatal: Callable[[str], None],
         most: int = MAX_RUNNING,
     ) -> None:

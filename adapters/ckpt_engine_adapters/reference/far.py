@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, start_worker
+from ckpt_engine_adapters.reference.pool import NodeMeeting, WorkerFailedError, start_worker
 
 
-async def serve_far(directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: Meeting) -> None:
+async def serve_far(
+    directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: NodeMeeting
+) -> None:
     """Runs until cancelled. Raises WorkerFailedError, naming the worker that ended first."""
     ranks = meeting.ranks(world_size)
     processes: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}

@@ -35,7 +35,7 @@ class UnsupportedModelError(Exception):
 
 
 @dataclass(frozen=True)
-class Slice:
+class AxisSlice:
     """The part [start, start + size) of a global axis that this rank holds; rows of the parameter beyond are padding.
 
     axis None: the rank holds the whole tensor.
@@ -113,7 +113,7 @@ class ReferenceModel:
         if world_size == 1:
             with torch.device(device):
                 self.module: Any = _build(config, dtype, initialise)
-            self._slices = {name: Slice(None) for name, _ in self.module.named_parameters()}
+            self._slices = {name: AxisSlice(None) for name, _ in self.module.named_parameters()}
         else:
             with torch.device("meta"):
                 whole = _build(config, dtype, initialise=False)
@@ -282,7 +282,7 @@ def _rank_config(config: Any, world_size: int) -> Any:
     return local
 
 
-def _slices(whole: Any, local: Any, rank: int, architecture: str) -> dict[str, Slice]:
+def _slices(whole: Any, local: Any, rank: int, architecture: str) -> dict[str, AxisSlice]:
     """Which part of each global parameter this rank holds, and proof that the module knows how to combine it."""
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     slices = {}
@@ -293,11 +293,11 @@ def _slices(whole: Any, local: Any, rank: int, architecture: str) -> dict[str, S
         if axes != expected or (module in ROW_PARALLEL and kind != "weight"):
             raise UnsupportedModelError(f"{architecture}: no tensor parallelism for models with {name}")
         if not axes:
-            slices[name] = Slice(None)
+            slices[name] = AxisSlice(None)
             continue
         extent, total = parameter.shape[axes[0]], shapes[name][axes[0]]
         start = min(rank * extent, total)
-        slices[name] = Slice(axes[0], start, min(extent, total - start))
+        slices[name] = AxisSlice(axes[0], start, min(extent, total - start))
     return slices
 
 

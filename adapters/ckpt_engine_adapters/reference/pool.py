@@ -31,7 +31,7 @@ class WorkerPool:
     """The N workers of one engine. `on_death(message)` is called once, when one of them exits unasked."""
 
     def __init__(
-        self, directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: Meeting | None = None
+        self, directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: NodeMeeting | None = None
     ) -> None:
         """arguments: of the worker module, without those that differ from rank to rank. meeting: if some of the
         workers run on other nodes, which start them; this pool is on node 0."""
@@ -166,7 +166,7 @@ class WorkerPool:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class NodeMeeting:
     """How one node's workers find those of the others. address, port: of the process group's store, on node 0."""
 
     nodes: int

@@ -19,9 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ckpt_engine_adapters.reference.answers import CompletionForm, Form, OwnForm, SglangForm
+from ckpt_engine_adapters.reference.answers import AnswerForm, CompletionForm, OwnForm, SglangForm
 from ckpt_engine_adapters.reference.bodies import CompletionBody, GenerateBody, GenerateForm
-from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ConflictError, Engine
+from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ConflictError, ReferenceEngine
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.inference import InferenceBody, InferenceForm
 from ckpt_engine_adapters.reference.pool import WorkerFailedError
@@ -46,11 +46,11 @@ class ModelFacts:
     tensor_parallel: int
 
 
-class _Body(BaseModel):
+class _RouteBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Control(_Body):
+class _Control(_RouteBody):
     seconds: float = Field(default=CONTROL_SECONDS, gt=0)
 
 
@@ -76,7 +76,7 @@ class StampBody(_Control):
     root: str
 
 
-def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
+def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     """The application, without the gate around it."""
     app = FastAPI(title="ckpt-engine reference engine")
     started = int(time.time())
@@ -142,7 +142,7 @@ def create_app(engine: Engine, facts: ModelFacts) -> FastAPI:
             "weight_version": "default" if held is None else str(held.version),
         }
 
-    async def generate(form: Form, request: Request, stream: bool) -> Response:
+    async def generate(form: AnswerForm, request: Request, stream: bool) -> Response:
         for generation in form.generations:
             too_much = _too_much(generation, facts)
             if too_much:

@@ -23,10 +23,10 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.reader import StateReader
 from ckpt_engine.words.state import EnginePage
-from ckpt_engine_adapters.reference.engine import MAX_RUNNING, Engine
+from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ReferenceEngine
 from ckpt_engine_adapters.reference.far import serve_far
 from ckpt_engine_adapters.reference.gate import ReferenceGate
-from ckpt_engine_adapters.reference.pool import Meeting, WorkerFailedError, WorkerPool
+from ckpt_engine_adapters.reference.pool import NodeMeeting, WorkerFailedError, WorkerPool
 from ckpt_engine_adapters.reference.routes import ModelFacts, create_app
 
 START_SECONDS = 300.0
@@ -122,7 +122,7 @@ async def _serve(
         facts = await pool.start(START_SECONDS)
         pool.on_death = fatal
         page = EnginePage(directory.page)
-        engine = Engine(pool, StateReader(page).verdict, fatal, options.max_running)
+        engine = ReferenceEngine(pool, StateReader(page).verdict, fatal, options.max_running)
         app = create_app(engine, _facts(options, facts[0], pool))
         # No lifespan: the workers are up before the port answers.
         config = uvicorn.Config(
@@ -152,8 +152,8 @@ def _facts(options: argparse.Namespace, worker: dict[str, int | str], pool: Work
     )
 
 
-def _meeting(options: argparse.Namespace) -> Meeting:
-    return Meeting(options.nnodes, options.node_rank, options.master_addr, options.master_port)
+def _meeting(options: argparse.Namespace) -> NodeMeeting:
+    return NodeMeeting(options.nnodes, options.node_rank, options.master_addr, options.master_port)
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:

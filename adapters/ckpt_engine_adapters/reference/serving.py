@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from ckpt_engine_adapters.reference.answers import Event, Form
-from ckpt_engine_adapters.reference.engine import Engine
+from ckpt_engine_adapters.reference.answers import AnswerForm, Event
+from ckpt_engine_adapters.reference.engine import ReferenceEngine
 from ckpt_engine_adapters.reference.generation import Generation, Token
 
 
-async def answer(engine: Engine, form: Form, request: Request, stream: bool) -> Response:
+async def answer(engine: ReferenceEngine, form: AnswerForm, request: Request, stream: bool) -> Response:
     """Generates, and answers in the client's form. What it does not wait for any more is cancelled."""
     if stream:
         return StreamingResponse(_events(engine, form), media_type="text/event-stream")
@@ -37,7 +37,7 @@ def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
-async def _events(engine: Engine, form: Form) -> AsyncIterator[str]:
+async def _events(engine: ReferenceEngine, form: AnswerForm) -> AsyncIterator[str]:
     tokens: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
     try:
         for number, generation in enumerate(form.generations):
@@ -79,6 +79,6 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         continue
 
 
-def _cancel(engine: Engine, generations: Sequence[Generation]) -> None:
+def _cancel(engine: ReferenceEngine, generations: Sequence[Generation]) -> None:
     for generation in generations:
         engine.cancel(generation)

@@ -36,7 +36,7 @@ _PARENT_CHECK_MILLISECONDS = 1000
 _PR_SET_PDEATHSIG = 1
 
 
-class Worker:
+class ReferenceWorker:
     """Executes commands against one rank's model. `handle` never sees two commands at once."""
 
     def __init__(self, model: ReferenceModel, engine_worker: EngineWorker, rank: int) -> None:
@@ -100,7 +100,7 @@ def die_with_parent(parent: int) -> None:
         sys.exit("reference worker: the API process has gone")
 
 
-def serve(worker: Worker, socket: zmq.Socket[bytes], parent: int) -> None:
+def serve(worker: ReferenceWorker, socket: zmq.Socket[bytes], parent: int) -> None:
     """Answers commands until the API process is gone."""
     while True:
         if not socket.poll(_PARENT_CHECK_MILLISECONDS):
@@ -178,7 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
             model.load_directory(options.model)
     except (UnsupportedModelError, ValueError, OSError) as error:
         sys.exit(f"worker {options.rank}: {error}")
-    worker = Worker(model, EngineWorker(directory, options.rank, options.world_size, model.target()), options.rank)
+    worker = ReferenceWorker(
+        model, EngineWorker(directory, options.rank, options.world_size, model.target()), options.rank
+    )
 
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, str(options.rank).encode())

@@ -40,7 +40,7 @@ def _may_be_of_weights(tensor: Tensor) -> bool:
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8))
 
 
-class Computed:
+class PostLoadTensors:
     """The tensors that a model's post-load step makes, and whether it does."""
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from ckpt_engine.gateway.resumability import (
     PENALTY,
     STATE,
     TEXT,
-    Kind,
+    FieldKind,
     Table,
     judge,
     not_streamed,
@@ -25,7 +25,7 @@ from ckpt_engine.gateway.resumability import (
     travelling,
 )
 from ckpt_engine.gateway.single import Single, leg_seed
-from ckpt_engine.gateway.stitching import ABORT, ERROR, STOP, Finish, Piece, Stitch
+from ckpt_engine.gateway.stitching import ABORT, ERROR, STOP, AnswerPiece, Finish, Stitch
 
 DEFAULT_TOKENS = 128
 
@@ -34,29 +34,33 @@ _OF_THE_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids
 _PER_PROMPT = ("sampling_params", "return_logprob", "rid", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 
 FIELDS: Table = {
-    **rules(Kind.OURS, "input_ids stream rid sampling_params return_prompt_token_ids"),
-    **rules(Kind.TRAVELS, "return_logprob top_logprobs_num token_ids_logprob return_text_in_logprobs log_metrics"),
-    **rules(Kind.TRAVELS, "priority extra_key cache_salt session_id routing_key conversation_id no_logs custom_labels"),
-    **rules(Kind.TRAVELS, "lora_path modalities background routed_dp_rank data_parallel_rank require_reasoning"),
-    **rules(Kind.FIRST, "logprob_start_len"),
-    **rules(Kind.NEVER, "text input_embeds image_data video_data audio_data", why=NOT_IDS),
-    **rules(Kind.NEVER, "session_params bootstrap_host bootstrap_port bootstrap_room", why=ELSEWHERE),
-    **rules(Kind.NEVER, "custom_logit_processor return_hidden_states return_sampling_mask watermark", why=STATE),
-    **rules(Kind.NEVER, "return_routed_experts routed_experts_start_len return_indexer_topk", why=EXPERTS),
+    **rules(FieldKind.OURS, "input_ids stream rid sampling_params return_prompt_token_ids"),
+    **rules(FieldKind.TRAVELS, "return_logprob top_logprobs_num token_ids_logprob return_text_in_logprobs log_metrics"),
+    **rules(
+        FieldKind.TRAVELS, "priority extra_key cache_salt session_id routing_key conversation_id no_logs custom_labels"
+    ),
+    **rules(FieldKind.TRAVELS, "lora_path modalities background routed_dp_rank data_parallel_rank require_reasoning"),
+    **rules(FieldKind.FIRST, "logprob_start_len"),
+    **rules(FieldKind.NEVER, "text input_embeds image_data video_data audio_data", why=NOT_IDS),
+    **rules(FieldKind.NEVER, "session_params bootstrap_host bootstrap_port bootstrap_room", why=ELSEWHERE),
+    **rules(FieldKind.NEVER, "custom_logit_processor return_hidden_states return_sampling_mask watermark", why=STATE),
+    **rules(FieldKind.NEVER, "return_routed_experts routed_experts_start_len return_indexer_topk", why=EXPERTS),
 }
 """Of a request, beside its `sampling_params`."""
 
 SAMPLING: Table = {
-    **rules(Kind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens logit_bias"),
-    **rules(Kind.TRAVELS, "spaces_between_special_tokens no_stop_trim stream_interval"),
-    **rules(Kind.COUNTED, "max_new_tokens min_new_tokens"),
-    **rules(Kind.OURS, "n sampling_seed"),
-    **rules(Kind.NEVER, "presence_penalty frequency_penalty", why=PENALTY),
-    **rules(Kind.NEVER, "repetition_penalty", (None, 1, 1.0), PENALTY),
-    **rules(Kind.NEVER, "stop stop_regex", why=TEXT),
-    **rules(Kind.NEVER, "json_schema regex ebnf structural_tag", why=GRAMMAR),
-    **rules(Kind.NEVER, "custom_params max_thinking_tokens", why=STATE),
-    **rules(Kind.NEVER, "beam_width", (None, 1), BEAM),
+    **rules(
+        FieldKind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens logit_bias"
+    ),
+    **rules(FieldKind.TRAVELS, "spaces_between_special_tokens no_stop_trim stream_interval"),
+    **rules(FieldKind.COUNTED, "max_new_tokens min_new_tokens"),
+    **rules(FieldKind.OURS, "n sampling_seed"),
+    **rules(FieldKind.NEVER, "presence_penalty frequency_penalty", why=PENALTY),
+    **rules(FieldKind.NEVER, "repetition_penalty", (None, 1, 1.0), PENALTY),
+    **rules(FieldKind.NEVER, "stop stop_regex", why=TEXT),
+    **rules(FieldKind.NEVER, "json_schema regex ebnf structural_tag", why=GRAMMAR),
+    **rules(FieldKind.NEVER, "custom_params max_thinking_tokens", why=STATE),
+    **rules(FieldKind.NEVER, "beam_width", (None, 1), BEAM),
 }
 
 
@@ -108,7 +112,7 @@ class Generate(Dialect):
         body |= {"input_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "rid": identifier, "stream": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
         meta = event.get("meta_info")
         if not isinstance(meta, dict):
             raise MalformedError("an event of /generate has no meta_info")
@@ -123,7 +127,7 @@ class Generate(Dialect):
         text = event.get("text") or ""
         if len(output) > new:
             text = text[len(stitch.text) - stitch.leg.text_before :]
-        return Piece(
+        return AnswerPiece(
             tokens,
             _records(meta, new),
             text,
@@ -136,7 +140,7 @@ class Generate(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, {"type": kind, ("matched" if kind == STOP else "length"): detail})
 
-    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
         answer = self._answer(number, stitch, over)
         return {**answer, "index": number} if self._listed else answer
 

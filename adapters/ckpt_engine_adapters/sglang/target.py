@@ -27,7 +27,7 @@ from ckpt_engine.core.problems import precondition
 from ckpt_engine.engine.elsewhere import Elsewhere
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
 from ckpt_engine.engine.target import StagedLayer, Weights
-from ckpt_engine_adapters.sglang.beside import Computed, made_while_loading
+from ckpt_engine_adapters.sglang.beside import PostLoadTensors, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
 from ckpt_engine_adapters.sglang.live import LiveLayer
 from ckpt_engine_adapters.sglang.residency import processing_method
@@ -59,7 +59,7 @@ class SglangTarget:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
         self._refuse_shared()
-        self._computed = Computed(model, made_while_loading(model, {*self._staged_layers.values()}))
+        self._computed = PostLoadTensors(model, made_while_loading(model, {*self._staged_layers.values()}))
         self._derived = dict(_buffers_of_weights(model))
         self._derived |= dict.fromkeys(self._computed.tensors, "computed of loaded weights by SGLang's post-load step")
         self._refuse_post_load()

@@ -10,7 +10,7 @@ from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError, bad_request
 from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
 from ckpt_engine.gateway.single import Single, leg_seed
-from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
+from ckpt_engine.gateway.stitching import STOP, AnswerPiece, Finish, Stitch
 from ckpt_engine.gateway.versions import Label
 from ckpt_engine_adapters.vllm.fields import COMPLETIONS, finish_of
 
@@ -64,14 +64,14 @@ class Completions(Dialect):
             body["truncate_prompt_tokens"] = single.fields["truncate_prompt_tokens"]
         return {**body, "stream": True, "return_token_ids": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
         about = {}
         details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
         if isinstance(details.get("cached_tokens"), int):
             about["cached_tokens"] = details["cached_tokens"]
         choices = event.get("choices")
         if not choices:
-            return Piece(about=about)
+            return AnswerPiece(about=about)
         choice = choices[0]
         if choice.get("text") and choice.get("token_ids") is None:
             said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
@@ -83,7 +83,7 @@ class Completions(Dialect):
         if stitch.single.max_tokens == 0:
             tokens = []  # vLLM makes one all the same, and does not mention it otherwise
         records = _records(choice.get("logprobs"), len(echo) + len(tokens), _text_before(stitch))
-        return Piece(
+        return AnswerPiece(
             tokens,
             records[len(echo) :],
             choice.get("text") or "",
@@ -98,7 +98,7 @@ class Completions(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, kind, detail if kind == STOP else None)
 
-    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
         first = len(stitch.tokens) == len(piece.tokens) and stitch.begun
         records = [*piece.echo_records, *piece.records]
         choice = self._choice(number, stitch, piece.tokens, records, piece.text, over)

@@ -9,7 +9,7 @@ from ckpt_engine.gateway import dialect
 from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
 from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
 from ckpt_engine.gateway.single import Single, leg_seed
-from ckpt_engine.gateway.stitching import STOP, Finish, Piece, Stitch
+from ckpt_engine.gateway.stitching import STOP, AnswerPiece, Finish, Stitch
 from ckpt_engine_adapters.vllm.fields import INFERENCE, INFERENCE_SAMPLING, finish_of
 
 
@@ -55,22 +55,22 @@ class Inference(Dialect):
         body |= {"token_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "request_id": identifier, "stream": True}
 
-    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> Piece:
+    def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
         choices = event.get("choices")
         if not choices:
-            return Piece()
+            return AnswerPiece()
         choice = choices[0]
         tokens = dialect.output_tokens(choice.get("token_ids") or [])
         content = (choice.get("logprobs") or {}).get("content") or []
         if content and len(content) != len(tokens):
             raise MalformedError(f"log-probabilities of {len(content)} tokens beside {len(tokens)} token ids")
         finish = finish_of(choice.get("finish_reason"), choice.get("stop_reason"))
-        return Piece(tokens, content, finish=finish, labels=dialect.labels_of(choice.get("weight_versions")))
+        return AnswerPiece(tokens, content, finish=finish, labels=dialect.labels_of(choice.get("weight_versions")))
 
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, kind, detail if kind == STOP else None)
 
-    def chunk(self, number: int, stitch: Stitch, piece: Piece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
         return {
             "request_id": self.identifier,
             "output_mode": "tokens",

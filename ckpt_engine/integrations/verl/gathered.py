@@ -10,7 +10,7 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine
 
 from ckpt_engine.core.problems import invalid, precondition
-from ckpt_engine.integrations.updates import Updates
+from ckpt_engine.integrations.updates import RankUpdates
 from ckpt_engine.integrations.verl.options import NAME, REMEDY, Options
 
 
@@ -27,7 +27,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         self._trains = is_master is not None
         """verl says it to trainer ranks only."""
         self._world: tuple[int, int, str] | None = None
-        self._updates: Updates | None = None
+        self._updates: RankUpdates | None = None
         self._count = 0
         self._mine: set[str] = set()
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
@@ -65,8 +65,8 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         """Walks `weights` to its end and brings the replicas to them, on the calling thread, as `global_steps`; None:
         the last version plus one.
 
-        Returns figures for verl's metrics. Raises CkptEngineError as `Updates` does; the walk is ended before, since
-        other ranks gather with this one.
+        Returns figures for verl's metrics. Raises CkptEngineError as `RankUpdates` does; the walk is ended before,
+        since other ranks gather with this one.
         """
         if self._world is None:
             raise precondition("verl calls init_process_group before send_weights")
@@ -104,9 +104,9 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         if self._updates is not None:
             self._updates.close()
 
-    def _made(self, lineage: str) -> Updates:
+    def _made(self, lineage: str) -> RankUpdates:
         options = self._options
-        return Updates(
+        return RankUpdates(
             options.manager,
             replicas=len(options.replicas) if options.min_replicas is None else options.min_replicas,
             wait=options.wait,

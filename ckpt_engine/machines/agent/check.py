@@ -13,7 +13,7 @@ from typing import cast
 
 from ckpt_engine.core.check_verdict import CONTINUED, PROMPT, ROUNDS, Score, failure
 from ckpt_engine.core.version import Fence
-from ckpt_engine.machines.agent.state import CLEAN, Replica, acknowledged
+from ckpt_engine.machines.agent.state import CLEAN, AgentReplica, acknowledged
 from ckpt_engine.machines.events import (
     AgentTask,
     Done,
@@ -37,7 +37,7 @@ class EngineCheck:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: AgentReplica,
         fence: Fence,
         manifest_digest: bytes,
         models: Mapping[int, str],
@@ -57,7 +57,7 @@ class EngineCheck:
         self._scores: list[Score] = []
 
     @classmethod
-    def wanted(cls, replica: Replica) -> bool:
+    def wanted(cls, replica: AgentReplica) -> bool:
         """Whether the engine is to be checked now. Says in `replica.engine_check` why an untested one is not."""
         engine = replica.engine
         if engine is None or replica.checked or replica.mode == manager_pb2.MODE_COLOCATED:

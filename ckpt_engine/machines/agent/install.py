@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
-from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, Step
+from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, SleepStep
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.account import Account
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
 from ckpt_engine.machines.agent.ready import Readying, blobs_of, part_of, steps_around
-from ckpt_engine.machines.agent.state import FetchedOrder, Replica, acknowledged
+from ckpt_engine.machines.agent.state import AgentReplica, FetchedOrder, acknowledged
 from ckpt_engine.machines.events import (
     Done,
     FetchBlobs,
@@ -45,7 +45,7 @@ class Installing(LabellingOperation):
 
     kind: ClassVar[str] = "install"
 
-    def __init__(self, replica: Replica, install: manager_pb2.Install) -> None:
+    def __init__(self, replica: AgentReplica, install: manager_pb2.Install) -> None:
         super().__init__(replica, install.fence)
         self.install = install
         self._account = Account(replica.session.clock)
@@ -53,7 +53,7 @@ class Installing(LabellingOperation):
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
         self._before = replica.words
-        self._steps: tuple[Step, ...] = ()
+        self._steps: tuple[SleepStep, ...] = ()
         self._marking = replica.sleeping
         self._going_back = self._giving_orders = self._holding = False
         self._end = self._reserve = 0.0
@@ -162,7 +162,7 @@ class Installing(LabellingOperation):
         self._enter(manager_pb2.STAGE_QUIESCE, now)
         if self._going_back:
             self.run("judge", ReadWords())
-        elif Step.WAKE_WEIGHTS in self._steps:
+        elif SleepStep.WAKE_WEIGHTS in self._steps:
             self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
         else:
             self._pause(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
-from ckpt_engine.machines.agent.state import Operation, Replica
+from ckpt_engine.machines.agent.state import AgentReplica, Operation
 from ckpt_engine.machines.events import Done, ReadWords, StampEngine, Words
 from ckpt_engine.v1 import weights_pb2
 
@@ -23,7 +23,7 @@ RETRY_SECONDS = 0.2
 class LabellingOperation(Operation):
     """An operation that tells the engine its version before it lets it compute. The base of all of them."""
 
-    def __init__(self, replica: Replica, fence: weights_pb2.Fence) -> None:
+    def __init__(self, replica: AgentReplica, fence: weights_pb2.Fence) -> None:
         super().__init__(replica, fence)
         self._attempts = 0
         self._label: weights_pb2.Identity | None = None

@@ -18,7 +18,7 @@ from ckpt_engine.machines.agent.install import Installing
 from ckpt_engine.machines.agent.label import Stamping
 from ckpt_engine.machines.agent.operations import Preparing, Resuming
 from ckpt_engine.machines.agent.sleep import SleepingOrWaking
-from ckpt_engine.machines.agent.state import NO_WORDS, Operation, Replica, acknowledged, no_order
+from ckpt_engine.machines.agent.state import NO_WORDS, AgentReplica, Operation, acknowledged, no_order
 from ckpt_engine.machines.deciding import commands_of
 from ckpt_engine.machines.events import (
     AgentCommand,
@@ -80,7 +80,7 @@ class AgentMachine:
         self._transports = transports
         self._deadlines = deadlines or Deadlines()
         self._out: list[AgentCommand] = []
-        self.replica = Replica(name, mode, self._deadlines, self._out, check_engine=check_engine)
+        self.replica = AgentReplica(name, mode, self._deadlines, self._out, check_engine=check_engine)
         self._session = Session(self._deadlines, self._out.append, self._dial, self._hello, self._beat)
         self.replica.session = self._session
         self._highest = 0  # install fence

@@ -9,7 +9,7 @@ from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.check import STEPS, EngineCheck
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
-from ckpt_engine.machines.agent.state import Operation, Replica, acknowledged
+from ckpt_engine.machines.agent.state import AgentReplica, Operation, acknowledged
 from ckpt_engine.machines.events import (
     Done,
     FetchBlobs,
@@ -36,7 +36,7 @@ class Preparing(Operation):
 
     kind: ClassVar[str] = "prepare"
 
-    def __init__(self, replica: Replica, prepare: manager_pb2.Prepare) -> None:
+    def __init__(self, replica: AgentReplica, prepare: manager_pb2.Prepare) -> None:
         super().__init__(replica, prepare.fence)
         self.answer: manager_pb2.Prepared | None = None
         self._prepare = prepare

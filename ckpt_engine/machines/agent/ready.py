@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sleeping import Step, update_steps
+from ckpt_engine.core.sleeping import SleepStep, update_steps
 from ckpt_engine.core.version import Fence
-from ckpt_engine.machines.agent.state import ReadyWorker, Replica, acknowledged
+from ckpt_engine.machines.agent.state import AgentReplica, ReadyWorker, acknowledged
 from ckpt_engine.machines.events import Done, PrepareEngine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
 
 
-def steps_around(replica: Replica, install: manager_pb2.Install, left: float) -> tuple[Step, ...] | Problem:
+def steps_around(replica: AgentReplica, install: manager_pb2.Install, left: float) -> tuple[SleepStep, ...] | Problem:
     """What an install does around an engine that may sleep, or why it cannot begin. left: seconds for it."""
     engine = replica.engine
     if engine is None:
@@ -70,7 +70,7 @@ class Readying:
     """The workers of one install on their way to being ready."""
 
     def __init__(
-        self, replica: Replica, install: manager_pb2.Install, unopened: dict[int, Sequence[weights_pb2.Unopened]]
+        self, replica: AgentReplica, install: manager_pb2.Install, unopened: dict[int, Sequence[weights_pb2.Unopened]]
     ) -> None:
         """unopened: takes, by rank, what workers tell of regions that they could not open."""
         self._unopened = unopened

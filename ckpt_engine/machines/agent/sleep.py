@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import ClassVar, cast
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, Step, sleep_steps, wake_steps
-from ckpt_engine.machines.agent.state import CLEAN, Operation, Replica
+from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, SleepStep, sleep_steps, wake_steps
+from ckpt_engine.machines.agent.state import CLEAN, AgentReplica, Operation
 from ckpt_engine.machines.events import (
     AgentTask,
     DiscardEngine,
@@ -32,11 +32,11 @@ class SleepingOrWaking(Operation):
 
     kind: ClassVar[str] = "sleep"
 
-    def __init__(self, replica: Replica, command: manager_pb2.SleepWake) -> None:
+    def __init__(self, replica: AgentReplica, command: manager_pb2.SleepWake) -> None:
         super().__init__(replica, command.fence)
         self.answer: manager_pb2.SleepWakeDone | None = None
         self._command = command
-        self._steps: list[Step] = []
+        self._steps: list[SleepStep] = []
         self._after = self._undone = replica.sleeping
         self._problem: Problem | None = None
         self._end = 0.0
@@ -107,28 +107,28 @@ class SleepingOrWaking(Operation):
             return
         step = self._steps.pop(0)
         task = self._task(step, max(0.001, self._end - now))
-        if step is Step.CLOSE:
+        if step is SleepStep.CLOSE:
             self.replica.sleeping = self._after  # also if the mark should fail: careful is closed
-        elif step in (Step.ABORT, Step.SLEEP):
+        elif step in (SleepStep.ABORT, SleepStep.SLEEP):
             self.replica.paused = None  # to some engines sleeping is a pause
-        if step in (Step.DISCARD, Step.SLEEP):
+        if step in (SleepStep.DISCARD, SleepStep.SLEEP):
             self.replica.ready.clear()  # workers let go of what they have open
         self.run(step.name, task)
 
-    def _task(self, step: Step, seconds: float) -> AgentTask:
+    def _task(self, step: SleepStep, seconds: float) -> AgentTask:
         match step:
-            case Step.CLOSE:
+            case SleepStep.CLOSE:
                 return self.replica.mark(self._after)
-            case Step.DISCARD:
+            case SleepStep.DISCARD:
                 return DiscardEngine(seconds)
-            case Step.ABORT:
+            case SleepStep.ABORT:
                 return PauseEngine(manager_pb2.PAUSE_MODE_ABORT, seconds)
-            case Step.SLEEP:
+            case SleepStep.SLEEP:
                 return SleepEngine(self._after.level, seconds)
-            case Step.WAKE_WEIGHTS:
+            case SleepStep.WAKE_WEIGHTS:
                 return WakeEngine((WEIGHTS,), seconds)
             case _:
-                assert step is Step.WAKE_KV_CACHE, step
+                assert step is SleepStep.WAKE_KV_CACHE, step
                 return WakeEngine((KV_CACHE,), seconds)
 
     def _discarded(self) -> bool:

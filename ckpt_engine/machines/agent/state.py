@@ -49,7 +49,7 @@ class ReadyWorker:
 
 
 @dataclass
-class Replica:
+class AgentReplica:
     """One replica as its agent sees it.
 
     engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
@@ -203,7 +203,7 @@ class Operation(ABC):
 
     kind: ClassVar[str] = ""
 
-    def __init__(self, replica: Replica, fence: weights_pb2.Fence) -> None:
+    def __init__(self, replica: AgentReplica, fence: weights_pb2.Fence) -> None:
         self.replica = replica
         self.fence = Fence.of(fence)
         self.number = 0
@@ -250,7 +250,7 @@ def acknowledged() -> worker_pb2.AgentReply:
     return worker_pb2.AgentReply(acknowledged=worker_pb2.Acknowledged())
 
 
-def no_order(replica: Replica) -> worker_pb2.AgentReply:
+def no_order(replica: AgentReplica) -> worker_pb2.AgentReply:
     """The answer to a worker that asks for an order when there is none."""
     message = "no such order now: its update is over, or none was asked for"
     return refusal(replica.problem(weights_pb2.Problem.ABORTED, message))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
-from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
+from ckpt_engine.machines.offering import HelloState, MemberKind, OfferingMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -27,7 +27,7 @@ class HolderMachine(OfferingMachine):
         deadlines: Deadlines | None = None,
         filling: manager_pb2.Filling | None = None,
     ) -> None:
-        def hello(told: Told) -> manager_pb2.HolderHello:
+        def hello(told: HelloState) -> manager_pb2.HolderHello:
             return manager_pb2.HolderHello(
                 cluster=told.cluster,
                 kind=kind,
@@ -40,4 +40,4 @@ class HolderMachine(OfferingMachine):
                 digest_format=DIGEST_FORMAT,
             )
 
-        super().__init__(Kind("HolderSession", manager_pb2.HolderMessage, hello, hello), deadlines)
+        super().__init__(MemberKind("HolderSession", manager_pb2.HolderMessage, hello, hello), deadlines)

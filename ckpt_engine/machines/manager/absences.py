@@ -19,9 +19,9 @@ from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.machines.events import Key
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id, speaker
+from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, TrainerRank, member_id, speaker
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import weights_pb2
 
@@ -48,7 +48,7 @@ class Absences:
 
     def __init__(
         self,
-        state: State,
+        state: ManagerState,
         goal: Goal,
         recipients: Recipients,
         timer: Callable[[Key, float], None],
@@ -180,7 +180,7 @@ class Ranks:
         else:
             self._leaves(trainer)
 
-    def back(self, trainer: Trainer) -> None:
+    def back(self, trainer: TrainerRank) -> None:
         """A rank said hello, or published."""
         if not self._course.refusable and trainer.rank not in self._goal.calls:
             self._leaves(trainer)
@@ -189,14 +189,14 @@ class Ranks:
             did = "took back what it had published" if trainer.table is None else "published another table"
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
-    def gone(self, member: Trainer | Holder, alive: bool) -> None:
+    def gone(self, member: TrainerRank | Holder, alive: bool) -> None:
         """Goes on, or refuses, without a source that is read and will not come back. alive: it was connected, and said
         so itself or was sent away."""
-        if alive and isinstance(member, Trainer) and not self._course.refusable:
+        if alive and isinstance(member, TrainerRank) and not self._course.refusable:
             self._leaves(member)
         self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
-    def _leaves(self, trainer: Trainer) -> None:
+    def _leaves(self, trainer: TrainerRank) -> None:
         """A rank lives, and waits for the update no more: its weights may change."""
         if self._goal.sealed is None and trainer.session_id == self._sessions.get(trainer.rank):
             self.left.add(trainer.rank)
@@ -215,5 +215,5 @@ def _cancelled(rank: int) -> weights_pb2.Problem:
     return unavailable(f"the call of rank {rank} was cancelled", ranks=(rank,)).problem
 
 
-def _problem(member: Trainer | Holder, why: str) -> weights_pb2.Problem:
-    return unavailable(why, ranks=(member.rank,) if isinstance(member, Trainer) else ()).problem
+def _problem(member: TrainerRank | Holder, why: str) -> weights_pb2.Problem:
+    return unavailable(why, ranks=(member.rank,) if isinstance(member, TrainerRank) else ()).problem

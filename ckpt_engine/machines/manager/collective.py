@@ -14,7 +14,7 @@ from ckpt_engine.core.transports import collective_transport
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import CollectivePlan, Compiled, WorkerKey
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.members import Trainer
+from ckpt_engine.machines.manager.members import TrainerRank
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_or_collective import CollectiveCandidate, collective_decision
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -187,11 +187,11 @@ class UpdateCollective:
         """Ranks whose part has not ended, as far as is known."""
         return sorted(self._ranks.keys() - self._took.keys() - self._gone)
 
-    def answered(self, trainer: Trainer, body: manager_pb2.TookPart) -> None:
+    def answered(self, trainer: TrainerRank, body: manager_pb2.TookPart) -> None:
         """A rank's part has ended."""
         self._took.setdefault(trainer.rank, body)
 
-    def gone(self, trainer: Trainer) -> None:
+    def gone(self, trainer: TrainerRank) -> None:
         """A rank will not come back."""
         self._gone.add(trainer.rank)
 
@@ -204,7 +204,7 @@ class UpdateCollective:
         plan = None if self._compiled is None else self._compiled.collective
         return [] if plan is None else [plan.plan]
 
-    def _trainers(self) -> dict[int, Trainer]:
+    def _trainers(self) -> dict[int, TrainerRank]:
         return self._state.members.ranks(self._course.goal.lineage)
 
     # -- the end

@@ -12,7 +12,7 @@ from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Key, ManagerTask
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, State
+from ckpt_engine.machines.manager.state import SHORTEST_SECONDS, ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -84,7 +84,7 @@ class UpdateTask:
 class Course:
     """The course of one update: its phase and that one's end, its timers and tasks, and what its callers are told."""
 
-    def __init__(self, state: State, goal: Goal) -> None:
+    def __init__(self, state: ManagerState, goal: Goal) -> None:
         self.state = state
         self.goal = goal
         self.fence = state.next_fill()  # for preparing and sealing

@@ -31,8 +31,8 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Done, FinishCall, RecordForgotten
 from ckpt_engine.machines.manager.lineages import FILES, Lineage, known_lineage, lineages
-from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, Trainer, member_id
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.members import Holder, Member, MemberId, Replica, TrainerRank, member_id
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import selected
 from ckpt_engine.v1 import manager_pb2
 
@@ -66,7 +66,7 @@ class ForgottenWrite:
 class Forgetting:
     """Says which members are to be forgotten; the manager's machine then tells all that must know. Forgets lineages."""
 
-    state: State
+    state: ManagerState
     unused: frozenset[str] = frozenset()  # lineages that nothing used when that was looked last
     unreached: dict[str, None] = field(
         default_factory=dict
@@ -104,7 +104,7 @@ class Forgetting:
             return bool(member.held) or member.filling is not None
         return member.table is not None or member.lineage in self.state.versions.last
 
-    def taken_over(self) -> list[Trainer]:
+    def taken_over(self) -> list[TrainerRank]:
         """Ranks of runs that are gone and whose replicas all belong to others now."""
         versions, trainers = self.state.versions, self.state.members.trainers.values()
         over = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.served_lineages()

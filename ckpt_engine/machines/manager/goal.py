@@ -87,7 +87,7 @@ class Goal:
         return 1 if self.min_replicas is None else self.min_replicas
 
 
-class Coming(NamedTuple):
+class QueuedGoal(NamedTuple):
     """What was called and lacks nothing any more."""
 
     said: str  # what it is, for people

@@ -22,7 +22,7 @@ from ckpt_engine.machines.events import Done, HeldOffer, Joined, JoinSources, Pu
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -54,7 +54,7 @@ class Joining:
 class Holdings:
     """Says where a version can be read: joins what holders hold, and ranks that hold it still, into sources."""
 
-    state: State
+    state: ManagerState
     publications: Publications
     # What was joined last, by version and whether a call asks for it: attempts read ranks, too.
     joinings: dict[tuple[Version, bool], Joining] = field(default_factory=dict)
@@ -187,11 +187,11 @@ def stays_sealed(published: Published) -> bool:
     return all(source.stays_sealed for source in published.sources)
 
 
-def _is_there(state: State, content: Content, source: SourceOffer) -> bool:
+def _is_there(state: ManagerState, content: Content, source: SourceOffer) -> bool:
     return source.outlives or state.members.source(content.identity.lineage, source) is not None
 
 
-def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
+def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
     """Where a version can be read. Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if several lineages
     are meant."""
     readable = _readable(state)
@@ -218,7 +218,7 @@ def located(state: State, request: manager_pb2.LocateVersionRequest) -> manager_
     )
 
 
-def _readable(state: State) -> dict[tuple[str, int], _Readable]:
+def _readable(state: ManagerState) -> dict[tuple[str, int], _Readable]:
     """The readable versions, by lineage and number. Holders come first: they are nearer, or as near."""
     found: dict[tuple[str, int], _Readable] = {}
     for holder in state.members.connected_holders():
@@ -239,7 +239,7 @@ def _readable(state: State) -> dict[tuple[str, int], _Readable]:
     return found
 
 
-def _sealed_tables(state: State, content: Content) -> list[manager_pb2.BlobRef]:
+def _sealed_tables(state: ManagerState, content: Content) -> list[manager_pb2.BlobRef]:
     """Tables of the ranks, or files, that still have the very weights that were sealed."""
     if content.published is None or content.sealed_since:
         return []

@@ -19,7 +19,7 @@ from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Done, ReadCommits
 from ckpt_engine.machines.manager.members import Hello, Replica, speaker
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import Commits
 from ckpt_engine.v1 import manager_pb2
 
@@ -49,7 +49,7 @@ class LedgerRecovery:
     epochs of members that cannot be.
     """
 
-    state: State
+    state: ManagerState
     rolled_back: str = ""
     strangers: dict[str, list[str]] = field(default_factory=dict)
     unbelieved: dict[str, int] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import not_found
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.manager.members import Trainer
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.members import TrainerRank
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2
 
 FILES = "files"
@@ -27,7 +27,7 @@ class Lineage:
 
     name: str
     latest: Version | None = None  # that was committed last; None: none was, or it is forgotten
-    ranks: list[Trainer] = field(default_factory=list)  # also those that lost their session and may come back
+    ranks: list[TrainerRank] = field(default_factory=list)  # also those that lost their session and may come back
     replicas: set[str] = field(default_factory=set)  # that hold a version of it, or are to serve one
     sources: set[str] = field(default_factory=set)  # that have a version of it to read: holders, FILES
 
@@ -49,7 +49,7 @@ class Lineage:
         )
 
 
-def lineages(state: State) -> dict[str, Lineage]:
+def lineages(state: ManagerState) -> dict[str, Lineage]:
     """All of them by name, in the order of their names."""
     found: dict[str, Lineage] = {}
 

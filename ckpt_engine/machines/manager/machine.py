@@ -47,14 +47,14 @@ from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting, For
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
 from ckpt_engine.machines.manager.ledger_recovery import CommitsRead, CommitsRetry, LedgerRecovery
-from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, Trainer, take_beat, tells_nothing
+from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, TrainerRank, take_beat, tells_nothing
 from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
 from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, LateReplicas
 from ckpt_engine.machines.manager.report import Correction
 from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend
-from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, State
+from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, ManagerState
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.update import Entry
@@ -96,7 +96,7 @@ class ManagerMachine:
     ) -> None:
         self._deadlines = deadlines or Deadlines()
         self._software_version = software_version
-        self._state = State.from_ledger(cluster, epoch, self._deadlines, commits, highest, identities)
+        self._state = ManagerState.from_ledger(cluster, epoch, self._deadlines, commits, highest, identities)
         self._members = self._state.members
         self._publications = Publications(self._state)
         self._holdings = Holdings(self._state, self._publications)
@@ -201,7 +201,7 @@ class ManagerMachine:
                 self._goodbye(member, None, now)
             case manager_pb2.Heartbeat():
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
-            case manager_pb2.Publish() if isinstance(member, Trainer):
+            case manager_pb2.Publish() if isinstance(member, TrainerRank):
                 self._publications.publish(member, body)
                 self._updates.back(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
@@ -258,7 +258,7 @@ class ManagerMachine:
         self._forgetting.back(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
             self._updates.gone(member, now, alive=False)
-        if isinstance(member, Trainer):
+        if isinstance(member, TrainerRank):
             self._publications.taken_back(known, member.table)
             self._publications.offered(member)
         elif isinstance(member, Holder):

@@ -19,7 +19,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import HeldOffer, ManagerEvent, Message, Peer, SourceOffer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-MemberT = TypeVar("MemberT", "Trainer", "Holder", "Replica")
+MemberT = TypeVar("MemberT", "TrainerRank", "Holder", "Replica")
 KeyT = TypeVar("KeyT", str, tuple[str, int])
 
 MOST_HELD = 64
@@ -33,7 +33,7 @@ MOST_SHUT = 256
 
 
 @dataclass
-class Trainer:
+class TrainerRank:
     """One trainer rank. peer: None while its session is lost."""
 
     lineage: str
@@ -237,7 +237,7 @@ class Replica:
         return self.unfit
 
 
-Member: TypeAlias = Trainer | Holder | Replica
+Member: TypeAlias = TrainerRank | Holder | Replica
 
 Hello: TypeAlias = manager_pb2.TrainerHello | manager_pb2.HolderHello | manager_pb2.ReplicaHello
 
@@ -270,7 +270,7 @@ MemberId: TypeAlias = RankId | HolderId | ReplicaId
 
 def member_id(member: Member) -> MemberId:
     """The id of a member."""
-    if isinstance(member, Trainer):
+    if isinstance(member, TrainerRank):
         return RankId(member.lineage, member.rank)
     return HolderId(member.source) if isinstance(member, Holder) else ReplicaId(member.name)
 
@@ -280,17 +280,17 @@ class Members:
     """All of them. cluster: this manager's ledger; a member that served another one is refused."""
 
     cluster: str
-    trainers: dict[tuple[str, int], Trainer] = field(default_factory=dict)
+    trainers: dict[tuple[str, int], TrainerRank] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     holders: dict[str, Holder] = field(default_factory=dict)  # by the id of what they offer
     by_peer: dict[Peer, Member] = field(default_factory=dict)
 
-    def ranks(self, lineage: str) -> dict[int, Trainer]:
+    def ranks(self, lineage: str) -> dict[int, TrainerRank]:
         """The known ranks of a lineage, by rank."""
         found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
         return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
 
-    def source(self, lineage: str, offer: SourceOffer) -> Trainer | Holder | None:
+    def source(self, lineage: str, offer: SourceOffer) -> TrainerRank | Holder | None:
         """Whose source it is, if it is connected and still offers this table."""
         if offer.rank is None:
             holder = self.holders.get(offer.source)
@@ -351,7 +351,7 @@ class Members:
         """Forgets a member that said goodbye."""
         if member.peer is not None:
             self.by_peer.pop(member.peer, None)
-        if isinstance(member, Trainer):
+        if isinstance(member, TrainerRank):
             self.trainers.pop((member.lineage, member.rank), None)
         elif isinstance(member, Holder):
             self.holders.pop(member.source, None)
@@ -419,7 +419,7 @@ class Members:
         self.by_peer[peer] = member
         return before
 
-    def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[Trainer, Peer | None]:
+    def trainer_hello(self, peer: Peer, hello: manager_pb2.TrainerHello, now: float) -> tuple[TrainerRank, Peer | None]:
         """Takes a rank in. Raises ABORTED if another process is connected as this rank, and INVALID_ARGUMENT or
         FAILED_PRECONDITION for a hello that does not fit."""
         check_line("a lineage's name", hello.lineage, LINEAGE_BYTES)
@@ -445,7 +445,7 @@ class Members:
                     ranks=(hello.rank, other.rank),
                 )
             self.forget(other)
-        trainer = Trainer(
+        trainer = TrainerRank(
             hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
         )
         before = None if old is None else old.peer
@@ -532,7 +532,7 @@ def _told(said: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
 
 def speaker(member: Member | Hello) -> str:
     """How a member is named to people."""
-    if isinstance(member, Trainer | manager_pb2.TrainerHello):
+    if isinstance(member, TrainerRank | manager_pb2.TrainerHello):
         return f"rank {member.rank} of lineage {member.lineage!r}"
     if isinstance(member, Holder | manager_pb2.HolderHello):
         return holder_id(member.kind, member.name)

@@ -23,16 +23,16 @@ from ckpt_engine.machines.events import (
     RecordRelease,
 )
 from ckpt_engine.machines.manager.lineages import known_lineage, lineages
-from ckpt_engine.machines.manager.members import Replica, Trainer
+from ckpt_engine.machines.manager.members import Replica, TrainerRank
 from ckpt_engine.machines.manager.reconcile import CatchUp, LateReplicas
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-Members = Sequence[Replica | Trainer]
+Members = Sequence[Replica | TrainerRank]
 
 
 def operate(
-    state: State, catch_up: CatchUp, call: Call, request: MemberRequest
+    state: ManagerState, catch_up: CatchUp, call: Call, request: MemberRequest
 ) -> tuple[FinishCall, Members, weights_pb2.Problem | None]:
     """The answer, the members that are to be forgotten, and what they hear: their sessions end for good.
 
@@ -61,7 +61,7 @@ def _operate(
 
 
 def _evict_run(
-    state: State, request: manager_pb2.EvictLineageRequest
+    state: ManagerState, request: manager_pb2.EvictLineageRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
     """Also what the run has left for late replicas is let go."""
     _check_reason(request.reason)
@@ -103,9 +103,9 @@ class HoldWrite:
 
 @dataclass
 class OperatorHolds:
-    """Changes `State.holds`, one write a replica at a time."""
+    """Changes `ManagerState.holds`, one write a replica at a time."""
 
-    state: State
+    state: ManagerState
     catch_up: CatchUp
     late: LateReplicas
     writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: none does

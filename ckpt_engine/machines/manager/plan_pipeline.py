@@ -30,7 +30,7 @@ from ckpt_engine.machines.events import (
     SourceOffer,
 )
 from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
@@ -152,7 +152,7 @@ Stage: TypeAlias = JoinSources | Joined | CompilePlans | Planned | Sealing | Com
 class PlanPipeline:
     """One way from sources, record and workers to plans. What comes for a stage that is over changes nothing."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ManagerState) -> None:
         state.pipelines += 1
         self.number = state.pipelines
         self.stage: Stage | None = None

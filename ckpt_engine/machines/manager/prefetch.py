@@ -34,8 +34,8 @@ from ckpt_engine.machines.manager.relay_facts import (
 )
 from ckpt_engine.machines.manager.relay_filling import (
     FINAL,
-    Filling,
-    Together,
+    PlannedFilling,
+    SharedFilling,
     blobs_of,
     fill_command,
     filled_together,
@@ -63,7 +63,7 @@ class RelayRetry:
     source: str
 
 
-class Prefetch:
+class UpdatePrefetch:
     """The fillings of one update whose root and record are known. why: by relay, whether it is filled."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
@@ -76,17 +76,17 @@ class Prefetch:
         self._keep: Version | None = None  # that filled relays go on holding
         self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
         self._known = KnownNeeds(course.state, recipients, course.goal.published)
-        self._fillings: dict[str, Filling] = {}
+        self._fillings: dict[str, PlannedFilling] = {}
         self._begun = False
         self._routed = 0  # how many were left out when routes were made
         self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
         # One that does not answer on a network is found to be gone after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
         self._along: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
-        self._together = Together()
+        self._together = SharedFilling()
         self.why: dict[str, str] = {}
 
-    def choose(self, compiled: Compiled, before: Prefetch | None) -> None:
+    def choose(self, compiled: Compiled, before: UpdatePrefetch | None) -> None:
         """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
         last = self._state.versions.last.get(self._goal.lineage)
         self._keep = None if last is None else last.identity
@@ -101,7 +101,7 @@ class Prefetch:
             decision = prefetch_decision(name, self._goal.prefetch, self._goal.until, readers[name])
             self.why[name] = decision.why
             if decision.replicas:
-                self._fillings[name] = Filling(name, decision.replicas)
+                self._fillings[name] = PlannedFilling(name, decision.replicas)
         self._make_routes()
 
     def claim(self) -> Claim:
@@ -116,12 +116,12 @@ class Prefetch:
             name for way in ways for name in (*way.upstream, *way.others, *way.early)
         )
 
-    def missing(self) -> list[Filling]:
+    def missing(self) -> list[PlannedFilling]:
         """The relays that are waited for: steps in between only as long as they are waited for."""
         missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
-    def held(self) -> list[Filling]:
+    def held(self) -> list[PlannedFilling]:
         """The relays that hold the version, and say so, and have replicas to be installed from them."""
         return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
 
@@ -259,7 +259,7 @@ class Prefetch:
                 del self._fillings[name]
                 self._from.pop(name, None)
         for name, route in routes.by_relay.items():
-            self._fillings.setdefault(name, Filling(name, ())).route = route
+            self._fillings.setdefault(name, PlannedFilling(name, ())).route = route
         for name, route in routes.by_relay.items():
             self._explain(name, route)
         for name, why in routes.unreached.items():
@@ -302,7 +302,7 @@ class Prefetch:
 
     # -- one relay's turn
 
-    def _step(self, filling: Filling, seconds: float) -> bool:
+    def _step(self, filling: PlannedFilling, seconds: float) -> bool:
         """Whether something has changed."""
         if filling.left_out is not None or not (filling.is_due or filling.failed):
             return False
@@ -329,7 +329,7 @@ class Prefetch:
         return False
 
     def _give_order(
-        self, filling: Filling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
+        self, filling: PlannedFilling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
     ) -> None:
         """Tells it to bring the version by this route."""
         filling.attempts += filling.told is not None
@@ -340,12 +340,12 @@ class Prefetch:
         filling.told, filling.answer = route, None
         self._tell(filling, seconds)
 
-    def _filled_together(self) -> Together:
+    def _filled_together(self) -> SharedFilling:
         """The relays whose turn it is and that are filled together."""
         new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
-        def command(each: Filling) -> manager_pb2.FillRelay:
+        def command(each: PlannedFilling) -> manager_pb2.FillRelay:
             return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
 
         return filled_together(due, self._state.members.holders, command, self._course.relay_fence)
@@ -359,22 +359,22 @@ class Prefetch:
         filling = self._fillings.get(name)
         return filling is not None and self._settled(filling)
 
-    def _settled(self, filling: Filling) -> bool:
+    def _settled(self, filling: PlannedFilling) -> bool:
         """Whether it holds what it ever will. Some of it may be missing: then others that have more are waited for."""
         if filling.ahead or not self._holds(filling):
             return False
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
 
-    def _counts(self, filling: Filling) -> bool:
+    def _counts(self, filling: PlannedFilling) -> bool:
         return filling.left_out is None and not filling.ahead and self._holds(filling)
 
-    def _holds(self, filling: Filling) -> bool:
+    def _holds(self, filling: PlannedFilling) -> bool:
         holder = self._state.members.holders.get(filling.relay)
         if holder is None or holder.peer is None or filling.answer is None:
             return False
         return any(self._is_it(filling, held) for held in holder.held)
 
-    def _is_it(self, filling: Filling, held: Holding) -> bool:
+    def _is_it(self, filling: PlannedFilling, held: Holding) -> bool:
         """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
         return (
             filling.answer is not None and held.identity == self._identity and held.table.digest == filling.answer.table
@@ -394,7 +394,7 @@ class Prefetch:
                 return held.table
         return None
 
-    def _tables(self, filling: Filling) -> dict[str, manager_pb2.BlobRef]:
+    def _tables(self, filling: PlannedFilling) -> dict[str, manager_pb2.BlobRef]:
         """The tables of the relays that it reads, in the order in which equally near ones are asked. One that lacks
         something itself is no reason to try again."""
         found: dict[str, manager_pb2.BlobRef] = {}
@@ -406,7 +406,7 @@ class Prefetch:
 
     # -- what it is told
 
-    def _tell(self, filling: Filling, seconds: float) -> None:
+    def _tell(self, filling: PlannedFilling, seconds: float) -> None:
         holder = self._state.members.holders.get(filling.relay)
         if holder is None or filling.command is None:
             return
@@ -415,7 +415,9 @@ class Prefetch:
         command.deadline_seconds = seconds
         self._state.send(holder, command)
 
-    def _command(self, filling: Filling, route: Route, upstream: list[manager_pb2.BlobRef]) -> manager_pb2.FillRelay:
+    def _command(
+        self, filling: PlannedFilling, route: Route, upstream: list[manager_pb2.BlobRef]
+    ) -> manager_pb2.FillRelay:
         command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
@@ -426,5 +428,5 @@ class Prefetch:
             command.keep_table = self._read.get(filling.relay, b"")
         return command
 
-    def _out(self) -> list[Filling]:
+    def _out(self) -> list[PlannedFilling]:
         return [each for each in self._fillings.values() if each.left_out is not None]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ckpt_engine.machines.events import Done, MergeTables, Published
-from ckpt_engine.machines.manager.members import Member, Trainer
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.members import Member, TrainerRank
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -20,7 +20,7 @@ class Merge:
 
 
 @dataclass
-class Publication:
+class LineagePublication:
     """What one lineage publishes. tables: digests by rank of what `published` or `problem` is about, or of what is
     merged now."""
 
@@ -35,19 +35,19 @@ class Publication:
 class Publications:
     """The publications of all lineages."""
 
-    state: State
-    lineages: dict[str, Publication] = field(default_factory=dict)
+    state: ManagerState
+    lineages: dict[str, LineagePublication] = field(default_factory=dict)
     merges: int = 0
 
-    def get(self, lineage: str) -> Publication:
+    def get(self, lineage: str) -> LineagePublication:
         """What is known of a lineage, if its ranks' tables are still those that were merged."""
         known = self.lineages.get(lineage)
         tables = self._tables(lineage)
         if known is None or tables is None or known.tables != tuple(table.digest for table in tables):
-            return Publication()
+            return LineagePublication()
         return known
 
-    def publish(self, trainer: Trainer, body: manager_pb2.Publish) -> None:
+    def publish(self, trainer: TrainerRank, body: manager_pb2.Publish) -> None:
         """A rank offers something else now, or nothing any more."""
         table = body.table if body.HasField("table") else None
         self.taken_back(trainer, table)
@@ -56,25 +56,25 @@ class Publications:
 
     def taken_back(self, member: Member | None, table: manager_pb2.BlobRef | None) -> None:
         """Relays let go of what a rank has offered until now, unless it is this table: then its memory can be freed."""
-        if not isinstance(member, Trainer) or member.table is None or member.table == table:
+        if not isinstance(member, TrainerRank) or member.table is None or member.table == table:
             return
         for holder in self.state.members.connected_holders():
             if holder.filling is not None:
                 self.state.send(holder, manager_pb2.LetGo(tables=[member.table.digest]))
 
-    def offered(self, trainer: Trainer) -> None:
+    def offered(self, trainer: TrainerRank) -> None:
         """A rank has published (again): merge when all have, and tell what came of it."""
         tables = self._tables(trainer.lineage)
         if tables is None:
             return
-        known = self.lineages.setdefault(trainer.lineage, Publication())
+        known = self.lineages.setdefault(trainer.lineage, LineagePublication())
         digests = tuple(table.digest for table in tables)
         if known.tables == digests and (known.merging or known.published is not None):
             if known.published is not None:
                 self._accept(trainer, known.published)
             return
         self.merges += 1
-        self.lineages[trainer.lineage] = Publication(digests, self.merges, merging=True)
+        self.lineages[trainer.lineage] = LineagePublication(digests, self.merges, merging=True)
         task = MergeTables(trainer.lineage, tables, self.state.deadlines.merge)
         self.state.run(Merge(trainer.lineage, self.merges), task)
 
@@ -98,7 +98,7 @@ class Publications:
         for lineage in [lineage for lineage in self.lineages if lineage not in alive]:
             del self.lineages[lineage]
 
-    def _accept(self, trainer: Trainer, published: Published) -> None:
+    def _accept(self, trainer: TrainerRank, published: Published) -> None:
         self.state.send(trainer, manager_pb2.PublicationAccepted(table=trainer.table, manifest=published.manifest))
 
     def _tables(self, lineage: str) -> tuple[manager_pb2.BlobRef, ...] | None:

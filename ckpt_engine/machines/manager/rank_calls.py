@@ -18,9 +18,9 @@ from functools import partial
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
 from ckpt_engine.machines.events import Call
-from ckpt_engine.machines.manager.goal import Coming, Goal
+from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.publications import Publications
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_options import (
     complete,
     difference,
@@ -58,7 +58,7 @@ class SessionsAbsent:
 class Gather:
     """Calls of one lineage. end: by when the update must have reported, for the most impatient caller."""
 
-    state: State
+    state: ManagerState
     publications: Publications
     lineage: str
     started: float
@@ -231,7 +231,7 @@ class Gathers:
     lonely: lineages that call while none of their ranks has a session.
     """
 
-    state: State
+    state: ManagerState
     publications: Publications
     by_lineage: dict[str, Gather] = field(default_factory=dict)
     turns: dict[str, Goal] = field(default_factory=dict)
@@ -274,10 +274,10 @@ class Gathers:
                 if first:
                     self._wait(gather, now)
 
-    def coming(self) -> list[Coming]:
+    def coming(self) -> list[QueuedGoal]:
         """The lineages that lack nothing, in the order of their turns."""
         return [
-            Coming(f"update of lineage {lineage!r}", goal, partial(self._end, self.by_lineage[lineage]))
+            QueuedGoal(f"update of lineage {lineage!r}", goal, partial(self._end, self.by_lineage[lineage]))
             for lineage, goal in self.turns.items()
         ]
 

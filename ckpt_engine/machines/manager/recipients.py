@@ -13,7 +13,7 @@ from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.manager.report import already_there, left_out, what_became
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -68,7 +68,7 @@ class Recipients:
     carry in the end.
     """
 
-    def __init__(self, state: State, goal: Goal, fill: Fence) -> None:
+    def __init__(self, state: ManagerState, goal: Goal, fill: Fence) -> None:
         self._state = state
         self._goal = goal
         self._fill = fill

@@ -23,7 +23,7 @@ from ckpt_engine.machines.events import Peer
 from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Replica, Unfit
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.turns import Turns
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Content
@@ -71,7 +71,7 @@ class CatchUp:
     `catch_up_retry_most`; a replica that serves is not tried more than CATCH_UP_ATTEMPTS times, since each attempt may
     pause it."""
 
-    state: State
+    state: ManagerState
     holdings: Holdings
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
@@ -252,7 +252,7 @@ def _given_up(replica: Replica, attempts: Attempts) -> bool:
 class LateReplicas:
     """When late replicas are brought up, and what that gives way to. A few of each pool are brought up at a time."""
 
-    state: State
+    state: ManagerState
     catch_up: CatchUp
     turns: Turns
 
@@ -313,7 +313,7 @@ class Drifts:
     """The drifts of all replicas. Looked at after each event that may have changed something, and only at the replicas
     for which it may have."""
 
-    state: State
+    state: ManagerState
     catch_up: CatchUp
     since: dict[str, float] = field(default_factory=dict)  # by replica: monotonic seconds
     revision: int = -1  # of Versions, when all replicas were looked at last

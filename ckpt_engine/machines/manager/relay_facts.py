@@ -13,7 +13,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, WorkerKey
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.recipients import Recipients
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Neighbourhood = tuple[str, str]
@@ -23,12 +23,12 @@ Needs = dict[bytes, manager_pb2.BlobRef]
 """By digest."""
 
 
-def connected_relays(state: State) -> list[Holder]:
+def connected_relays(state: ManagerState) -> list[Holder]:
     """Holders that have a session and say what they can be filled with."""
     return [holder for holder in state.members.connected_holders() if holder.filling is not None]
 
 
-def away(state: State) -> str:
+def away(state: ManagerState) -> str:
     """Names of relays that are known and have no session, and what to do; empty: there are none."""
     lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
     if not lost:
@@ -46,12 +46,12 @@ def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
     return slow({each.source: each.words.measured for each in holders if each.peer is not None})
 
 
-def relay_hosts(state: State) -> frozenset[str]:
+def relay_hosts(state: ManagerState) -> frozenset[str]:
     """Boot ids of the hosts on which relays run that have a session."""
     return frozenset(holder.host.boot_id for holder in connected_relays(state))
 
 
-def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
+def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[str]]:
     """The replicas, by relay, with a worker that reaches it."""
     relays = connected_relays(state)
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
@@ -68,7 +68,7 @@ def near_relays(state: State, recipients: Recipients) -> dict[str, set[str]]:
 
 
 def readers_of(
-    state: State,
+    state: ManagerState,
     recipients: Recipients,
     identity: Version,
     distances: Mapping[WorkerKey, int],
@@ -91,7 +91,7 @@ class KnownNeeds:
     """The needs of all workers whose needs are known against this manifest, also of replicas that are away; by where
     they are, each once."""
 
-    def __init__(self, state: State, recipients: Recipients, published: Published) -> None:
+    def __init__(self, state: ManagerState, recipients: Recipients, published: Published) -> None:
         known = [(worker.host, worker.needs) for worker in recipients.workers()]
         known += [
             (prepared.host, prepared.needs)

@@ -30,7 +30,7 @@ FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
 
 
 @dataclass
-class Filling:
+class PlannedFilling:
     """One relay that is filled.
 
     replicas: that are to be installed from it; none: it is a step in between. route: what it is filled from. command:
@@ -114,7 +114,7 @@ def fill_command(
 
 
 @dataclass(frozen=True)
-class Together:
+class SharedFilling:
     """What relays that are filled together are told of each other.
 
     orders: by relay, what is to be added to its command. why: by relay, a sentence that says what that is for, or
@@ -126,11 +126,11 @@ class Together:
 
 
 def filled_together(
-    fillings: Iterable[Filling],
+    fillings: Iterable[PlannedFilling],
     holders: Mapping[str, Holder],
-    command_of: Callable[[Filling], manager_pb2.FillRelay],
+    command_of: Callable[[PlannedFilling], manager_pb2.FillRelay],
     fence: Fence,
-) -> Together:
+) -> SharedFilling:
     """What relays are told that are now told something for the first time. command_of: what one is told without it, but
     for tables."""
     slow = slow_relays(holders.values())
@@ -174,7 +174,7 @@ def filled_together(
     for over, names in others.items():
         if len(names) > 1 and not all(map(passes_on, over)):
             why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
-    return Together(orders, why)
+    return SharedFilling(orders, why)
 
 
 def _passes_on(holder: Holder) -> weights_pb2.Region:
@@ -187,7 +187,7 @@ def _about(fence: Fence, names: Iterable[str], holders: Mapping[str, Holder]) ->
     return str(fence).encode() + b"".join(f"\0{name}\0{holders[name].session_id}".encode() for name in sorted(names))
 
 
-def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
+def reports(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.RelayReport]:
     """What each relay did."""
     told = {each.relay: (each, each.told or each.route) for each in fillings}
     return [
@@ -203,20 +203,22 @@ def reports(fillings: Iterable[Filling]) -> list[manager_pb2.RelayReport]:
     ]
 
 
-def _filled(filling: Filling) -> manager_pb2.RelayFilled | None:
+def _filled(filling: PlannedFilling) -> manager_pb2.RelayFilled | None:
     """Its answer; without one why there is none, if that is known: it may live, and have been asked for nothing."""
     if filling.answer is not None or filling.left_out is None:
         return filling.answer
     return manager_pb2.RelayFilled(problem=filling.left_out)
 
 
-def blobs_of(fillings: Iterable[Filling]) -> list[manager_pb2.BlobRef]:
+def blobs_of(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.BlobRef]:
     """Blobs that the relays which were told something may fetch."""
     told = [each.command for each in fillings if each.command is not None]
     return [ref for each in told for ref in (each.record, *each.tables, *each.needs, *each.within)]
 
 
-def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer], running: Collection[str]) -> dict[str, str]:
+def lacking(
+    fillings: Iterable[PlannedFilling], sources: Iterable[SourceOffer], running: Collection[str]
+) -> dict[str, str]:
     """What the relay of each replica was not to bring, since it is out of reach. running: boot ids of hosts on which
     relays run."""
     hosts = {source.source: source.host for source in sources}
@@ -228,13 +230,13 @@ def lacking(fillings: Iterable[Filling], sources: Iterable[SourceOffer], running
     }
 
 
-def shortfalls(fillings: Iterable[Filling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
+def shortfalls(fillings: Iterable[PlannedFilling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
     """Why the relay of each replica does not count, or what of the version it has not brought. It names the relay, and
     those that it reads, with their addresses."""
     return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
 
 
-def _shortfall(filling: Filling, holders: Mapping[str, Holder]) -> Problem | None:
+def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Problem | None:
     answer, words = filling.answer, []
     if answer is not None and filling.failed and answer.missing:
         code, count = answer.missing[0].code, answer.missing_cells

@@ -19,7 +19,7 @@ from ckpt_engine.core.reach import Distance
 from ckpt_engine.v1 import manager_pb2
 
 
-class Decision(NamedTuple):
+class WayDecision(NamedTuple):
     """For which replicas a relay is filled, or which a collective updates.
 
     replicas: none: it is not filled, or there is no collective. why: a sentence for people.
@@ -31,7 +31,7 @@ class Decision(NamedTuple):
 
 def prefetch_decision(
     relay: str, prefetch: manager_pb2.Prefetch, until: manager_pb2.Until, readers: Mapping[str, int | None]
-) -> Decision:
+) -> WayDecision:
     """What a relay is filled for.
 
     readers: the replicas that lack the version and reach the relay, each with the distance of the farthest source that
@@ -40,13 +40,15 @@ def prefetch_decision(
     everybody = tuple(sorted(readers))
     names = ", ".join(everybody)
     if not everybody:
-        return Decision((), f"{relay} is not filled: no replica that lacks the version is within its reach")
+        return WayDecision((), f"{relay} is not filled: no replica that lacks the version is within its reach")
     if prefetch == manager_pb2.PREFETCH_NEVER:
-        return Decision((), f"{relay} is not filled: prefetch is 'never'")
+        return WayDecision((), f"{relay} is not filled: prefetch is 'never'")
     if until == manager_pb2.UNTIL_HELD:
-        return Decision(everybody, f"{relay} is filled for {names}: the trainer goes on once relays hold the version")
+        return WayDecision(
+            everybody, f"{relay} is filled for {names}: the trainer goes on once relays hold the version"
+        )
     if prefetch == manager_pb2.PREFETCH_ALWAYS:
-        return Decision(everybody, f"{relay} is filled for {names}: prefetch is 'always'")
+        return WayDecision(everybody, f"{relay} is filled for {names}: prefetch is 'always'")
     far = tuple(name for name in everybody if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY)
     cut_off = [name for name in far if readers[name] is None]
     slow = [name for name in far if (distance := readers[name]) is not None and distance > Distance.HOST_MEMORY]
@@ -58,10 +60,12 @@ def prefetch_decision(
         why = f"these {len(far)} replicas would read the same memory of their host"
     elif far:
         why = f"{far[0]} alone reads the trainer's memory, so filling would add a copy"
-        return Decision((), f"{relay} is not filled: {why}")
+        return WayDecision((), f"{relay} is not filled: {why}")
     else:
-        return Decision((), f"{relay} is not filled: {names} read the trainer's GPUs, nearer than memory of the host")
-    return Decision(far, f"{relay} is filled for {', '.join(far)}: {why}")
+        return WayDecision(
+            (), f"{relay} is not filled: {names} read the trainer's GPUs, nearer than memory of the host"
+        )
+    return WayDecision(far, f"{relay} is filled for {', '.join(far)}: {why}")
 
 
 def in_between(relay: str, children: Sequence[str], whom: str) -> str:
@@ -85,24 +89,28 @@ class CollectiveCandidate(NamedTuple):
     unable: str = ""
 
 
-def collective_decision(asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]) -> Decision:
+def collective_decision(
+    asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]
+) -> WayDecision:
     """Which replicas take part. asked: all that is published is offered over a collective alone. held: callers return
     when relays hold the version. late: a late replica is brought to a version that replicas have already."""
     if late:
-        return Decision((), "no collective: a late replica is brought up without the others")
+        return WayDecision((), "no collective: a late replica is brought up without the others")
     if held:
-        return Decision((), "no collective: the trainer goes on when relays hold the version")
+        return WayDecision((), "no collective: the trainer goes on when relays hold the version")
     wanting = {name: each for name, each in candidates.items() if asked or not (each.direct or each.relay)}
     able = tuple(sorted(name for name, each in wanting.items() if not each.unable))
     unable = "; ".join(f"{name} {wanting[name].unable}" for name in sorted(wanting) if wanting[name].unable)
     if not wanting:
         who = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
-        return Decision((), f"no collective: {who}")
+        return WayDecision((), f"no collective: {who}")
     if not able:
-        return Decision((), f"no collective: {unable}")
+        return WayDecision((), f"no collective: {unable}")
     verb = "is" if len(able) == 1 else "are"
     reason = "the trainer publishes for it alone" if asked else "nothing else brings weights there, and no relay"
-    return Decision(able, f"{_and(able)} {verb} updated by a collective: {reason}" + (f"; {unable}" if unable else ""))
+    return WayDecision(
+        able, f"{_and(able)} {verb} updated by a collective: {reason}" + (f"; {unable}" if unable else "")
+    )
 
 
 def _and(names: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import CorrectOutcome, Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.offering import NOT_FINITE_TOLD
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -228,7 +228,7 @@ class _Open:
 class Corrections:
     """Corrects reports in memory and in the ledger."""
 
-    state: State
+    state: ManagerState
     open: dict[str, _Open] = field(default_factory=dict)  # by replica; the last update that reached it, or was for it
 
     def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]) -> None:

@@ -17,10 +17,10 @@ from functools import partial
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
-from ckpt_engine.machines.manager.goal import Coming, Goal, HeldVersion
+from ckpt_engine.machines.manager.goal import Goal, HeldVersion, QueuedGoal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.lineages import known_lineage, lineages
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_options import complete, difference, replicas_for, selection_of
 from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -57,7 +57,7 @@ class Rollbacks:
     `holdings` keeps what was joined for them.
     """
 
-    state: State
+    state: ManagerState
     holdings: Holdings
     waiting: dict[int, PendingRollback] = field(default_factory=dict)
     running: list[Goal] = field(default_factory=list)
@@ -95,10 +95,10 @@ class Rollbacks:
         asked_for = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
         self.holdings.called = frozenset(identity for identity in asked_for if identity is not None)
 
-    def coming(self) -> list[Coming]:
+    def coming(self) -> list[QueuedGoal]:
         """The rollbacks that lack nothing."""
         return [
-            Coming(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
+            QueuedGoal(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
             for number, asked in self.waiting.items()
             if asked.goal is not None
         ]

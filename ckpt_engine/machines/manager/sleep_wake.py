@@ -14,7 +14,7 @@ from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_options import check_named
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -37,7 +37,7 @@ class SleepWakeCall:
     """Runs one call. Raises at construction: NOT_FOUND for an unknown replica, INVALID_ARGUMENT for one of
     another pool or for an impossible timeout, FAILED_PRECONDITION for a pool without replicas."""
 
-    def __init__(self, state: State, event: SleepCall | WakeCall, now: float) -> None:
+    def __init__(self, state: ManagerState, event: SleepCall | WakeCall, now: float) -> None:
         request = event.request
         check_named(state.members, request.replicas, request.pool)
         if request.timeout_seconds:

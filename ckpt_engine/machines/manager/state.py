@@ -51,7 +51,7 @@ class EpochRetry:
 
 
 @dataclass
-class State:
+class ManagerState:
     """Shared by the manager's parts; each changes only what it is about.
 
     epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
@@ -87,7 +87,7 @@ class State:
         commits: Commits | None = None,
         highest: Sequence[Version] = (),
         identities: Sequence[Version] = (),
-    ) -> State:
+    ) -> ManagerState:
         """The state with which a manager begins."""
         state = cls(Members(cluster), deadlines, [], epoch, epoch, epoch)
         state.versions = Versions.from_ledger(commits or Commits(), highest, identities)

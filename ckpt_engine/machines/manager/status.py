@@ -17,7 +17,7 @@ from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.relay_facts import slow_relays
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -34,7 +34,7 @@ def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
 
 
 def status_of(
-    state: State,
+    state: ManagerState,
     phase: str,
     software_version: str,
     warnings: Sequence[str],
@@ -144,7 +144,7 @@ def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
 
 
 def blobs_in_use(
-    state: State, publications: Publications, holdings: Holdings, updates: Sequence[Update]
+    state: ManagerState, publications: Publications, holdings: Holdings, updates: Sequence[Update]
 ) -> dict[str, list[manager_pb2.BlobRef]]:
     """Blobs that must stay, by what needs them."""
     used = holdings.blobs()
@@ -177,7 +177,7 @@ class Watched:
     settling: bool
 
 
-def watched(state: State, updates: Sequence[Update], settled: bool) -> Watched:
+def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Watched:
     """What watchers are told, as members were heard of last. updates: those that run; at most one of them writes to a
     replica."""
     writing = {name: update for update in updates for name in update.under_way()[0]}

@@ -18,7 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Phase, UpdateTask, UpdateTimer
-from ckpt_engine.machines.manager.goal import Coming, Goal
+from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.plan_pipeline import PlanTask
@@ -26,7 +26,7 @@ from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.rank_calls import GatherEnd, Gathers, SessionsAbsent
 from ckpt_engine.machines.manager.report import Corrections
 from ckpt_engine.machines.manager.rollbacks import RollbackEnd, Rollbacks
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.waits import ReportSearch, WaitEnd, Waits
 from ckpt_engine.v1 import manager_pb2
@@ -39,7 +39,7 @@ class Updates:
     going: those that are not over, in the order in which they began. ended: called with each that is over.
     """
 
-    state: State
+    state: ManagerState
     ended: Callable[[Update], None]
     going: list[Update] = field(default_factory=list)
 
@@ -181,7 +181,7 @@ class Turns:
     updates: those that run.
     """
 
-    state: State
+    state: ManagerState
     publications: Publications
     holdings: Holdings
 
@@ -225,7 +225,7 @@ class Turns:
         claims = {each.call: self.updates.claim(each.goal) for each in self._next(may) if each.call is not None}
         self.state.claims.reserve(claims)
 
-    def coming(self) -> list[Coming]:
+    def coming(self) -> list[QueuedGoal]:
         """What lacks nothing and has not begun, in the order of its turns."""
         return [*self.rollbacks.coming(), *self.gathers.coming()]
 
@@ -238,7 +238,7 @@ class Turns:
                 return True
         return False
 
-    def _next(self, may: Callable[[Goal], bool]) -> list[Coming]:
+    def _next(self, may: Callable[[Goal], bool]) -> list[QueuedGoal]:
         """Those whose turn it is, but for the holders that they need."""
         passed: list[Goal] = []
         found = []

@@ -1,10 +1,10 @@
 """One update that runs, told from its call to its report, as a row of jobs of which one goes on at a time:
 
-- `Seal` prepares replicas, has plans made and sources digest: then the version's root is known.
-- `Place` (`update_relays.py`) has relays bring it, if that helps.
-- `Candidate` is sealed and waits for the update before it, or until it is known whether a caller that left lives.
-- `Commit` writes durably which replicas are to serve it.
-- `Install` tells each replica, and ends when each has an outcome.
+- `SealJob` prepares replicas, has plans made and sources digest: then the version's root is known.
+- `PlaceJob` (`update_relays.py`) has relays bring it, if that helps.
+- `CandidateJob` is sealed and waits for the update before it, or until it is known whether a caller that left lives.
+- `CommitJob` writes durably which replicas are to serve it.
+- `InstallJob` tells each replica, and ends when each has an outcome.
 
 Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on there is no
 refusing: it always ends with an outcome for every replica, at its deadline at the latest. An attempt for one replica,
@@ -31,13 +31,13 @@ from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
 from ckpt_engine.machines.manager.dry_run import foreseen
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.members import Holder, Member, Replica, Trainer
+from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -105,7 +105,7 @@ class Parts:
         return self.course.goal
 
 
-class Seal(Job):
+class SealJob(Job):
     """From the first step to a version whose root is known."""
 
     def __init__(self, parts: Parts) -> None:
@@ -201,8 +201,8 @@ class Seal(Job):
             before = None if parts.before is None else parts.before.relays
             if relays.start(way.compiled, before, now):
                 relays.send(now)
-                return Place(parts, version, relays)
-        return Candidate(parts, version)
+                return PlaceJob(parts, version, relays)
+        return CandidateJob(parts, version)
 
     def _refused(self, now: float) -> Over | None:
         """The end, if those that are left are not enough."""
@@ -218,7 +218,7 @@ class Seal(Job):
 
 
 @dataclass(frozen=True)
-class Place(Job):
+class PlaceJob(Job):
     """Relays are brought a version."""
 
     parts: Parts
@@ -245,11 +245,11 @@ class Place(Job):
 
     def advance(self, now: float) -> Job | None:
         """Goes on; the next job, if nothing is waited for."""
-        return Candidate(self.parts, self.version) if self.relays.advance(now) else None
+        return CandidateJob(self.parts, self.version) if self.relays.advance(now) else None
 
 
 @dataclass(frozen=True)
-class Candidate(Job):
+class CandidateJob(Job):
     """A version that is sealed and not committed yet: every replica of the update before this one is to have an
     outcome, and of a rank whose call was cancelled it is to be known whether it lives."""
 
@@ -276,11 +276,11 @@ class Candidate(Job):
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
         course.run(Entry.INTENT, intent)
-        return Commit(parts, self.version, fence)
+        return CommitJob(parts, self.version, fence)
 
 
 @dataclass(frozen=True)
-class Commit(Job):
+class CommitJob(Job):
     """The intent is on its way to the disk, and may be there already: only the ledger can still refuse."""
 
     parts: Parts
@@ -293,14 +293,13 @@ class Commit(Job):
             if not done.answered:
                 self.parts.course.state.versions.doubt(self.version.identity, self.parts.goal.selection)
             return Over(done.problem)
-        install = Install(self.parts, self.version, self.fence, now)
+        install = InstallJob(self.parts, self.version, self.fence, now)
         install.begin(now)
         return install
 
 
-class Install(Job):
+class InstallJob(Job):
     """The installs: each replica that is prepared is told until it has an outcome; then the report is recorded.
-
     Installs that stall are asked to go back, so that none of them holds the callers until the deadline. Those that
     read the trainer's live memory and may still write are waited for all the same.
 
@@ -364,7 +363,7 @@ class Install(Job):
                 if self._course.phase is Phase.INSTALLING:
                     self._recipients.take_outcome(body, member.name)
                     self._listen()
-            case manager_pb2.TookPart() if isinstance(member, Trainer) and Fence.of(body.fence) == self.fence:
+            case manager_pb2.TookPart() if isinstance(member, TrainerRank) and Fence.of(body.fence) == self.fence:
                 self._collective.answered(member, body)
             case manager_pb2.Progress() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 self._course.progress(member.name, body)
@@ -466,7 +465,9 @@ class Install(Job):
 class Update:
     """Runs towards one goal. over: called once, when nothing is left to do. before: an update whose installs go on."""
 
-    def __init__(self, state: State, goal: Goal, over: Callable[[Update], None], before: Update | None = None) -> None:
+    def __init__(
+        self, state: ManagerState, goal: Goal, over: Callable[[Update], None], before: Update | None = None
+    ) -> None:
         self.state, self.goal = state, goal
         self.course = course = Course(state, goal)
         self.fence, self.number = course.fence, course.number
@@ -481,7 +482,7 @@ class Update:
             PlanPipeline(state),
             before,
         )
-        self._job: Job = Seal(self._parts)
+        self._job: Job = SealJob(self._parts)
         self.report: manager_pb2.UpdateReport | None = None  # once every replica has an outcome
         self.refusal: Problem | None = None  # why it was refused, if it was
 
@@ -515,7 +516,7 @@ class Update:
     @property
     def installs(self) -> Fence | None:
         """The fence of its intent; None before that is decided."""
-        return self._job.fence if isinstance(self._job, Commit | Install) else None
+        return self._job.fence if isinstance(self._job, CommitJob | InstallJob) else None
 
     def describe(self) -> str:
         """What runs, for those that must wait for it."""
@@ -530,7 +531,7 @@ class Update:
 
     def under_way(self) -> tuple[list[str], Version | None]:
         """Which replicas it writes to or is about to, and what: from the intent on, until each has an outcome."""
-        if isinstance(self._job, Commit | Install) and self.phase is not Phase.REPORTING:
+        if isinstance(self._job, CommitJob | InstallJob) and self.phase is not Phase.REPORTING:
             return self._parts.recipients.waiting_for(), self._job.version.identity
         return [], None
 
@@ -545,7 +546,7 @@ class Update:
         self.course.cut = reason
         if self.course.refusable:
             self._refuse(Problem(code=Problem.ABORTED, message=reason))
-        elif isinstance(self._job, Install):
+        elif isinstance(self._job, InstallJob):
             self._job.ask_back(reason)
 
     def outrun(self) -> None:
@@ -562,7 +563,7 @@ class Update:
         before = self._parts.before
         if before is not None and before.phase is Phase.OVER:
             self._parts.before = None
-        if isinstance(self._job, Candidate) or (self.phase is Phase.QUEUEING and not self.course.waits):
+        if isinstance(self._job, CandidateJob) or (self.phase is Phase.QUEUEING and not self.course.waits):
             self._go_on(now)
 
     # -- members come and go
@@ -581,7 +582,7 @@ class Update:
         if not relay and not self._parts.absences.concern(member):
             return
         self._parts.absences.back(member)
-        if isinstance(member, Trainer):
+        if isinstance(member, TrainerRank):
             self._parts.ranks.back(member)
         elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
@@ -601,7 +602,7 @@ class Update:
                 self._go_on(now)
         else:
             self._parts.ranks.gone(member, alive)
-            if isinstance(member, Trainer):
+            if isinstance(member, TrainerRank):
                 self._parts.collective.gone(member)
                 if alive:
                     self._job.send(now)
@@ -623,10 +624,10 @@ class Update:
     def done(self, step: Key, done: Done, now: float) -> None:
         """The ledger has answered."""
         match self._job:
-            case Commit() if step is Entry.INTENT:
+            case CommitJob() if step is Entry.INTENT:
                 self._begin(self._job.written(done, now))
                 self._go_on(now)
-            case Install(reported=report) if step is Entry.REPORT:
+            case InstallJob(reported=report) if step is Entry.REPORT:
                 self._begin(Over(report=report))
 
     def timer(self, step: Key, now: float) -> None:
@@ -637,7 +638,7 @@ class Update:
                 self._send_missing(now)
             case CourseTimer.END:
                 self._out_of_time(now)
-            case CourseTimer.SILENCE if isinstance(self._job, Install):
+            case CourseTimer.SILENCE if isinstance(self._job, InstallJob):
                 self._job.silence()
                 self._go_on(now)
             case CourseTimer.HALF if self.phase is Phase.PREPARING and self._parts.recipients.enough:
@@ -694,6 +695,6 @@ class Update:
         seconds = now - self.course.started
         if self.course.refusable:
             self._refuse(deadline(f"the update was still {self.course.said} after {seconds:.1f} s").problem)
-        elif isinstance(self._job, Install):
+        elif isinstance(self._job, InstallJob):
             self._job.out_of_time(seconds)
             self._go_on(now)

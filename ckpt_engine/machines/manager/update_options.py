@@ -17,7 +17,7 @@ from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.machines.manager.absences import not_there
 from ckpt_engine.machines.manager.members import Members
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2
 
@@ -79,7 +79,7 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
             )
 
 
-def replicas_for(state: State, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
+def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
     """The names of the replicas, in order. options: complete.
 
     Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of

@@ -24,10 +24,10 @@ from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, Jo
 from ckpt_engine.machines.manager.course import Course, Phase
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
-from ckpt_engine.machines.manager.prefetch import Prefetch, RelayAbsent, RelayRetry
+from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry, UpdatePrefetch
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import away, relay_hosts
-from ckpt_engine.machines.manager.relay_filling import Filling
+from ckpt_engine.machines.manager.relay_filling import PlannedFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -39,7 +39,7 @@ class UpdateRelays:
         self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._prefetch = Prefetch(course, recipients, identity, record)
+        self._prefetch = UpdatePrefetch(course, recipients, identity, record)
         self._before: UpdateRelays | None = None
         self._groups = RelayGroups(course, recipients, identity, record)
         self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is settled
@@ -55,7 +55,7 @@ class UpdateRelays:
         return self._begin(now)
 
     def _begin(self, now: float) -> bool:
-        self._prefetch = Prefetch(self._course, self._recipients, self._identity, self._record)
+        self._prefetch = UpdatePrefetch(self._course, self._recipients, self._identity, self._record)
         self._prefetch.choose(self._compiled, None if self._before is None else self._before._prefetch)
         if not self._course.claim(self._prefetch.claim()):
             if not self._queued:
@@ -222,7 +222,7 @@ Problem = weights_pb2.Problem
 class RelayGroup:
     """Relays that together serve some replicas, and how far the plans of these have come."""
 
-    fillings: tuple[Filling, ...]  # of its relays
+    fillings: tuple[PlannedFilling, ...]  # of its relays
     pipeline: PlanPipeline
     unfit: dict[str, Problem] = field(default_factory=dict)  # replicas that no plan can be made for
     out: dict[str, Problem] = field(default_factory=dict)  # relays that failed on it
@@ -269,7 +269,7 @@ class RelayGroups:
         self._record = record
         self._groups: list[RelayGroup] = []
 
-    def start(self, fillings: Sequence[Filling], now: float) -> None:
+    def start(self, fillings: Sequence[PlannedFilling], now: float) -> None:
         """Begins with the relays that hold the version. fillings: theirs."""
         for each in _connected(fillings):
             self._join(each, now)
@@ -336,7 +336,7 @@ class RelayGroups:
         """Blobs that members may fetch, or that are still needed."""
         return [ref for group in self._groups for ref in group.pipeline.blobs()]
 
-    def _join(self, fillings: tuple[Filling, ...], now: float) -> None:
+    def _join(self, fillings: tuple[PlannedFilling, ...], now: float) -> None:
         group = RelayGroup(fillings, PlanPipeline(self._state))
         offers = self._state.members.offers(self._identity)
         self._groups.append(group)
@@ -387,9 +387,9 @@ class RelayGroups:
         self._go_on(group, now)
 
 
-def _connected(fillings: Iterable[Filling]) -> list[tuple[Filling, ...]]:
+def _connected(fillings: Iterable[PlannedFilling]) -> list[tuple[PlannedFilling, ...]]:
     """Groups of relays: those that share a replica are together."""
-    found: list[tuple[Filling, ...]] = []
+    found: list[tuple[PlannedFilling, ...]] = []
     for filling in fillings:
         near = [other for other in found if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
         found = [other for other in found if other not in near] + [

@@ -13,7 +13,7 @@ from typing import cast
 from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import aborted, deadline, invalid, not_found
 from ckpt_engine.machines.events import Call, Done, FindReport, FinishCall, Found
-from ckpt_engine.machines.manager.state import State
+from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -55,7 +55,7 @@ class Waits:
     waiting: by number. ended: reports by version, oldest first.
     """
 
-    state: State
+    state: ManagerState
     waiting: dict[int, Waiting] = field(default_factory=dict)
     ended: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)
     numbers: int = 0

@@ -29,7 +29,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 
 @dataclass(frozen=True)
-class Say:
+class SayLine:
     """One plain line for people."""
 
     line: str
@@ -49,7 +49,7 @@ class NodeTold:
 
 
 @dataclass(frozen=True)
-class Gather:
+class GatherNodes:
     """An event: the engine is to be started. Answered by `AllHere`, or by `NodesMissing` after so many `seconds`."""
 
     seconds: float
@@ -116,12 +116,12 @@ class ShowWord:
     identity: weights_pb2.Identity | None = None
 
 
-LeaderEvent: TypeAlias = Start | NodeTold | Gather | Begin | Look | EndParts | Reply | TimerFired
+LeaderEvent: TypeAlias = Start | NodeTold | GatherNodes | Begin | Look | EndParts | Reply | TimerFired
 LeaderCommand: TypeAlias = (
     Send
     | SetTimer
     | CancelTimer
-    | Say
+    | SayLine
     | AllHere
     | NodesMissing
     | Looked
@@ -177,4 +177,4 @@ class WordsChanged:
 FollowerEvent: TypeAlias = (
     Start | Stop | Message | WorkerAsked | TimerFired | PartStarted | PartFailed | PartEnded | WordsChanged
 )
-FollowerCommand: TypeAlias = Send | SetTimer | CancelTimer | Say | StartPart | EndPart | Reply
+FollowerCommand: TypeAlias = Send | SetTimer | CancelTimer | SayLine | StartPart | EndPart | Reply

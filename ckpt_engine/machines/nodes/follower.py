@@ -32,7 +32,7 @@ from ckpt_engine.machines.nodes.events import (
     PartEnded,
     PartFailed,
     PartStarted,
-    Say,
+    SayLine,
     StartPart,
     WordsChanged,
 )
@@ -42,7 +42,7 @@ BEAT: Key = ("beat",)
 LEASE: Key = ("lease",)
 
 
-class Part(Enum):
+class NodeEngineState(Enum):
     """What there is of this node's part of the engine."""
 
     NONE = 0
@@ -79,7 +79,7 @@ class FollowerMachine:
             transports=transports,
             digest_format=DIGEST_FORMAT,
         )
-        self._part = Part.NONE
+        self._part = NodeEngineState.NONE
         self._ours = b"", 0  # session and generation of the leader that began the part which there is, or was last
         self._command = worker_pb2.NodeCommand()
         self._leads = False  # whether the leader was heard lately
@@ -103,15 +103,15 @@ class FollowerMachine:
             case TimerFired(key):
                 self._timer(key)
             case PartStarted(problem):
-                self._part = Part.NONE if problem else Part.RUNS
+                self._part = NodeEngineState.NONE if problem else NodeEngineState.RUNS
                 self._said.reason = problem
                 if problem:
-                    self._out.append(Say(problem))
+                    self._out.append(SayLine(problem))
                 self._tell()
             case PartFailed(reason):
                 self._failed = reason
             case PartEnded():
-                self._part = Part.NONE
+                self._part = NodeEngineState.NONE
                 self._tell()
             case WordsChanged() | Start():
                 self._tell()
@@ -135,13 +135,13 @@ class FollowerMachine:
 
     def _bring_about(self) -> None:
         """What the leader wants, one step of it."""
-        if self._part is Part.RUNS and (reason := self._over()):
-            self._part = Part.ENDS
+        if self._part is NodeEngineState.RUNS and (reason := self._over()):
+            self._part = NodeEngineState.ENDS
             self._said.reason = reason
-            self._out += [Say(f"{reason}; this part of the engine is ended"), EndPart()]
-        elif self._part is Part.NONE and self._wanted():
+            self._out += [SayLine(f"{reason}; this part of the engine is ended"), EndPart()]
+        elif self._part is NodeEngineState.NONE and self._wanted():
             command = self._command
-            self._part, self._ours, self._failed = Part.STARTS, (command.session_id, command.generation), ""
+            self._part, self._ours, self._failed = NodeEngineState.STARTS, (command.session_id, command.generation), ""
             said = self._said
             said.leader_session, said.generation, said.reason = command.session_id, command.generation, ""
             said.looked = 0  # another leader counts its looks anew
@@ -169,11 +169,11 @@ class FollowerMachine:
         if command.HasField("refused"):
             if command.refused.message != self._refused:
                 self._refused = command.refused.message
-                self._out.append(Say(f"refused by the leader: {self._refused}"))
+                self._out.append(SayLine(f"refused by the leader: {self._refused}"))
             return
         self._refused = ""
         if not self._leads:
-            self._out.append(Say(f"joined the leader at {self._leader}"))
+            self._out.append(SayLine(f"joined the leader at {self._leader}"))
         self._leads = True
         self._out.append(SetTimer(LEASE, self._deadlines.lease))
         self._command = command
@@ -190,14 +190,14 @@ class FollowerMachine:
 
     def _obeys(self, command: worker_pb2.NodeCommand) -> bool:
         """Whether it is about the part that there is here."""
-        there = self._part in (Part.RUNS, Part.ENDS)
+        there = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
         return there and command.run and (command.session_id, command.generation) == self._ours
 
     def _tell(self, request: worker_pb2.WorkerRequest | None = None) -> None:
         """Tells all that there is to tell, and again after a heartbeat."""
         said = self._said
         said.sequence += 1
-        said.running = self._part in (Part.RUNS, Part.ENDS)
+        said.running = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
         message = worker_pb2.NodeMessage(request=request)
         message.MergeFrom(said)
         self._out += [Send(LEADER, message), SetTimer(BEAT, self._deadlines.heartbeat)]

@@ -18,7 +18,7 @@ from ckpt_engine.machines.nodes.events import (
     AllHere,
     Begin,
     EndParts,
-    Gather,
+    GatherNodes,
     LeaderCommand,
     LeaderEvent,
     Look,
@@ -26,7 +26,7 @@ from ckpt_engine.machines.nodes.events import (
     NodesMissing,
     NodeTold,
     PartsEnded,
-    Say,
+    SayLine,
 )
 from ckpt_engine.machines.nodes.far import FarWorkers
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -90,7 +90,7 @@ class LeaderMachine:
         self._generation = 0
         self._port = 0
         self._wrong = ""
-        self._gathering: Gather | None = None
+        self._gathering: GatherNodes | None = None
         self._ending = False
         self._look = 0
         self._looking: set[int] = set()
@@ -128,7 +128,7 @@ class LeaderMachine:
                 self._told(event, now)
             case Reply(question, reply):
                 self._answered(question, reply)
-            case Gather(seconds):
+            case GatherNodes(seconds):
                 self._end()
                 self._gathering = event
                 self._out.append(SetTimer(NOTICE, min(seconds, 3 * self._deadlines.heartbeat)))
@@ -160,7 +160,7 @@ class LeaderMachine:
                 self._tell_all()
                 self._out.append(SetTimer(BEAT, self._deadlines.heartbeat))
             case ("notice",) if self._gathering is not None and (missing := self._missing(now)):
-                self._out.append(Say(f"waiting: {missing} (at {self._leader})"))
+                self._out.append(SayLine(f"waiting: {missing} (at {self._leader})"))
             case ("gather",) if self._gathering is not None and (missing := self._missing(now)):
                 seconds, self._gathering = self._gathering.seconds, None
                 how = f"--nodes {self._count} --node-rank R --leader {self._leader}"
@@ -232,7 +232,7 @@ class LeaderMachine:
             return
         node = self._nodes.get(rank)
         if node is None or node.message.session_id != message.session_id:
-            self._out.append(Say(f"node {rank} has joined"))
+            self._out.append(SayLine(f"node {rank} has joined"))
             if self._far is not None:
                 self._far.lose(rank)  # the words of the agent before it are nobody's any more
             node = self._nodes[rank] = _Node(event.peer, now, message)

@@ -39,7 +39,7 @@ from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayPro
 
 
 @dataclass(frozen=True)
-class HeldVersion:
+class HeldNotice:
     """A version to say that it is held. table, record: serialised."""
 
     identity: Version
@@ -53,10 +53,10 @@ Answer: TypeAlias = RelayFilled | RelayProgress
 
 
 @dataclass
-class _Slot:
+class _SlotState:
     """needs, everything, within: what was asked for when it was filled. since: which filling it was."""
 
-    held: HeldVersion | None = None
+    held: HeldNotice | None = None
     told: RelayFilled | None = None
     needs: frozenset[bytes] = frozenset()
     everything: bool = False
@@ -65,7 +65,7 @@ class _Slot:
 
 
 @dataclass
-class _Work:
+class _FillWork:
     """A command that is carried out. came, until: of the machine's clock. slot: once it is known which."""
 
     command: FillRelay
@@ -88,16 +88,16 @@ class RelayFilling:
         self,
         emit: Callable[[RelayCommand], None],
         send: Callable[[Answer], None],
-        hold: Callable[[tuple[HeldVersion, ...]], None],
+        hold: Callable[[tuple[HeldNotice, ...]], None],
         clock: ManagersClock,
     ) -> None:
         self._emit = emit
         self._send = send
         self._hold = hold
         self._clock = clock
-        self._slots = [_Slot() for _ in range(SLOTS)]
-        self._work: _Work | None = None
-        self._next: _Work | None = None  # waits until `_work`, which it overtook, has ended
+        self._slots = [_SlotState() for _ in range(SLOTS)]
+        self._work: _FillWork | None = None
+        self._next: _FillWork | None = None  # waits until `_work`, which it overtook, has ended
         self._answer: RelayFilled | None = None
         self._count = 0
         self._obeyed = (0, 0)  # epoch and attempt
@@ -112,9 +112,9 @@ class RelayFilling:
         return _turn(body) > self._obeyed
 
     @property
-    def held(self) -> tuple[HeldVersion, ...]:
+    def held(self) -> tuple[HeldNotice, ...]:
         """Each version once, the one that was filled last first."""
-        found: dict[Version, HeldVersion] = {}
+        found: dict[Version, HeldNotice] = {}
         for slot in sorted(self._slots, key=lambda slot: -slot.since):
             if slot.held is not None:
                 found.setdefault(slot.held.identity, slot.held)
@@ -130,7 +130,7 @@ class RelayFilling:
             return
         self._obeyed = _turn(body)
         self._answer = None
-        self._next = _Work(body, now, now + bounded(body.deadline_seconds))
+        self._next = _FillWork(body, now, now + bounded(body.deadline_seconds))
         if self._work is None:
             self._begin(now)
         elif not self._work.overtaken:
@@ -182,13 +182,13 @@ class RelayFilling:
             free = [number for number, slot in enumerate(self._slots) if not _is_read(slot, command)]
         return min(free, key=lambda number: (self._slots[number].held is not None, self._slots[number].since))
 
-    def _run(self, work: _Work, step: str, task: RelayTask) -> None:
+    def _run(self, work: _FillWork, step: str, task: RelayTask) -> None:
         self._count += 1
         work.step = step
         key: Key = ("relay", step, self._count)
         self._emit(Run(key, task))
 
-    def _ended(self, work: _Work, done: Done, now: float) -> None:
+    def _ended(self, work: _FillWork, done: Done, now: float) -> None:
         if work.step == "fill" and done.problem is None:
             self._filled(work, cast(SlotFilled, done.result), now)
         elif work.overtaken or done.problem is not None:
@@ -199,12 +199,12 @@ class RelayFilling:
             seconds = bounded(work.until - now)
             self._run(work, "fill", FillSlot(work.slot, work.command, seconds, work.more))
 
-    def _filled(self, work: _Work, filled: SlotFilled, now: float) -> None:
+    def _filled(self, work: _FillWork, filled: SlotFilled, now: float) -> None:
         command = work.command
         told = RelayFilled(table=blob_digest(filled.table))
         told.MergeFrom(filled.told)
-        self._slots[work.slot] = _Slot(
-            held=HeldVersion(Version.of(command.identity), filled.table, filled.record),
+        self._slots[work.slot] = _SlotState(
+            held=HeldNotice(Version.of(command.identity), filled.table, filled.record),
             told=told,
             needs=_digests(command.needs),
             everything=command.everything,
@@ -216,10 +216,10 @@ class RelayFilling:
 
     def _give_up(self, number: int) -> None:
         if self._slots[number].held is not None:
-            self._slots[number] = _Slot()
+            self._slots[number] = _SlotState()
             self._hold(self.held)
 
-    def _answered(self, work: _Work, told: RelayFilled, now: float) -> None:
+    def _answered(self, work: _FillWork, told: RelayFilled, now: float) -> None:
         self._work = None
         if not work.overtaken:
             answer = RelayFilled()
@@ -242,11 +242,11 @@ def _digests(refs: object) -> frozenset[bytes]:
     return frozenset(ref.digest for ref in cast(tuple[BlobRef, ...], refs))
 
 
-def _is_read(slot: _Slot, command: FillRelay) -> bool:
+def _is_read(slot: _SlotState, command: FillRelay) -> bool:
     return slot.told is not None and slot.told.table == command.keep_table != b""
 
 
-def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
+def _has_a_part(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds some of the version, laid out as this command would have it."""
     if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
         return False
@@ -254,7 +254,7 @@ def _has_a_part(slot: _Slot, command: FillRelay) -> bool:
     return same and slot.within == _digests(command.within) and bool(slot.told.missing_cells)
 
 
-def _serves(slot: _Slot, command: FillRelay) -> bool:
+def _serves(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds all that a command asks for."""
     if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
         return False

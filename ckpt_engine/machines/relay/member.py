@@ -14,8 +14,8 @@ from __future__ import annotations
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines.events import Done, OfferedVersion, Run, Stop, TrainerEvent
 from ckpt_engine.machines.holder.machine import HolderMachine
-from ckpt_engine.machines.relay.machine import Answer, HeldVersion, RelayFilling
-from ckpt_engine.machines.relay.tasks import FillingProgress, LetGoOf, PassedOn
+from ckpt_engine.machines.relay.machine import Answer, HeldNotice, RelayFilling
+from ckpt_engine.machines.relay.tasks import ChunksPassed, FillingProgress, LetGoOf
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KIND = "relay"
@@ -27,7 +27,7 @@ LET_GO_SECONDS = 600.0
 class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
-    Events: those of a holder but which it feeds itself, FillingProgress and PassedOn. Commands: a holder's, Run of
+    Events: those of a holder but which it feeds itself, FillingProgress and ChunksPassed. Commands: a holder's, Run of
     CountSlot and FillSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
     """
 
@@ -51,7 +51,7 @@ class RelayMachine(HolderMachine):
             case FillingProgress():
                 self._filling.progress(event)
                 return
-            case PassedOn():
+            case ChunksPassed():
                 rate = manager_pb2.Rate(bytes_per_second=event.sent.per_second, seconds=event.sent.seconds)
                 said = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
                 self._session.send(said)
@@ -77,7 +77,7 @@ class RelayMachine(HolderMachine):
     def _obeyed(self) -> int:
         return max(super()._obeyed(), self._filling.epoch)
 
-    def _hold(self, versions: tuple[HeldVersion, ...]) -> None:
+    def _hold(self, versions: tuple[HeldNotice, ...]) -> None:
         self._offer(tuple(OfferedVersion(each.table, each.record, each.identity.message()) for each in versions))
 
     def _answer(self, body: Answer) -> None:

@@ -67,7 +67,7 @@ class FillingProgress:
 
 
 @dataclass(frozen=True)
-class PassedOn:
+class ChunksPassed:
     """An event: how fast the filling with this fence and attempt was passed on in all, now that nobody asks for more of
     it. Needs not come."""
 

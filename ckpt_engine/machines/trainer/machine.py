@@ -12,7 +12,7 @@ from ckpt_engine.core.deadlines import Deadlines, bounded
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Done, PartTaken, Run, RunPart, TrainerEvent
-from ckpt_engine.machines.offering import Kind, OfferingMachine, Told
+from ckpt_engine.machines.offering import HelloState, MemberKind, OfferingMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -33,7 +33,7 @@ class TrainerMachine(OfferingMachine):
         host: weights_pb2.Host,
         deadlines: Deadlines | None = None,
     ) -> None:
-        def hello(told: Told) -> manager_pb2.TrainerHello:
+        def hello(told: HelloState) -> manager_pb2.TrainerHello:
             return manager_pb2.TrainerHello(
                 cluster=told.cluster,
                 lineage=lineage,
@@ -46,10 +46,10 @@ class TrainerMachine(OfferingMachine):
                 digest_format=DIGEST_FORMAT,
             )
 
-        def changed(told: Told) -> manager_pb2.Publish:
+        def changed(told: HelloState) -> manager_pb2.Publish:
             return manager_pb2.Publish(table=told.held[0].table if told.held else None)
 
-        super().__init__(Kind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)
+        super().__init__(MemberKind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)
         self._part = Fence()
         self._took: manager_pb2.TookPart | None = None
 

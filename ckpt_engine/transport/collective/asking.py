@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ckpt_engine.core.arming import Answer, Word
+from ckpt_engine.core.arming import BallotAnswer, Word
 from ckpt_engine.core.json_text import load_json
 
 _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
@@ -45,11 +45,11 @@ def voted(data: bytes) -> Voted:
     return found
 
 
-def answer_of(told: Mapping[str, Any]) -> Answer:
+def answer_of(told: Mapping[str, Any]) -> BallotAnswer:
     """What the lead answers. Raises ValueError for what no lead of ours would."""
     try:
         clock = None if told["clock"] is None else float(told["clock"])
-        answer = Answer(Word(told["word"]), clock, bool(told["voted"]), bool(told["aborted"]), str(told["why"]))
+        answer = BallotAnswer(Word(told["word"]), clock, bool(told["voted"]), bool(told["aborted"]), str(told["why"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"no answer of a ballot: {error}") from error
     if clock is not None and not math.isfinite(clock):

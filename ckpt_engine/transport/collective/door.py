@@ -35,7 +35,7 @@ _KNOCKING = 1024
 _AGAIN_SECONDS = 0.1
 
 
-class Door:
+class MeetingDoor:
     """Listens from when it is made. host, port: what members are told. address: where its own process reaches it."""
 
     def __init__(self, advertise: str = "") -> None:
@@ -140,7 +140,7 @@ class Door:
         return known[2], name
 
 
-def door_at(port: int) -> Door | None:
+def door_at(port: int) -> MeetingDoor | None:
     """The door of this process at a port; a forked child has none of its parent's."""
     return _doors.get((os.getpid(), port))
 
@@ -166,4 +166,4 @@ def _bound(host: str) -> socket.socket:
     return tried
 
 
-_doors: weakref.WeakValueDictionary[tuple[int, int], Door] = weakref.WeakValueDictionary()
+_doors: weakref.WeakValueDictionary[tuple[int, int], MeetingDoor] = weakref.WeakValueDictionary()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.cuda.driver import driver
 from ckpt_engine.transport.base import FileMemory, GpuMemory, Memory
-from ckpt_engine.transport.collective.door import Door
+from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.kind import NAME
 from ckpt_engine.v1.weights_pb2 import NcclLocator, Region
 
@@ -19,7 +19,7 @@ class CollectiveLender:
 
     def __init__(self, advertise: str = "") -> None:
         try:
-            self._door = Door(advertise)
+            self._door = MeetingDoor(advertise)
         except OSError as error:
             raise unavailable(
                 f"members of a collective could not find this host: {advertise or 'its loopback'}: {error}; give the "

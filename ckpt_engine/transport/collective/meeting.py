@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from ckpt_engine.core.arming import Answer, Ballot, Ballots, Word
+from ckpt_engine.core.arming import Ballot, BallotAnswer, Ballots, Word
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.transport.collective.asking import Voted, answer_of, voted
@@ -209,12 +209,12 @@ class Meeting:
             answer = self._said(name, asked._replace(verb="ask"))
         return json.dumps({**asdict(answer), "word": answer.word.value}).encode()
 
-    def _said(self, name: str, asked: Voted) -> Answer:
+    def _said(self, name: str, asked: Voted) -> BallotAnswer:
         verb, now = asked.verb, time.monotonic()
         ballot = self._ballots.find(asked.epoch)
         if verb == "leave":
             return self._ballots.leave(asked.epoch, name, asked.why, now, asked.blamed)
-        if isinstance(ballot, Answer):
+        if isinstance(ballot, BallotAnswer):
             return ballot
         if verb == "vote":
             return ballot.vote(name, asked.until, now)
@@ -329,7 +329,7 @@ class Attendance:
         is over, which is the fault of those who have not begun, if there are any."""
         return self._call(LATE if late else END, "", why.encode()).decode(errors="replace")
 
-    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> Answer:
+    def ballot(self, epoch: int, verb: str, **given: float | str | Sequence[str]) -> BallotAnswer:
         """Says "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch.
 
         hold, of the first two: seconds for which the lead may keep an answer back that would only say that the ballot

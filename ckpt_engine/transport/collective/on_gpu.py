@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ckpt_engine.copy.device_work import DeviceWork
-from ckpt_engine.core.collective import Schedule, Step
+from ckpt_engine.core.collective import ExchangeStep, Schedule
 from ckpt_engine.core.problems import CkptEngineError, internal, precondition, unavailable
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.nccl import Communicator, NcclError, nccl
-from ckpt_engine.transport.collective.part import Part, Places
+from ckpt_engine.transport.collective.part import MemberPart, Places
 from ckpt_engine.transport.collective.watch import Watch
 
 AHEAD = 6
@@ -61,7 +61,7 @@ class GpuMember:
                 torch.empty(schedule.slot_bytes, dtype=torch.uint8, device=device)
                 for _ in range(schedule.slots[member])
             ]
-            self._part = Part(schedule, member, slots, dtypes)
+            self._part = MemberPart(schedule, member, slots, dtypes)
             # NCCL's blocks go before those of copies, of which there are enough to fill the GPU.
             self._network, self._copies = (torch.cuda.Stream(device, priority=priority) for priority in (-1, 0))
             torch.cuda.current_stream(device).synchronize()
@@ -88,7 +88,7 @@ class GpuMember:
         try:
             with torch.cuda.device(self._device), torch.inference_mode():
                 with Watch(self._attendance, seconds, self._communicator.abort) as watch:
-                    _Run(self, watch, on_bytes).run()
+                    _GpuRun(self, watch, on_bytes).run()
         except BaseException as error:
             self._broken = str(error)
             self._communicator.abort()
@@ -168,7 +168,7 @@ class GpuMember:
                     time.sleep(_POLL_SECONDS)
 
 
-class _Run:
+class _GpuRun:
     def __init__(self, member: GpuMember, watch: Watch, on_bytes: Callable[[int], None] | None) -> None:
         self._part = member._part
         self._communicator = member._communicator
@@ -214,7 +214,7 @@ class _Run:
         for stream in (self._network, self._copies):
             current.wait_stream(stream)
 
-    def _pack(self, step: Step) -> None:
+    def _pack(self, step: ExchangeStep) -> None:
         """Fills what a step sends, if this member is its source, and not twice."""
         work = self._packs.get(step.round)
         if step.send is None or work is None or step.round <= self._packed_until:
@@ -224,7 +224,7 @@ class _Run:
         self._queue(work)
         self._packed[step.round] = self._event(self._copies)
 
-    def _exchange(self, step: Step) -> None:
+    def _exchange(self, step: ExchangeStep) -> None:
         sends, receives = (
             [] if each is None else [(each.peer, self._part.slots[each.slot].data_ptr(), each.bytes)]
             for each in (step.send, step.receive)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ckpt_engine.copy.copying import TensorCopy
-from ckpt_engine.core.collective import Exchange, Schedule, Step
+from ckpt_engine.core.collective import Exchange, ExchangeStep, Schedule
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.transport.collective.gloo import GlooGroup
 from ckpt_engine.transport.collective.meeting import Attendance
-from ckpt_engine.transport.collective.part import Part, Places
+from ckpt_engine.transport.collective.part import MemberPart, Places
 from ckpt_engine.transport.collective.watch import Watch
 
 LATE_SECONDS = 5.0
@@ -42,7 +42,7 @@ class HostMember:
         seconds: float,
     ) -> None:
         slots = [torch.empty(schedule.slot_bytes, dtype=torch.uint8) for _ in range(schedule.slots[member])]
-        self._part = Part(schedule, member, slots, dtypes)
+        self._part = MemberPart(schedule, member, slots, dtypes)
         self._attendance = attendance
         self.memory = schedule.memory(member)
         self.bytes = 0
@@ -73,7 +73,7 @@ class HostMember:
             raise precondition("no memory is bound to this member of a collective")
         try:
             with Watch(self._attendance, seconds, self._group.abort) as watch:
-                _Run(self._part, self._group, watch, self._packs, self._unpacks, on_bytes).run()
+                _HostRun(self._part, self._group, watch, self._packs, self._unpacks, on_bytes).run()
         except BaseException as error:
             self._broken = str(error)
             self._group.abort()
@@ -88,10 +88,10 @@ class HostMember:
         self._part.slots = []
 
 
-class _Run:
+class _HostRun:
     def __init__(
         self,
-        part: Part,
+        part: MemberPart,
         group: GlooGroup,
         watch: Watch,
         packs: dict[int, TensorCopy],
@@ -127,7 +127,7 @@ class _Run:
     def _side(self, exchange: Exchange | None) -> tuple[int, torch.Tensor] | None:
         return None if exchange is None else (exchange.peer, self._part.view(exchange))
 
-    def _pack(self, step: Step) -> None:
+    def _pack(self, step: ExchangeStep) -> None:
         copy = self._packs.get(step.round)
         if copy is not None and step.round not in self._packed:
             self._packed.add(step.round)
@@ -142,5 +142,5 @@ class _Run:
             self._tell(size)
 
 
-def _used(step: Step) -> set[int]:
+def _used(step: ExchangeStep) -> set[int]:
     return {each.slot for each in (step.send, step.receive) if each is not None}

@@ -33,7 +33,7 @@ class Copies(Protocol):
 Work = TypeVar("Work", bound=Copies)
 
 
-class Part:
+class MemberPart:
     """What one member sends, receives, packs and unpacks. slots: uint8[slot_bytes] each."""
 
     def __init__(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from ckpt_engine.core.arming import Participant, Step
+from ckpt_engine.core.arming import BallotStep, Participant
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.transport.collective.frames import CALL_SECONDS
 from ckpt_engine.transport.collective.meeting import Attendance
@@ -33,13 +33,13 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
     now = time.monotonic()
     part = Participant(patience, CALL_SECONDS, now + seconds, now)
     wait = ASK_SECONDS
-    while (step := part.step(time.monotonic())) not in (Step.GO, Step.BACK, Step.STOP):
+    while (step := part.step(time.monotonic())) not in (BallotStep.GO, BallotStep.BACK, BallotStep.STOP):
         asked = time.monotonic()
         hold = max(0.0, min(HOLD_SECONDS, part.waits_until - asked))
         try:
-            if step is Step.VOTE and part.until is not None:
+            if step is BallotStep.VOTE and part.until is not None:
                 answer = attendance.ballot(epoch, "vote", until=part.until, hold=hold)
-            elif step is Step.GIVE_UP:
+            elif step is BallotStep.GIVE_UP:
                 answer = attendance.ballot(epoch, "give up")
             else:
                 answer = attendance.ballot(epoch, "ask", hold=hold)
@@ -47,8 +47,8 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
             # Nobody can tell this member to go any more: a connection that failed is not used again.
             raise aborted(f"the collective does not begin: {error.problem.message}") from error
         part.took(answer, time.monotonic(), step)
-        if part.step(time.monotonic()) in (Step.ASK, Step.GIVE_UP):
+        if part.step(time.monotonic()) in (BallotStep.ASK, BallotStep.GIVE_UP):
             time.sleep(max(0.0, asked + wait - time.monotonic()))
             wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
-    if step is not Step.GO:
+    if step is not BallotStep.GO:
         raise aborted(f"the collective does not begin: {part.why}")

@@ -32,7 +32,7 @@ Look = Callable[[int], tuple[Allocation, Kind]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AllocationRun:
     """Memory that becomes one region: one allocation, or several end to end that only descriptors can share."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Run:
         return self.stop - self.pointer
 
 
-def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[Run]:
+def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[AllocationRun]:
     """The memory that `spans` (first address, address after the last) lie in, by address, each allocation once."""
     found: dict[int, tuple[Allocation, Kind]] = {}
     for start, stop in sorted(spans):
@@ -65,17 +65,17 @@ def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[Run]:
                 raise invalid(f"the driver says that address {at:#x} lies in {allocation}, which it does not")
             found[allocation.pointer] = allocation, kind
             at = allocation.pointer + allocation.size
-    runs: list[Run] = []
+    runs: list[AllocationRun] = []
     for pointer in sorted(found):
         allocation, kind = found[pointer]
         if runs and kind == PIECES == runs[-1].kind and runs[-1].stop == pointer:
-            runs[-1] = Run(kind, (*runs[-1].parts, allocation))
+            runs[-1] = AllocationRun(kind, (*runs[-1].parts, allocation))
         else:
-            runs.append(Run(kind, (allocation,)))
+            runs.append(AllocationRun(kind, (allocation,)))
     return runs
 
 
-def run_at(runs: Sequence[Run], start: int, stop: int) -> int | None:
+def run_at(runs: Sequence[AllocationRun], start: int, stop: int) -> int | None:
     """Which of `runs` (as runs_of gave them) holds these addresses; None: none does wholly."""
     index = bisect_right(runs, start, key=lambda run: run.pointer) - 1
     return index if index >= 0 and stop <= runs[index].stop else None
@@ -88,7 +88,7 @@ def look(driver: Driver, pointer: int) -> tuple[Allocation, Kind]:
     return driver.allocation(pointer), PIECES if driver.descriptor_capable(pointer) else NOT_SHAREABLE
 
 
-def region_of(driver: Driver, run: Run, id: int, lease: str) -> Region:
+def region_of(driver: Driver, run: AllocationRun, id: int, lease: str) -> Region:
     """The region that lets other processes map a run, as long as the office `lease` is open. Owner's side; in the
     context of the memory's device. Raises CudaDriverError if the driver gives no handle of it."""
     locator = CudaIpcLocator(

@@ -51,7 +51,7 @@ _GATHERED = 256
 _SHORT = 64 << 10
 
 
-class Asked:
+class OwnerRequest:
     """Something that was asked of an owner. landed: bytes of it. Its thread alone writes to it."""
 
     def __init__(self, question: bytes, landing: Sequence[memoryview] = (), answered: bool = True) -> None:
@@ -74,7 +74,7 @@ class Lane:
     def __init__(self, locator: TcpLocator, owner: str, stop_at: float) -> None:
         self.owner = owner
         self._socket = connected(locator, owner, stop_at)
-        self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[OwnerRequest | None] = queue.SimpleQueue()
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
         self.waiting = 0  # bytes that were asked for, less what has landed, as far as the asking thread knows
@@ -82,7 +82,7 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
         self._thread.start()
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: OwnerRequest) -> None:
         """Waits for nothing. Once the lane has failed, what is asked has failed, too."""
         with self._lock:
             if self._problem is None:
@@ -115,7 +115,7 @@ class Lane:
     # -- its thread
 
     def _run(self) -> None:
-        said: deque[Asked] = deque()
+        said: deque[OwnerRequest] = deque()
         problem = unavailable(f"the connection to {self.owner} was severed")
         try:
             while self._say(said):
@@ -152,7 +152,7 @@ class Lane:
                     asked.fail(self._problem)
             self._queue.put(None)
 
-    def _say(self, said: deque[Asked]) -> bool:
+    def _say(self, said: deque[OwnerRequest]) -> bool:
         """Says what is to be said; waits for something if nothing was. False: it is over."""
         while len(said) < _WAITING:
             try:
@@ -166,7 +166,7 @@ class Lane:
             send(self._socket, asked.question)
         return True
 
-    def _receive(self, asked: Asked) -> None:
+    def _receive(self, asked: OwnerRequest) -> None:
         """One answer. Raises Silence, HungUp, INVALID_ARGUMENT for what is none."""
         while True:
             kind, size = wire.read_frame(receive(self._socket, wire.FRAME.size))
@@ -184,7 +184,7 @@ class Lane:
                 raise HungUp("it sends what nobody asked for")
             return
 
-    def _land(self, asked: Asked, size: int) -> None:
+    def _land(self, asked: OwnerRequest, size: int) -> None:
         while size:
             if not asked.landing:
                 raise HungUp("it sends more than it was asked for")
@@ -197,7 +197,7 @@ class Lane:
             asked.landed += got
             size -= got
 
-    def _gather(self, asked: Asked, size: int) -> int:
+    def _gather(self, asked: OwnerRequest, size: int) -> int:
         """Several short runs in one call."""
         parts: list[memoryview] = []
         for view in asked.landing:

@@ -10,10 +10,10 @@ import torch
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, unavailable
-from ckpt_engine.transport.base import Availability, Run
+from ckpt_engine.transport.base import Availability, ByteRun
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import connection, wire
-from ckpt_engine.transport.tcp.connection import Asked, Lane
+from ckpt_engine.transport.tcp.connection import Lane, OwnerRequest
 from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
@@ -22,7 +22,7 @@ REQUEST_BYTES = 8 << 20
 """Of one question, about: several are on their way at any time."""
 
 
-class Lanes:
+class SlotConnections:
     """The connections to one slot of one owner. One thread. owner: as messages name it."""
 
     def __init__(self, locator: TcpLocator, owner: str, seconds: float) -> None:
@@ -51,7 +51,7 @@ class Lanes:
         """Asks for the slot, once for all links that read it."""
         self.check()
         if not self._holding:
-            asked = Asked(wire.question(wire.HOLD))
+            asked = OwnerRequest(wire.question(wire.HOLD))
             self._lanes[0].ask(asked)
             if not asked.over.wait(seconds):
                 self.close()
@@ -68,15 +68,15 @@ class Lanes:
         self._holding.discard(link)
         if not self._holding and self._lending:
             self._lending = b""
-            self._lanes[0].ask(Asked(wire.question(wire.RELEASE), answered=False))
+            self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), answered=False))
 
-    def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[Asked]:
+    def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[OwnerRequest]:
         """Asks for runs of the slot, each to land in its own memory, over the connection that waits for least."""
         if not self._lending:
             raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
         found = []
         for first, last in _requests(runs):
-            asked = Asked(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
+            asked = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
             lane = min(self._lanes, key=lambda each: each.waiting)
             lane.waiting += sum(length for _, length in runs[first:last])
             lane.ask(asked)
@@ -106,7 +106,7 @@ class Lanes:
 class TcpTicket:
     """Runs that were asked for."""
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[OwnerRequest]) -> None:
         self._asked = asked
 
     @property
@@ -125,7 +125,7 @@ class TcpTicket:
 class TcpLink:
     """A region of a slot."""
 
-    def __init__(self, lanes: Lanes, locator: TcpLocator, size: int, landing: torch.Tensor) -> None:
+    def __init__(self, lanes: SlotConnections, locator: TcpLocator, size: int, landing: torch.Tensor) -> None:
         self._lanes = lanes
         self._first = locator.offset
         self._size = size
@@ -134,7 +134,7 @@ class TcpLink:
         self._severed = False
         lanes.links.add(self)
 
-    def read(self, runs: Sequence[Run]) -> TcpTicket:
+    def read(self, runs: Sequence[ByteRun]) -> TcpTicket:
         """See Link. Raises INVALID_ARGUMENT for runs that do not lie in the region, or in the landing memory."""
         for run in runs:
             if not (0 < run.length <= wire.MOST_BYTES and run.remote >= 0 and run.remote + run.length <= self._size):
@@ -182,7 +182,7 @@ class TcpFetcher:
     name = NAME
 
     def __init__(self) -> None:
-        self._lanes: dict[bytes, Lanes] = {}
+        self._lanes: dict[bytes, SlotConnections] = {}
         self._lock = threading.Lock()
 
     def availability(self) -> Availability:
@@ -203,7 +203,7 @@ class TcpFetcher:
             self._lanes = {name: lanes for name, lanes in self._lanes.items() if _is_up(lanes)}
             if key not in self._lanes:
                 owner = f"the relay at {' or '.join(locator.addresses)}"
-                self._lanes[key] = Lanes(locator, owner, min(seconds, connection.ASK_SECONDS))
+                self._lanes[key] = SlotConnections(locator, owner, min(seconds, connection.ASK_SECONDS))
             return TcpLink(self._lanes[key], locator, region.size, landing)
 
 
@@ -221,7 +221,7 @@ def checked(region: Region) -> TcpLocator:
     return locator
 
 
-def _is_up(lanes: Lanes) -> bool:
+def _is_up(lanes: SlotConnections) -> bool:
     try:
         lanes.check()
     except CkptEngineError:

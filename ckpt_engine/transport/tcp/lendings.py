@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate
-from ckpt_engine.transport.tcp.passing import Passing, Runs
+from ckpt_engine.transport.tcp.passing import Runs, TcpPassing
 from ckpt_engine.transport.tcp.wire import LENDING_BYTES, NO_SLOT, TOKEN_BYTES, Hello
 
 NOT_LENT = "another version is brought into it, or none is in it yet; the next plan has another slot"
 
 
 @dataclass(eq=False)
-class _Slot:
+class _LentSlot:
     """token: who shows it may read. lending: while it is lent. size: bytes that were offered of it."""
 
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
@@ -31,7 +31,7 @@ class _Slot:
     refused: bool = True
     size: int = 0
     held: dict[object, float] = field(default_factory=dict)  # readers to since when
-    passing: Passing | None = None  # what it was filled with last, or is being filled with
+    passing: TcpPassing | None = None  # what it was filled with last, or is being filled with
 
 
 class Lendings:
@@ -40,7 +40,7 @@ class Lendings:
     def __init__(self, arena: bytes, slots: int, slot_grace: float) -> None:
         self._arena = arena
         self._grace = slot_grace
-        self._slots = [_Slot() for _ in range(slots)]
+        self._slots = [_LentSlot() for _ in range(slots)]
         self._changed = threading.Condition()
         self._open = True
         self.token = secrets.token_bytes(TOKEN_BYTES)  # who shows it may ask for what is being filled
@@ -104,11 +104,11 @@ class Lendings:
 
     def pass_on(
         self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None] = lambda rate: None
-    ) -> Passing:
+    ) -> TcpPassing:
         """Passes a slot on while it is filled: its chunks may be read one by one. key: 16 bytes that name the filling.
         passed: see Passing."""
         with self._changed:
-            passing = self._slots[slot].passing = Passing(key, chunks, self._changed, passed)
+            passing = self._slots[slot].passing = TcpPassing(key, chunks, self._changed, passed)
             self._changed.notify_all()
             return passing
 
@@ -155,7 +155,7 @@ class Lendings:
         with self._changed:
             self._refuse(self._slots[slot])
 
-    def _refuse(self, found: _Slot) -> None:
+    def _refuse(self, found: _LentSlot) -> None:
         found.refused = True
         if found.passing is not None:
             found.passing.end("another version is brought into its place")

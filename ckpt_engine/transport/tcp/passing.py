@@ -11,7 +11,7 @@ Runs = Sequence[tuple[int, int]]
 """(offset in the slot, length) of what a chunk consists of, in the order in which it is sent."""
 
 
-class Passing:
+class TcpPassing:
     """One filling, as those see it who wait for its chunks. Any thread. over: why nothing of it is sent any more.
     passed: told what was sent in all, on a reader's thread, whenever the last of its readers has left."""
 

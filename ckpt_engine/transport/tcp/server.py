@@ -24,7 +24,7 @@ from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.passer import Passer
-from ckpt_engine.transport.tcp.passing import Passing, Runs
+from ckpt_engine.transport.tcp.passing import Runs, TcpPassing
 from ckpt_engine.transport.tcp.sending import Sender, frames
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
 from ckpt_engine.v1.relay_pb2 import TcpLocator
@@ -105,7 +105,7 @@ class TcpArenaLender:
         size = len(self._bytes)
         return Region(transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None]) -> Passing:
+    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None]) -> TcpPassing:
         """Lends a slot while it is being filled, chunk by chunk as each is verified. See PassesOn."""
         return self._lendings.pass_on(slot, key, chunks, passed)
 
@@ -206,7 +206,7 @@ class TcpArenaLender:
             if asked.slot == wire.NO_SLOT:
                 Passer(connection, self._lendings, sender).serve()
             else:
-                _Reader(connection, asked.slot, self._lendings, sender).serve()
+                _ServedReader(connection, asked.slot, self._lendings, sender).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
@@ -222,7 +222,7 @@ class TcpArenaLender:
             connection.close()
 
 
-class _Reader:
+class _ServedReader:
     """One connection that showed its token."""
 
     def __init__(self, connection: socket.socket, slot: int, lendings: Lendings, sender: Sender) -> None:
@@ -240,13 +240,13 @@ class _Reader:
         finally:
             self._lendings.release(self._slot, self)
 
-    def _answer(self, asked: wire.Question) -> None:
+    def _answer(self, asked: wire.ReaderMessage) -> None:
         try:
             self._answered(asked)
         except Silence as error:
             raise HungUp(f"it takes nothing for {SEND_SECONDS:g} s") from error
 
-    def _answered(self, asked: wire.Question) -> None:
+    def _answered(self, asked: wire.ReaderMessage) -> None:
         if asked.kind == wire.RELEASE:
             self._lendings.release(self._slot, self)
         elif asked.kind == wire.HOLD:

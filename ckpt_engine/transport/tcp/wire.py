@@ -74,7 +74,7 @@ class Hello(NamedTuple):
     token: bytes
 
 
-class Question(NamedTuple):
+class ReaderMessage(NamedTuple):
     """A message of a reader. runs: how many follow it; of PASS the number of a chunk. lending: of PASS the key."""
 
     kind: int
@@ -117,10 +117,10 @@ def passed(key: bytes, chunk: int) -> bytes:
     return QUESTION.pack(PASS, chunk, key)
 
 
-def read_question(data: bytes) -> Question:
+def read_question(data: bytes) -> ReaderMessage:
     """Raises INVALID_ARGUMENT for what nobody asks."""
     try:
-        found = Question(*QUESTION.unpack(data))
+        found = ReaderMessage(*QUESTION.unpack(data))
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no question") from error
     if found.kind not in (HOLD, RELEASE, READ, PASS):

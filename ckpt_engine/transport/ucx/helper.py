@@ -42,7 +42,9 @@ def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: 
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         agent = Agent(name, progress=not reads)
-        helper = _Reader(channel, agent, base, size) if reads else _Lender(channel, agent, base, size, tokens)
+        helper = (
+            _HelperReader(channel, agent, base, size) if reads else _HelperLender(channel, agent, base, size, tokens)
+        )
     except Exception as error:
         channel.send(c.message(c.READY, 0, 0, f"{type(error).__name__}: {error}".encode()[: c.MOST_BYTES // 2]))
         raise
@@ -89,7 +91,7 @@ class _Served:
         return self._base + offset
 
 
-class _Lender(_Served):
+class _HelperLender(_Served):
     """Lets peers read parts of the arena. It is NIXL's thread that answers them."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int, tokens: int) -> None:
@@ -111,7 +113,7 @@ class _Lender(_Served):
         return self._agent.metadata()
 
 
-class _Reader(_Served):
+class _HelperReader(_Served):
     """Reads from one peer at a time into the arena."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:

@@ -42,12 +42,12 @@ class Peer:
 
 
 @dataclass(eq=False)
-class _Lender:
+class _LaneLender:
     helper: Helper
     metadata: bytes = b""
 
 
-class Lanes:
+class UcxLanes:
     """UCX of one arena. Any thread. devices: one entry a lane, as UCX_NET_DEVICES has it.
 
     Made between the arena's mapping and its sealing. descriptor, size: of the arena; address: where this process maps
@@ -64,7 +64,7 @@ class Lanes:
         self.reserved = [0] * SLOTS
         self.tokens = [secrets.token_bytes(_TOKEN_BYTES) for _ in range(SLOTS)]
         self._lock = threading.RLock()
-        self._lenders: dict[int, _Lender] = {}
+        self._lenders: dict[int, _LaneLender] = {}
         self._peers: OrderedDict[tuple[int, bytes], Peer] = OrderedDict()
         board = os.memfd_create("ckpt-engine ucx board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -116,7 +116,7 @@ class Lanes:
                 if lender is None or lender.helper.ended:
                     if lender is not None:
                         lender.helper.kill()
-                    lender = self._lenders[lane] = _Lender(self._server.start(role, devices))
+                    lender = self._lenders[lane] = _LaneLender(self._server.start(role, devices))
                 start = slot * self.slot_bytes
                 size = self.reserved[slot]
                 if lender.helper.registered.get(start, 0) < size:
@@ -185,14 +185,14 @@ def has_rdma() -> bool:
         return False
 
 
-def lanes_on(arena: ArenaMapping, devices: tuple[str, ...] | None = None) -> Lanes | None:
+def lanes_on(arena: ArenaMapping, devices: tuple[str, ...] | None = None) -> UcxLanes | None:
     """UCX of an arena that is not sealed yet; None: it is not to be used. devices: None: those of the settings. Raises
     as Lanes."""
     found = ucx_devices() if devices is None else devices
-    return Lanes(arena.descriptor, arena.size, arena.address, arena.slot_bytes, found) if found else None
+    return UcxLanes(arena.descriptor, arena.size, arena.address, arena.slot_bytes, found) if found else None
 
 
-def lanes_of(address: int, length: int) -> Lanes | None:
+def lanes_of(address: int, length: int) -> UcxLanes | None:
     """The lanes of the arena in which memory of this process lies."""
     for each in list(_all):
         if each.address <= address and address + length <= each.address + each.size:
@@ -200,4 +200,4 @@ def lanes_of(address: int, length: int) -> Lanes | None:
     return None
 
 
-_all: weakref.WeakSet[Lanes] = weakref.WeakSet()
+_all: weakref.WeakSet[UcxLanes] = weakref.WeakSet()

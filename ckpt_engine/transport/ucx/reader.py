@@ -14,10 +14,10 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, unavailable
 from ckpt_engine.core.relay_layout import SLOTS
-from ckpt_engine.transport.base import Availability, Run, source_of
+from ckpt_engine.transport.base import Availability, ByteRun, source_of
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.ucx import channel as c
-from ckpt_engine.transport.ucx.lanes import Lanes, Peer, lanes_of
+from ckpt_engine.transport.ucx.lanes import Peer, UcxLanes, lanes_of
 from ckpt_engine.transport.ucx.packages import installed
 from ckpt_engine.transport.ucx.settings import DEVICES, UCX, ucx_devices
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
@@ -98,7 +98,9 @@ def availability() -> Availability:
 class UcxLink:
     """A connection to an owner, over every lane. One thread."""
 
-    def __init__(self, region: Region, locator: UcxLocator, lanes: Lanes, landing: torch.Tensor, stall: float) -> None:
+    def __init__(
+        self, region: Region, locator: UcxLocator, lanes: UcxLanes, landing: torch.Tensor, stall: float
+    ) -> None:
         self._region = region
         self._locator = locator
         self._lanes = lanes
@@ -134,7 +136,7 @@ class UcxLink:
             peer.failed = True
             raise
 
-    def read(self, runs: Sequence[Run]) -> UcxTicket:
+    def read(self, runs: Sequence[ByteRun]) -> UcxTicket:
         """See Link. Runs that lie side by side travel as one."""
         self._alive()
         for run in runs:
