@@ -116,7 +116,7 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
         app.add_typer(_operations(wanted), name=wanted)
         return app
     if wanted in COMMANDS:
-        kind = _BeforeAnother if wanted == "agent" else TyperCommand
+        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(wanted, TyperCommand)
         function = wanted.replace("-", "_")
         app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
         return app
@@ -205,6 +205,20 @@ class _BeforeAnother(TyperCommand):
         """Says of an unknown option where it may belong."""
         with _hint("An argument of the engine stands behind --: -- {name} ..."):
             return super().parse_args(ctx, args)
+
+
+class _OfACheckpoint(TyperCommand):
+    """A command that names a directory by an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Says of an argument too many which option it may be meant for."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            message = str(getattr(error, "message", ""))
+            if message.startswith("Got unexpected extra argument"):
+                error.message = f"{message}. Name the checkpoint's directory by --checkpoint"  # type: ignore[attr-defined]
+            raise
 
 
 @contextmanager

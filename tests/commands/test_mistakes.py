@@ -148,6 +148,7 @@ def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
         (["--json"], "Missing command"),
         (["--json", "engines"], "No such option: --json"),
         (["trace", "3", "-o", "-", "--timeout", "3"], "only with --wait"),
+        (["update", "weights/7"], "extra argument(s) (weights/7). Name the checkpoint's directory by --checkpoint"),
     ],
 )
 def test_options_that_cannot_be(run: Run, arguments: list[str], words: str) -> None:
