@@ -19,8 +19,8 @@ from tests.reference.tiny_agent import RefusedError, TinyAgent
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, reference_tokens, regrets
 
 Versions = tuple[Version, Version]
-LONG = 200  # tokens; enough that a pause comes in the middle
-BEGUN = 10  # tokens after which a pause is sent
+LONG = 400  # tokens; enough that a pause comes in the middle, and not more than the model has room for
+BEGUN = 3  # tokens after which a pause is sent
 KEEP, ABORT, WAIT, IN_PLACE = (
     manager_pb2.PAUSE_MODE_KEEP,
     manager_pb2.PAUSE_MODE_ABORT,
@@ -244,7 +244,7 @@ async def test_wait_that_cannot_be_kept_leaves_the_engine_running(
 ) -> None:
     version = versions[0]
     async with serving(one_worker, version) as (_, client), one_worker.client(token=True) as control:
-        running = await begin(client, version, 2 * LONG)
+        running = await begin(client, version, LONG)
         refused = await control.post("/pause", json={"mode": "wait", "seconds": 0.1})
         assert refused.status_code == 409
         assert "still run" in refused.json()["detail"]
@@ -350,7 +350,7 @@ async def test_an_install_that_outlives_its_call_never_hides_behind_the_old_vers
 ) -> None:
     old, new = versions
     async with serving(one_worker, old) as (agent, client):
-        running = await begin(client, old, 2 * LONG)
+        running = await begin(client, old, LONG)
         await agent.adapter.pause(KEEP, CALL_SECONDS)
         with pytest.raises(EngineCallError) as caught:
             await agent.install(new.model, new.number, late_seconds=0.6)
