@@ -129,7 +129,7 @@ def measure_pauses(trees: Trees, found: Found) -> None:
         model = make_tiny_qwen3(path / "model", 1)
         with running_cluster(path / "cluster") as cluster:
             for tree in (NOW, BEFORE):
-                command = [sys.executable, "-P", "-m", "ckpt_engine", "replica", "--manager", cluster.address]
+                command = [sys.executable, "-P", "-m", "ckpt_engine", "agent", "--manager", cluster.address]
                 command += ["--engine", "reference", "--model", str(path / "model"), "--name", tree]
                 cluster.replicas.append(Replica(cluster, tree, command, trees.environment(tree)))
             for replica in cluster.replicas:

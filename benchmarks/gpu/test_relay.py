@@ -223,7 +223,7 @@ def test_a_trainer_on_a_gpu_is_held(
                 (worker,) = outcome.message.workers
                 assert [use.transport for use in outcome.transports] == ["relay_memory"], outcome.transports
                 (relay,) = held.relays
-                assert relay.bytes == BYTES
+                assert relay.nbytes == BYTES
                 series.add(
                     held_seconds=seconds,
                     held_report_seconds=held.seconds,

@@ -119,7 +119,7 @@ def test_ten_updates_by_way_of_a_relay_and_back_to_the_ninth(site: Site) -> None
     )
     assert back.returncode == 0, f"{back.stdout}\n{back.stderr}\n{site.replica.tail()}"
     told = json.loads(back.stdout)
-    assert (told["ok"], told["verified"], told["version"]) == (True, True, LAST - 1)
+    assert (told["ok"], told["verified"], told["identity"]["version"]) == (True, True, str(LAST - 1))
     check_serves(site.engine, site.replica, site.models, LAST - 1, LAST - 1)
     status = site.replica.status
     assert status is not None

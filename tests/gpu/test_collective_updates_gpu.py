@@ -86,7 +86,7 @@ def test_how_long_it_takes(two_gpus: Any, tmp_path: Path, capsys: pytest.Capture
     reports = [UpdateReport(ParseDict(each, manager_pb2.UpdateReport())) for each in told]
     replicas = [each.replicas[0] for each in reports]
     with capsys.disabled():
-        print(f"\n{replicas[0].bytes / 1e9:.2f} GB, first update, then medians of {len(told) - 1}:")
+        print(f"\n{replicas[0].nbytes / 1e9:.2f} GB, first update, then medians of {len(told) - 1}:")
         for name in ("pause_seconds", "sync_seconds", "transfer_seconds"):
             values = [float(getattr(each, name)) for each in replicas]
             print(f"  {name}: {values[0] * 1e3:.1f} ms, {statistics.median(values[1:]) * 1e3:.1f} ms")
