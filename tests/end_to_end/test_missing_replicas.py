@@ -112,7 +112,7 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
         away = update(4)
         assert away.exit_code == 1, away.output
         assert "1 of 2 replicas" in away.stdout
-        assert "not_reached" in away.stdout
+        assert "not reached" in away.stdout
         assert "its agent is not connected" in away.stdout
         assert "its engine may still serve version 1 of lineage 'checkpoint'" in away.stdout
         assert served(server.url) == before
