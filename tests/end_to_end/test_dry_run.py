@@ -33,7 +33,7 @@ def test_a_dry_run_tells_what_an_update_then_does(tmp_path: Path, bare_model: Pa
         def update(*options: str) -> Result:
             return run("update", "--manager", cluster.address, "--checkpoint", str(tmp_path / "trained"), *options)
 
-        told = update("--dry-run")
+        told = update("--dry-run", "-v")
         assert told.exit_code == 1, told.output
         assert "dry run of version 0 of checkpoint: an update would bring" in told.stdout
         assert "to 1 of 2 replicas, NOT OK" in told.stdout

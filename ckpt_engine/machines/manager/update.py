@@ -301,7 +301,7 @@ class CommitJob(Job):
 class InstallJob(Job):
     """The installs: each replica that is prepared is told until it has an outcome; then the report is recorded.
     Installs that stall are asked to go back, so that none of them holds the callers until the deadline. Those that
-    read the trainer's live memory and may still write are waited for all the same.
+    read the trainer's live memory are waited for all the same: an agent that was restarted does not know who reads.
 
     fence: of the intent. reported: the report, once every replica has an outcome.
     """
@@ -354,7 +354,7 @@ class InstallJob(Job):
             for name in sorted(changing - ordered):
                 self._recipients.leave_out(name, unavailable(why, replica=name).problem)
         if self._asked_back:
-            self._recipients.abandon(self._asked_back, self._apart())
+            self._recipients.abandon(self._asked_back, self._settled())
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an outcome, or how far a replica is."""
@@ -388,7 +388,7 @@ class InstallJob(Job):
         """Asks replicas to go back, if no byte was written."""
         if self._course.phase is Phase.INSTALLING:
             self._asked_back = reason
-            self._recipients.abandon(reason, self._apart())
+            self._recipients.abandon(reason, self._settled())
             self._listen()
 
     def silence(self) -> None:
@@ -396,15 +396,13 @@ class InstallJob(Job):
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
-        for name in self._apart() if self._course.phase is Phase.INSTALLING else ():
-            heard = self._heard.get(name, manager_pb2.Progress())
-            if heard.goes_back or name not in self._live():
-                stage = f"; it was at {enum_word(manager_pb2.Stage, heard.stage)}" if heard.stage else ""
-                message = (
-                    f"{self._asked_back}, so it was asked to go back, and has not answered{stage}; its agent goes on "
-                    f"by itself{self._recipients.says(name)}"
-                )
-                self._recipients.leave_out(name, deadline(message, replica=name).problem)
+        for name in self._settled() if self._course.phase is Phase.INSTALLING else ():
+            stage = enum_word(manager_pb2.Stage, self._heard.get(name, manager_pb2.Progress()).stage)
+            message = (
+                f"{self._asked_back}, so it was asked to go back, and has not answered (stage {stage}); its agent "
+            )
+            message += f"goes on by itself{self._recipients.says(name)}"
+            self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def out_of_time(self, seconds: float) -> None:
         """Waits no more, `seconds` after the update began."""
@@ -426,6 +424,10 @@ class InstallJob(Job):
         if goal.held is not None or all(source.stays_sealed for source in goal.published.sources):
             return set()
         return set(self._apart()) - (set() if relays is None else relays.ways.keys())
+
+    def _settled(self) -> list[str]:
+        """The replicas without an outcome whose sources stay as they are when the callers return."""
+        return sorted(set(self._apart()) - self._live())
 
     def _apart(self) -> list[str]:
         """The replicas without an outcome that are in no collective: that one ends by a vote of its own."""
