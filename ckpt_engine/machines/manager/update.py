@@ -398,10 +398,8 @@ class InstallJob(Job):
             return
         for name in self._settled() if self._course.phase is Phase.INSTALLING else ():
             stage = enum_word(manager_pb2.Stage, self._heard.get(name, manager_pb2.Progress()).stage)
-            message = (
-                f"{self._asked_back}, so it was asked to go back, and has not answered (stage {stage}); its agent "
-            )
-            message += f"goes on by itself{self._recipients.says(name)}"
+            message = f"{self._asked_back}, so it was asked to go back, and has not answered (stage {stage}); its "
+            message += f"agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def out_of_time(self, seconds: float) -> None:
