@@ -41,10 +41,11 @@ def plan_together(
         return None, found.refused
     sources = {member.name: number for number, member in enumerate(found.members) if member.is_source}
     wants: list[BoxWant] = []
+    transport = collective_transport()
     for number, member in enumerate(found.members):
         if not member.is_source:
             each = workers[member.name]
-            wants += wants_of(plans.workers[each.key], each.needs, number, sources, collective_transport())
+            wants += wants_of(plans.workers[each.key], each.needs, number, sources, transport)
     dtypes = [spec.dtype for spec in plans.publication.manifest.tensors]
     plan = blobs.put(collective_plan(found.members, wants, dtypes))
     lead = _locators(tables[found.members[0].name])[0]
@@ -66,5 +67,6 @@ def _rank(table: SourceTable) -> Rank:
 
 def _locators(table: SourceTable) -> list[bytes]:
     """Locators of the regions that it offers for collectives."""
-    ways = [by_transport(region).get(collective_transport()) for region in table.regions]
+    transport = collective_transport()
+    ways = [by_transport(region).get(transport) for region in table.regions]
     return [way.locator for way in ways if way is not None]

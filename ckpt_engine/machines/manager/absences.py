@@ -151,8 +151,6 @@ class Ranks:
         self._goal = course.goal
         self._refuse = refuse
         self.relays: UpdateRelays | None = None
-        ranks = course.state.members.ranks(self._goal.lineage)
-        self._sessions = {rank: trainer.session_id for rank, trainer in ranks.items()}  # of the processes that seal
         self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
         # no intent is recorded meanwhile
         self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
@@ -198,7 +196,7 @@ class Ranks:
 
     def _leaves(self, trainer: TrainerRank) -> None:
         """A rank lives, and waits for the update no more: its weights may change."""
-        if self._goal.sealed is None and trainer.session_id == self._sessions.get(trainer.rank):
+        if self._goal.sealed is None and trainer.session_id == self._course.sessions.get(trainer.rank):
             self.left.add(trainer.rank)
 
     def _without(self, problem: weights_pb2.Problem) -> bool:

@@ -45,7 +45,6 @@ class UpdateCollective:
         self._workers: dict[WorkerKey, int] = {}
         self._took: dict[int, manager_pb2.TookPart] = {}
         self._gone: set[int] = set()
-        self._sessions: dict[int, str] = {}
         self._candidates: dict[str, CollectiveCandidate] = {}
         self._asked = self._published = False
         self.replicas: frozenset[str] = frozenset()
@@ -77,7 +76,6 @@ class UpdateCollective:
         self._asked = offered and all(way == {transport} for way in ways)
         if goal.sealed is None:
             self._leave_out(candidates)
-        self._sessions = {rank: trainer.session_id for rank, trainer in self._trainers().items()}
         self._candidates = candidates
         self._decide()
         return bool(self.replicas)
@@ -171,7 +169,7 @@ class UpdateCollective:
         """Tells, again, every rank that has not answered."""
         trainers = self._trainers()
         for rank in self.waiting_for():
-            if rank in trainers and trainers[rank].session_id != self._sessions.get(rank):
+            if rank in trainers and trainers[rank].session_id != self._course.sessions.get(rank):
                 self._gone.add(rank)  # another process, which has sealed nothing of this
             elif rank in trainers:
                 part = manager_pb2.TakePart(

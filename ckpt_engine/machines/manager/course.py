@@ -89,6 +89,8 @@ class Course:
         self.goal = goal
         self.fence = state.next_fill()  # for preparing and sealing
         self.number = self.fence.epoch
+        ranks = state.members.ranks(goal.lineage)
+        self.sessions = {rank: trainer.session_id for rank, trainer in ranks.items()}  # of the processes that seal
         self.relay_fence = self.fence  # for filling relays; a later one if they were told a higher one meanwhile
         self.phase = Phase.PREPARING
         self.started = 0.0  # monotonic seconds

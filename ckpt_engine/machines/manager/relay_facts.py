@@ -56,8 +56,9 @@ def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[st
     relays = connected_relays(state)
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
+    transport = relay_transport()
     for worker in recipients.workers():
-        if relay_transport() not in worker.transports:
+        if transport not in worker.transports:
             continue
         around = _around(worker.host)
         if around not in near:

@@ -396,7 +396,7 @@ class InstallJob(Job):
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
-        for name in self._settled() if self._course.phase is Phase.INSTALLING else ():
+        for name in self._settled():
             stage = enum_word(manager_pb2.Stage, self._heard.get(name, manager_pb2.Progress()).stage)
             message = f"{self._asked_back}, so it was asked to go back, and has not answered (stage {stage}); its "
             message += f"agent goes on by itself{self._recipients.says(name)}"
@@ -412,8 +412,7 @@ class InstallJob(Job):
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def _changing(self) -> set[str]:
-        """The replicas without an outcome that read memory which may change from now on. (Those of a collective end it
-        by their own vote.)"""
+        """Those of `_live` that read what may change from now on, since a rank has left its call."""
         return self._live() if self.parts.ranks.left else set()
 
     def _live(self) -> set[str]:
@@ -638,7 +637,7 @@ class Update:
                 self._send_missing(now)
             case CourseTimer.END:
                 self._out_of_time(now)
-            case CourseTimer.SILENCE if isinstance(self._job, InstallJob):
+            case CourseTimer.SILENCE if isinstance(self._job, InstallJob) and self.phase is Phase.INSTALLING:
                 self._job.silence()
                 self._go_on(now)
             case CourseTimer.HALF if self.phase is Phase.PREPARING and self._parts.recipients.enough:
