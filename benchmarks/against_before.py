@@ -1,11 +1,12 @@
 """What the gateway and an agent's calls cost in this tree and in another one, in turns: `before` is a path to it.
 
 `.venv/bin/python -m benchmarks.against_before BEFORE [RESULT.json]`, with BEFORE a checkout or an unpacked archive of
-another commit. It measures, and decides nothing. A gateway process of each tree stands before the same paced engines.
-What counts is the time for which the processors ran it, as the scheduler counts it in nanoseconds, for a token that
-went through: it says nearly the same on a busy machine as on a quiet one. The calls of an agent are those of a pause,
-to one such engine; the pauses of updates are those of two replicas of the reference engine, one with each tree's agent.
-`chrt -f 20` before the command (root) puts all that is measured before other work of the machine.
+another commit, whose agents are started by `ckpt-engine agent`. It measures, and decides nothing. A gateway process
+of each tree stands before the same paced engines. What counts is the time for which the processors ran it, as the
+scheduler counts it in nanoseconds, for a token that went through: it says nearly the same on a busy machine as on a
+quiet one. The calls of an agent are those of a pause, to one such engine; the pauses of updates are those of two
+replicas of the reference engine, one with each tree's agent. `chrt -f 20` before the command (root) puts all that is
+measured before other work of the machine.
 """
 
 from __future__ import annotations

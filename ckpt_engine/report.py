@@ -340,19 +340,24 @@ def _whole(report: UpdateReport) -> str:
         would = f"an update would bring {human_bytes(report.nbytes)} to {planned} of {count} replicas"
         return f"dry run of {name}: {would}{'' if report.ok else ', NOT OK'}"
     if report.held:
-        return f"{name}: held by relays after {report.seconds:.2f} s, installs go on"
-    serving = sum(replica.ok for replica in report.replicas)
-    state = _state(report)
-    return f"{name}: {serving} of {count} replicas serve it after {report.seconds:.2f} s, {state}"
+        return f"{name}: {_held(report)}"
+    return f"{name}: {_serving(report)} of {count} replicas serve it after {report.seconds:.2f} s, {_state(report)}"
+
+
+def _serving(report: UpdateReport) -> int:
+    return sum(replica.ok for replica in report.replicas)
+
+
+def _held(report: UpdateReport) -> str:
+    return f"held by relays after {report.seconds:.2f} s, installs go on"
 
 
 def _state(report: UpdateReport) -> str:
     """Whether that is well, and what does not count."""
-    serving = sum(replica.ok for replica in report.replicas)
     state = ("verified" if report.verified else "not verified") if report.ok else "NOT OK"
     held = sum(replica.operator_hold for replica in report.replicas)
     misfits = sum(replica.cannot_load for replica in report.replicas)
-    if report.ok and serving + held + misfits < len(report.replicas):
+    if report.ok and _serving(report) + held + misfits < len(report.replicas):
         state += ", as many as were asked for"
     if held:
         state += f", {held} held by an operator"
@@ -433,11 +438,10 @@ def _foreseen(report: UpdateReport) -> str:
 
 def _table(report: UpdateReport) -> str:
     """What an update did: a row a replica."""
-    serving = sum(replica.ok for replica in report.replicas)
-    reached = f"{serving} of {len(report.replicas)} replicas"
+    reached = f"{_serving(report)} of {len(report.replicas)} replicas"
     what = f"{human_bytes(report.nbytes)} to {reached} in {report.seconds:.2f} s, {_state(report)}"
     if report.held:
-        what = f"held by relays after {report.seconds:.2f} s, installs go on"
+        what = _held(report)
     head = (
         f"version {report.version} of {report.lineage} (root {report.root[:12]}, epoch {report.epoch}): "
         f"{report.message.tensors} tensors, {what}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_engine.agent.launched import LaunchSettings, Restart
-from ckpt_engine.commands.choices import Level, LogForm, Mode
+from ckpt_engine.commands.choices import Level, LogForm, Mode, Policy
 from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
@@ -41,14 +41,6 @@ class Beside(StrEnum):
     """Whether a relay is started beside the agent."""
 
     AUTO = "auto"
-    NEVER = "never"
-
-
-class Check(StrEnum):
-    """Which engines are checked before their first update."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
     NEVER = "never"
 
 
@@ -136,12 +128,12 @@ def agent(
         int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
     ] = _HOLD.bytes,
     check_engine: Annotated[
-        Check,
+        Policy,
         typer.Option(
             envvar="CKPT_ENGINE_CHECK_ENGINE",
             help="Check an engine before its first update, by its own loader: auto: if no test has run its version.",
         ),
-    ] = Check.AUTO,
+    ] = Policy.AUTO,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Deadline = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,

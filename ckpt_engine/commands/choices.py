@@ -23,8 +23,8 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
-class PrefetchChoice(StrEnum):
-    """Whether relays are filled before anything is paused: see docs/relays.md."""
+class Policy(StrEnum):
+    """Whether something is done: where a rule of its own says so (auto), always, or never."""
 
     AUTO = "auto"
     ALWAYS = "always"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.commands.choices import Dtype, GpuLink, PrefetchChoice, TrainerMemory, Until
+from ckpt_engine.commands.choices import Dtype, GpuLink, Policy, TrainerMemory, Until
 from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.progress import refused
 from ckpt_engine.core.problems import CkptEngineError
@@ -56,8 +56,8 @@ def plan(
     relay_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each relay may take, such as 200GiB.")] = "",
     host_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each host has, such as 2TiB.")] = "",
     prefetch: Annotated[
-        PrefetchChoice, typer.Option(help="Whether relays bring the weights before anything is paused.")
-    ] = PrefetchChoice.AUTO,
+        Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
+    ] = Policy.AUTO,
     until: Annotated[Until, typer.Option(help="When the trainer's call returns.")] = Until.INSTALLED,
     rates: Annotated[Path | None, typer.Option(help="A JSON file of rates that you measured: docs/plan.md.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print every edge, as one JSON object.")] = False,

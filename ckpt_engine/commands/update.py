@@ -11,7 +11,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
-from ckpt_engine.commands.choices import PauseMode, PrefetchChoice, Until
+from ckpt_engine.commands.choices import PauseMode, Policy, Until
 from ckpt_engine.commands.options import Timeout, configured_deadlines
 from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
 from ckpt_engine.connection import checked_address
@@ -61,8 +61,8 @@ def update(
         list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
     ] = None,
     prefetch: Annotated[
-        PrefetchChoice, typer.Option(help="Whether relays bring the weights before anything is paused.")
-    ] = PrefetchChoice.AUTO,
+        Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
+    ] = Policy.AUTO,
     until: Annotated[
         Until, typer.Option(help="Return when all replicas have an outcome, or when relays hold the weights.")
     ] = Until.INSTALLED,

@@ -8,7 +8,7 @@ import uuid
 from contextlib import aclosing
 from typing import Any
 
-from ckpt_engine.gateway.dialect import Asked, Dialect
+from ckpt_engine.gateway.dialect import Dialect, ParsedRequest
 from ckpt_engine.gateway.journey import Journey, Wishes
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.stitching import AnswerPiece, Stitch
@@ -19,7 +19,9 @@ class Answering:
     """Answers one request. Run `work` once; what there is so far is in `so_far`, also after it failed or was
     cancelled."""
 
-    def __init__(self, placing: Placing, dialect: type[Dialect], asked: Asked, wishes: Wishes, writer: Writer) -> None:
+    def __init__(
+        self, placing: Placing, dialect: type[Dialect], asked: ParsedRequest, wishes: Wishes, writer: Writer
+    ) -> None:
         self._placing, self._wishes, self._writer = placing, wishes, writer
         self._asked = asked
         self._dialect = dialect(asked, uuid.uuid4().hex, int(time.time()))

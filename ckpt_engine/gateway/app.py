@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
-from ckpt_engine.gateway.dialect import Asked
+from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
 from ckpt_engine.gateway.json_numbers import load_asked
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
@@ -161,7 +161,7 @@ class Gateway:
         body = body_of(data, self.placing.settings.body_values)
         engines = self.placing.engines
         dialect = engines.dialects.get(route)
-        asked: Asked | None = None if dialect is None else dialect.read(body)
+        asked: ParsedRequest | None = None if dialect is None else dialect.read(body)
         prompt = asked.singles[0].prompt if asked else ()
         session = asked.session if asked else str(body.get("user") or "")
         wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
@@ -355,7 +355,7 @@ def body_of(data: bytes, most: int) -> dict[str, Any]:
     return body
 
 
-def _text_key(body: Mapping[str, Any], asked: Asked | None) -> str:
+def _text_key(body: Mapping[str, Any], asked: ParsedRequest | None) -> str:
     """What stands for the session of a text: its beginning."""
     if asked is not None:
         return ""

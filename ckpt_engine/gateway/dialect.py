@@ -23,7 +23,7 @@ SAMPLES = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request whose prompts are ids. not_resumable: why it is not, empty: it is. whole: engines do not stream what it
     asks for, so it is passed on as it came."""
 
@@ -45,10 +45,10 @@ class Dialect(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         """None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400) for what cannot be."""
 
-    def __init__(self, asked: Asked, identifier: str, created: int) -> None:
+    def __init__(self, asked: ParsedRequest, identifier: str, created: int) -> None:
         """identifier, created: of the answer."""
         self.asked, self.identifier, self.created = asked, identifier, created
 

@@ -86,7 +86,7 @@ def test_choices_are_those_that_there_are(run: Run) -> None:
     modes = {enum_word(manager_pb2.Mode, number) for number in manager_pb2.Mode.values() if number}
     assert {each.value for each in choices.Mode} == modes
     assert {each.value for each in choices.PauseMode} == set(PAUSE_MODES)
-    assert {each.value for each in choices.PrefetchChoice} == set(PREFETCH)
+    assert {each.value for each in choices.Policy} == set(PREFETCH)
     assert {each.value for each in choices.Until} == set(UNTIL)
     assert {each.value for each in choices.Tag} == set(TAGS)
     assert {each.value for each in choices.TrainerMemory} == set(MEMORIES)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.gateway import dialect
-from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.dialect import Dialect, MalformedError, ParsedRequest
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.resumability import (
     BEAM,
@@ -73,7 +73,7 @@ class Generate(Dialect):
     route: ClassVar[str] = "/generate"
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         if body.get("input_ids") is None and ("text" in body or "input_embeds" in body):
             return None
         given = dialect.prompts(body.get("input_ids"), "input_ids")
@@ -91,7 +91,7 @@ class Generate(Dialect):
             raise bad_request(f"{len(singles)} samples, {dialect.SAMPLES} are the most of one request")
         if len(singles) % len(given):
             raise bad_request("sampling_params.n must be the same for all prompts")
-        return Asked(
+        return ParsedRequest(
             body,
             tuple(singles),
             dialect.truth(body.get("stream"), "stream"),

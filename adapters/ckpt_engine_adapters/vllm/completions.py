@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.gateway import dialect
-from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.dialect import Dialect, MalformedError, ParsedRequest
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError, bad_request
 from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
-from ckpt_engine.gateway.single import Single, leg_seed
+from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import STOP, AnswerPiece, Finish, Stitch
 from ckpt_engine.gateway.versions import Label
-from ckpt_engine_adapters.vllm.fields import COMPLETIONS, finish_of
+from ckpt_engine_adapters.vllm.fields import COMPLETIONS, counted, finish_of
 
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")
 
@@ -24,7 +24,7 @@ class Completions(Dialect):
     of_any_engine: ClassVar[bool] = True
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         given = dialect.prompts(body.get("prompt"), "prompt")
         if given is None:
             return None
@@ -42,7 +42,7 @@ class Completions(Dialect):
             for sample in range(count):
                 drawn = None if seed is None else seed + sample
                 singles.append(Single(cut, most, least, drawn, stops, echo, body))
-        return Asked(
+        return ParsedRequest(
             body,
             tuple(singles),
             dialect.truth(body.get("stream"), "stream"),
@@ -56,12 +56,7 @@ class Completions(Dialect):
         single, offset = stitch.single, len(stitch.tokens)
         body = travelling(single.fields, COMPLETIONS, first=not stitch.begun)
         body |= {"prompt": [*single.prompt, *stitch.tokens], "max_tokens": stitch.remaining, "request_id": identifier}
-        if single.min_tokens:
-            body["min_tokens"] = max(0, single.min_tokens - offset)
-        if single.seed is not None:
-            body["seed"] = leg_seed(single.seed, offset)
-        if "truncate_prompt_tokens" in single.fields and self.asked.not_resumable:
-            body["truncate_prompt_tokens"] = single.fields["truncate_prompt_tokens"]
+        body |= counted(single, single.fields, offset, not self.asked.not_resumable)
         return {**body, "stream": True, "return_token_ids": True}
 
     def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:

@@ -3,6 +3,7 @@ mean is gateway/resumability.py's to say."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt_engine.gateway.resumability import (
@@ -21,6 +22,7 @@ from ckpt_engine.gateway.resumability import (
     Table,
     rules,
 )
+from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish
 
 _VLLM_SAMPLING: dict[str, FieldRule] = {
@@ -79,3 +81,17 @@ def finish_of(reason: Any, stop_reason: Any) -> Finish | None:
         return None
     kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
     return Finish(kind, reason, stop_reason)
+
+
+def counted(single: Single, given: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
+    """What a leg is asked that begins after `offset` tokens, where both dialects say the same: how many tokens it makes
+    at least, and its seed. given: where the caller's own fields of these names stand. A prompt that only the engine can
+    truncate is truncated by the one leg that there is, so not if the request is resumable."""
+    asked: dict[str, Any] = {}
+    if single.min_tokens:
+        asked["min_tokens"] = max(0, single.min_tokens - offset)
+    if single.seed is not None:
+        asked["seed"] = leg_seed(single.seed, offset)
+    if "truncate_prompt_tokens" in given and not resumable:
+        asked["truncate_prompt_tokens"] = given["truncate_prompt_tokens"]
+    return asked

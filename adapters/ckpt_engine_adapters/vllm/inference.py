@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.gateway import dialect
-from ckpt_engine.gateway.dialect import Asked, Dialect, MalformedError
+from ckpt_engine.gateway.dialect import Dialect, MalformedError, ParsedRequest
 from ckpt_engine.gateway.resumability import judge, not_streamed, travelling
-from ckpt_engine.gateway.single import Single, leg_seed
+from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import STOP, AnswerPiece, Finish, Stitch
-from ckpt_engine_adapters.vllm.fields import INFERENCE, INFERENCE_SAMPLING, finish_of
+from ckpt_engine_adapters.vllm.fields import INFERENCE, INFERENCE_SAMPLING, counted, finish_of
 
 
 class Inference(Dialect):
@@ -19,7 +19,7 @@ class Inference(Dialect):
     route: ClassVar[str] = "/inference/v1/generate"
 
     @classmethod
-    def read(cls, body: Mapping[str, Any]) -> Asked | None:
+    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         where = "sampling_params."
         prompt = dialect.ids(body.get("token_ids"), "token_ids")
         params = dialect.an_object(body.get("sampling_params"), "sampling_params")
@@ -36,7 +36,7 @@ class Inference(Dialect):
         ]
         whole = not_streamed(body, INFERENCE) or not_streamed(params, INFERENCE_SAMPLING)
         stream = dialect.truth(body.get("stream"), "stream")
-        return Asked(body, tuple(singles), stream, "; ".join(filter(None, reasons)), whole)
+        return ParsedRequest(body, tuple(singles), stream, "; ".join(filter(None, reasons)), whole)
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
         single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
@@ -45,12 +45,7 @@ class Inference(Dialect):
             params["max_tokens"] = stitch.remaining
         elif "max_tokens" in single.sampling:
             params["max_tokens"] = None
-        if single.min_tokens:
-            params["min_tokens"] = max(0, single.min_tokens - offset)
-        if single.seed is not None:
-            params["seed"] = leg_seed(single.seed, offset)
-        if "truncate_prompt_tokens" in single.sampling and self.asked.not_resumable:
-            params["truncate_prompt_tokens"] = single.sampling["truncate_prompt_tokens"]
+        params |= counted(single, single.sampling, offset, not self.asked.not_resumable)
         body = travelling(single.fields, INFERENCE, first)
         body |= {"token_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "request_id": identifier, "stream": True}
