@@ -142,7 +142,6 @@ def test_of_a_part_that_is_all_there_will_ever_be_only_whole_cells_are_held() ->
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_fifty_thousand_tensors_are_laid_out_without_looking_at_each_pair() -> None:
     """Eight workers; a square of their number would not end within the test's own limit."""
     shapes = [(64, 32), (32,)] * 25_000

@@ -33,7 +33,7 @@ async def test_its_page_shows_what_was_done_until_it_is_interrupted(runs: list[R
         url = await asyncio.to_thread(address_of, run)
         async with looking(browser, url, viewport={"width": 1200, "height": 900}) as page:
             await expect(page.locator(".replicas .badge.serving")).to_have_count(2)
-            await says(page, "#runs", "2\u202franks, published")
+            await says(page, "#lineages", "2\u202franks, published")
             await says(page, "button.update .badge", "verified")
             await picture(page, "demo")
             await page.locator("button.update").first.click()

@@ -19,7 +19,7 @@ import torch
 from ckpt_engine.gateway import single
 from ckpt_engine.gateway.stitching import Stitch
 from ckpt_engine_adapters.reference.sampling import choose
-from ckpt_engine_adapters.vllm import completions
+from ckpt_engine_adapters.vllm import fields
 from ckpt_engine_adapters.vllm.completions import Completions
 
 SAMPLES, TOKENS, REQUESTS, VOCABULARY = 4, 3, 200, 4
@@ -109,7 +109,7 @@ def test_interrupted_and_uninterrupted_samples_are_told_apart_by_no_test() -> No
 def test_seeds_that_are_used_again_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the tests above can fail."""
     whole = answers(SEEDS, lambda _: ())
-    monkeypatch.setattr(completions, "leg_seed", lambda seed, _offset: seed)
+    monkeypatch.setattr(fields, "leg_seed", lambda seed, _offset: seed)
     cut = answers(OTHER_SEEDS, lambda _: (1, 1))
     distance, freedom = apart(whole, cut)
     assert distance > freedom + 4 * (2 * freedom) ** 0.5

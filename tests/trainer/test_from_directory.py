@@ -222,7 +222,6 @@ def test_the_next_directory_follows_and_a_late_replica_gets_it(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_after_a_dry_run_late_replicas_get_what_was_published_before(
     manager: str, root: Path, replica: Callable[..., PlainReplica]
 ) -> None:
@@ -232,7 +231,7 @@ def test_after_a_dry_run_late_replicas_get_what_was_published_before(
     foreseen = bring(manager, checkpoint(root / "other", 2.0), dry_run=True)
     assert (foreseen.dry_run, foreseen.ok) == (True, True)
     assert (foreseen.identity.version, foreseen.identity.root) == (report.identity.version + 1, b"")
-    assert sum(edge.bytes for edge in foreseen.replicas[0].edges) == foreseen.nbytes == report.nbytes
+    assert sum(edge.bytes for edge in foreseen.replicas[0].edges) == foreseen.bytes == report.bytes
     assert len(one.installs) == 1
     late = replica("late")
     eventually("the late replica has it", 60, lambda: late.identity == report.identity)
