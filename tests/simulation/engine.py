@@ -57,11 +57,16 @@ class Worker:
     communicator: tuple[bytes, Communicator] | None = None
     frozen: bool = False  # its process is stopped
     asked: int = 0
+    order: tuple[int, float] = (0, 0.0)  # epoch and end of the install order that it carries out
 
     def word(self) -> WorkerWord:
         """Its state word, as it stays in the page when the worker dies."""
         identity = self.identity if self.state == CLEAN else None
         return WorkerWord(self.rank, self.boot_id, 100 + self.rank, self.alive, self.state, self.epoch, identity)
+
+    def carries_out(self, epoch: int, now: float) -> bool:
+        """Whether it has an order of this epoch, and time to read for it."""
+        return self.alive and self.order[0] == epoch and now < self.order[1]
 
     def check_fence(self, fence: weights_pb2.Fence) -> None:
         """Raises ABORTED: the rule is that of install/installer.py."""
@@ -332,6 +337,7 @@ class Engine:
             return
         order = reply.install
         end = self.world.now + order.deadline_seconds
+        worker.order = order.fence.epoch, end
         yield self.world.between(0.001, 0.05)
         if self.world.chance(self.faults.slow):
             yield self.world.between(1.0, 10.0)
@@ -350,6 +356,7 @@ class Engine:
             problem = None
         except CkptEngineError as error:
             problem = error.problem
+        worker.order = 0, 0.0
         report = manager_pb2.WorkerReport(rank=worker.rank, bytes=SLICES, verified=SLICES, problem=problem)
         installed = worker_pb2.WorkerInstalled(fence=order.fence, report=report)
         yield from self._ask(worker, _request(installed=installed), 3.0)

@@ -257,15 +257,22 @@ class Mechanism:
             if generation != manager.generation or session not in attempt.live:
                 continue
             agent = self.scenario.agents[name]
-            operation = agent.machine.replica.operation
-            reads = operation is not None and operation.kind == "install" and operation.fence.epoch == attempt.epoch
-            if not agent.alive or not reads or self.scenario.world.now >= attempt.end:
+            if not self._may_read(agent, attempt.epoch) or self.scenario.world.now >= attempt.end:
                 continue
             replica = manager.machine._members.replicas.get(name)
             if replica is None or replica.peer is None or replica.session_id != agent.machine._session_id:
                 self._excuse(Today.LOST_READER)
             else:
                 raise BrokenPromiseError(f"a call ends while {name} reads its memory for epoch {attempt.epoch}")
+
+    def _may_read(self, agent: Any, epoch: int) -> bool:
+        """Whether a worker carries out an order of this epoch, or may yet be given one."""
+        engine, operation = agent.engine, agent.machine.replica.operation
+        now = self.scenario.world.now
+        if engine is not None and engine.alive and any(each.carries_out(epoch, now) for each in engine.workers):
+            return True
+        installs = operation is not None and operation.kind == "install" and operation.fence.epoch == epoch
+        return agent.alive and installs and (operation._giving_orders or not operation._going_back)
 
     # -- words of workers
 
@@ -319,15 +326,16 @@ class Mechanism:
                 raise BrokenPromiseError(f"{number} waits with {jobs.granted[number]} in its hands")
 
     def check_nothing_uncalled_is_in_the_way(self, manager: ManagerShell) -> None:
-        """What nobody called for gives way to every update that lacks nothing else."""
-        late = [update for update in manager.machine._updates.attempts() if not update.cut]
-        for update in late:
-            for coming in manager.machine._turns.coming():
-                claims = (
-                    manager.machine._updates.claim(coming.goal),
-                    manager.machine._state.claims.granted[update.number],
-                )
-                if coming.goal.meets(update.goal) or claims[0].meets(claims[1]):
+        """An attempt for a replica gives way to every update that it meets, and gives its holders to every one whose
+        turn has come."""
+        machine = manager.machine
+        attempts = [update for update in machine._updates.attempts() if not update.cut]
+        turn = {each.call for each in machine._turns._next(machine._may_begin)} if attempts else set()
+        for update in attempts:
+            granted = machine._state.claims.granted[update.number]
+            for coming in machine._turns.coming():
+                holders = coming.call in turn and machine._updates.claim(coming.goal).meets(granted)
+                if coming.goal.meets(update.goal) or holders:
                     raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
 
     def check_tries_have_a_pace_and_an_end(self, manager: ManagerShell) -> None:

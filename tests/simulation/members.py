@@ -270,7 +270,7 @@ class AgentShell(MemberShell):
         if installs and self.engine.hold.epoch != operation.fence.epoch:
             raise BrokenPromiseError(f"{self.engine.name} is asked to pause before its gate keeps requests")
         check_sleep_is_changed_by_fenced_commands_only(self, task)
-        if installs and whole:
+        if installs and whole and not operation._going_back:
             self._all_are_ready(operation.install)
         yield from self.engine.call(task)
 

@@ -242,20 +242,27 @@ def test_an_update_does_not_wait_for_a_late_replica_of_which_a_worker_stops_read
     assert outcomes(story.update(group)) == {first.name: NEW, late.name: NEW}
 
 
-def stalled(story: Story, monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[list[Any], list[Any]]:
-    """A call for two replicas, of which the second stops while a worker reads; the results so far, and
-    what was asked back. It ends when the first one holds the version."""
+def stalled(story: Story, monkeypatch: pytest.MonkeyPatch, kind: str, hangs: str) -> tuple[list[Any], list[Any]]:
+    """A call for two replicas, of which the second stops while a worker reads, or while it gets ready; the results so
+    far, and what was asked back. It ends when the first one holds the version."""
     first, stops = story.replica(), story.replica()
     group = story.ranks(kind=kind)
     assert story.trained(group).ok
     group.train()
-    read = Engine._read
+    read, prepare = Engine._read, Engine._get_ready
 
     def reading(self: Engine, worker: Any, order: Any, end: float) -> Steps:
-        yield 40.0 if self is stops.engine else 0.0
+        yield 40.0 if self is stops.engine and hangs == "reading" else 0.0
         yield from read(self, worker, order, end)
 
+    def readying(self: Engine, worker: Any, order: Any) -> Steps:
+        yield 40.0 if self is stops.engine and hangs == "getting ready" else 0.0
+        yield from prepare(self, worker, order)
+
+    if kind == "live":
+        story.engine_again(stops)  # it is to get ready once more, and nothing else brings it weights
     monkeypatch.setattr(Engine, "_read", reading)
+    monkeypatch.setattr(Engine, "_get_ready", readying)
     before, abandons = story.held_by(first), sent(story, manager_pb2.Abandon)
     results = story.call(group.trainers[0], timeout_seconds=18.0)
     wait_until(story, lambda: story.held_by(first) != before)
@@ -263,26 +270,47 @@ def stalled(story: Story, monkeypatch: pytest.MonkeyPatch, kind: str) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    ("kind", "ends"),
+    ("kind", "hangs", "ends"),
     [
-        ("snapshot", QUARANTINED),  # what it reads stays sealed
-        ("live", None),  # what it reads may change as soon as the call returns
+        ("snapshot", "reading", QUARANTINED),  # what it reads stays sealed
+        ("live", "reading", None),  # what it reads may change as soon as the call returns
+        ("live", "getting ready", QUARANTINED),  # no order has left, so it goes back; it holds no weights yet
     ],
 )
 def test_a_worker_that_is_stopped_holds_a_call_to_its_deadline_only_if_it_reads_live_memory(
-    monkeypatch: pytest.MonkeyPatch, kind: str, ends: manager_pb2.Outcome | None
+    monkeypatch: pytest.MonkeyPatch, kind: str, hangs: str, ends: manager_pb2.Outcome | None
 ) -> None:
     story = Story(stall=4.0)
-    results, abandons = stalled(story, monkeypatch, kind)
+    results, abandons = stalled(story, monkeypatch, kind, hangs)
     first, stops = story.agents
     story.wait(story.deadlines.stall + story.deadlines.resume + 1.0)
-    assert bool(abandons) == (ends is not None)
+    assert abandons
     if ends is None:
         assert not results
         story.wait(10.0)
     assert outcomes(results[0]) == {first: NEW, stops: ends or QUARANTINED}
     (problem,) = (each.problem.message for each in results[0].replicas if each.replica == stops)
     assert ("told anything new for 4 s" in problem) == (ends is not None)
+
+
+def test_an_agent_that_was_restarted_does_not_answer_for_a_worker_that_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked to go back and gives no order itself, but the worker has one of the agent before."""
+    story = Story(stall=4.0)
+    results, abandons = stalled(story, monkeypatch, "live", "reading")
+    _, name = story.agents
+    before = story.agents[name]
+    assert before.engine is not None
+    workers = before.engine.workers
+    story.until(lambda: all(worker.order[0] for worker in workers))
+    story.restart_agent(before, 0.2)
+    story.wait(story.deadlines.stall + story.deadlines.resume + 3.0)
+    assert story.agents[name] is not before
+    assert abandons
+    assert not results
+    story.wait(10.0)
+    assert outcomes(results[0])[name] == QUARANTINED
 
 
 def test_a_worker_that_reads_slowly_and_tells_how_far_it_is_is_not_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,13 +154,18 @@ class Installing(LabellingOperation):
         if self._going_back:
             self.run("not ready", ReadWords())
         else:
-            self._holding = True
-            self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
+            self._hold(now)
+
+    def _hold(self, now: float) -> None:
+        self._holding = True
+        self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
 
     def _held(self, now: float) -> None:
         """Also if it could not be written: then requests are refused, and nothing worse."""
         self._enter(manager_pb2.STAGE_QUIESCE, now)
-        if self._going_back:
+        if self._going_back and not self.replica.accounted:
+            self._pause(now)
+        elif self._going_back:
             self.run("judge", ReadWords())
         elif SleepStep.WAKE_WEIGHTS in self._steps:
             self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
@@ -198,6 +203,9 @@ class Installing(LabellingOperation):
             self.replica.paused = True
             if self._left(now) <= 0:
                 self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
+        if self._going_back and not self.replica.accounted and self._left(now) > 0:
+            self.run("install", InstallEngine(0, self._left(now)))
+            return
         if self._going_back:
             self.run("judge", ReadWords())
             return
@@ -333,8 +341,15 @@ class Installing(LabellingOperation):
     # -- the end
 
     def _conclude_untouched(self, now: float) -> None:
-        """Ends an untouched install. What was closed before is closed again."""
+        """Ends an untouched install. What was closed before is closed again.
+
+        A worker may still carry out an order of an earlier agent: workers are called to an install without orders
+        first, since they come to it only when they are done.
+        """
         replica = self.replica
+        if not replica.accounted and replica.engine is not None and not replica.sleeping and self._left(now) > 0:
+            self._hold(now)
+            return
         whole = replica.engine is not None and replica.words.open and replica.untouched()
         if whole and not replica.sleeping and not replica.holding:
             self._conclude(manager_pb2.OUTCOME_OLD_SERVING, now)
@@ -397,5 +412,7 @@ class Installing(LabellingOperation):
         self._tell_progress()
 
     def _tell_progress(self) -> None:
-        goes_back = self._going_back and not self._giving_orders and not self.replica.ordered(self.fence.epoch)
+        # Orders of an earlier agent are in no table of this one.
+        ordered = not self.replica.accounted or self.replica.ordered(self.fence.epoch)
+        goes_back = self._going_back and not self._giving_orders and not ordered
         self.replica.session.send(self._account.progress(self.install.fence, goes_back))

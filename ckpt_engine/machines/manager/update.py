@@ -300,8 +300,8 @@ class CommitJob(Job):
 
 class InstallJob(Job):
     """The installs: each replica that is prepared is told until it has an outcome; then the report is recorded.
-    Installs that stall are asked to go back, so that none of them holds the callers until the deadline. Those that
-    read the trainer's live memory are waited for all the same: an agent that was restarted does not know who reads.
+    Installs that stall are asked to go back, so that none of them holds the callers until the deadline. One that
+    reads the trainer's live memory is waited for, unless its agent answers that no worker has an order.
 
     fence: of the intent. reported: the report, once every replica has an outcome.
     """
@@ -354,7 +354,7 @@ class InstallJob(Job):
             for name in sorted(changing - ordered):
                 self._recipients.leave_out(name, unavailable(why, replica=name).problem)
         if self._asked_back:
-            self._recipients.abandon(self._asked_back, self._settled())
+            self._recipients.abandon(self._asked_back, self._apart())
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an outcome, or how far a replica is."""
@@ -388,7 +388,7 @@ class InstallJob(Job):
         """Asks replicas to go back, if no byte was written."""
         if self._course.phase is Phase.INSTALLING:
             self._asked_back = reason
-            self._recipients.abandon(reason, self._settled())
+            self._recipients.abandon(reason, self._apart())
             self._listen()
 
     def silence(self) -> None:
@@ -398,7 +398,7 @@ class InstallJob(Job):
             return
         for name in self._settled():
             stage = enum_word(manager_pb2.Stage, self._heard.get(name, manager_pb2.Progress()).stage)
-            message = f"{self._asked_back}, so it was asked to go back, and has not answered (stage {stage}); its "
+            message = f"{self._asked_back}, so it was asked to go back, and has given no outcome (stage {stage}); its "
             message += f"agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
@@ -423,8 +423,9 @@ class InstallJob(Job):
         return set(self._apart()) - (set() if relays is None else relays.ways.keys())
 
     def _settled(self) -> list[str]:
-        """The replicas without an outcome whose sources stay as they are when the callers return."""
-        return sorted(set(self._apart()) - self._live())
+        """The replicas without an outcome that read nothing which may change when the callers return."""
+        reading = {name for name in self._live() if not self._heard.get(name, manager_pb2.Progress()).goes_back}
+        return sorted(set(self._apart()) - reading)
 
     def _apart(self) -> list[str]:
         """The replicas without an outcome that are in no collective: that one ends by a vote of its own."""
