@@ -51,7 +51,7 @@ def main(name: str) -> None:
             over = agent.begin(read)
             while not over:
                 time.sleep(NAP_SECONDS)
-                over = agent.over(read)
+                over = agent.finished(read)
             answer = time.perf_counter() - began
         print(json.dumps(answer), file=answers, flush=True)
 

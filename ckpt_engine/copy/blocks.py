@@ -69,15 +69,15 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
     others = [axis for axis in outer if axis is not outer[rows]] if outer else []
     if prod(extent for extent, _, _ in others) > BLOCKS_LIMIT:
         return None
-    count, there, here = outer[rows] if outer else (1, 0, 0)
+    count, destination_stride, source_stride = outer[rows] if outer else (1, 0, 0)
     return [
         RowBlock(
             destination.data_ptr() + wide * sum(i * axis[1] for i, axis in zip(place, others, strict=True)),
             source.data_ptr() + narrow * sum(i * axis[2] for i, axis in zip(place, others, strict=True)),
             length * wide,
             count,
-            there * wide,
-            here * narrow,
+            destination_stride * wide,
+            source_stride * narrow,
         )
         for place in product(*(range(extent) for extent, _, _ in others))
     ]
@@ -100,10 +100,12 @@ def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     return joined
 
 
-def _merged(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> list[tuple[int, int, int]]:
+def _merged(
+    shape: Sequence[int], destination_strides: Sequence[int], source_strides: Sequence[int]
+) -> list[tuple[int, int, int]]:
     """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as can be."""
     axes = sorted(
-        (axis for axis in zip(shape, there, here, strict=True) if axis[0] > 1),
+        (axis for axis in zip(shape, destination_strides, source_strides, strict=True) if axis[0] > 1),
         key=lambda axis: axis[1:],
         reverse=True,
     )

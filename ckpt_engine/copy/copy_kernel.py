@@ -103,19 +103,19 @@ class CopyTable:
 
     def launch(self, first: int, end: int) -> None:
         """Queues these lines. With none of them it compiles the kernel, unless that was done, and copies nothing."""
-        here, there = self._source.itemsize * self._per, self._destination.itemsize * self._per
+        source_bytes, destination_bytes = self._source.itemsize * self._per, self._destination.itemsize * self._per
         _kernel()[(max(end - first, 1),)](
             self._table,
             first,
             end,
             SOURCE=_triton_dtype(self._source),
             DESTINATION=_triton_dtype(self._destination),
-            SOURCE_BYTES=here,
-            DESTINATION_BYTES=there,
+            SOURCE_BYTES=source_bytes,
+            DESTINATION_BYTES=destination_bytes,
             PER=self._per,
             ROWS=self.rows,
             LANES=_LANES,
-            PARTS=-(-_most_lanes(here, there) // _LANES),
+            PARTS=-(-_most_lanes(source_bytes, destination_bytes) // _LANES),
             EVICT=self._evict,
             num_warps=self._warps,
         )
@@ -123,19 +123,21 @@ class CopyTable:
 
 def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether a cast can take four elements a lane: everything is a multiple of that."""
-    there = (block.destination, block.length, block.destination_pitch)
-    here = (block.source, block.source_pitch)
-    return not any(part % (4 * destination.itemsize) for part in there) and not any(
-        part % (4 * source.itemsize) for part in here
+    destination_parts = (block.destination, block.length, block.destination_pitch)
+    source_parts = (block.source, block.source_pitch)
+    return not any(part % (4 * destination.itemsize) for part in destination_parts) and not any(
+        part % (4 * source.itemsize) for part in source_parts
     )
 
 
-def _lines(blocks: Sequence[RowBlock], rows: bool, here: int, there: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _lines(
+    blocks: Sequence[RowBlock], rows: bool, source_bytes: int, destination_bytes: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The table. Runs: (destination, source, lanes). Rows: those of its first row, the first lane in that row, lanes
     in a row, and both pitches in lanes. here, there: bytes of a lane at the source and at the destination."""
     table = np.array([tuple(block) for block in blocks], np.int64).reshape(-1, 6)
-    table[:, 2] //= there
-    most = _most_lanes(here, there)
+    table[:, 2] //= destination_bytes
+    most = _most_lanes(source_bytes, destination_bytes)
     parts = -(-table[:, 2] * table[:, 3] // most)
     owner = np.repeat(np.arange(len(table)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -143,15 +145,17 @@ def _lines(blocks: Sequence[RowBlock], rows: bool, here: int, there: int) -> np.
     first = part * most
     lanes = np.minimum(most, of[:, 2] * of[:, 3] - first)
     if not rows:
-        return np.ascontiguousarray(np.stack([of[:, 0] + first * there, of[:, 1] + first * here, lanes], 1))
+        return np.ascontiguousarray(
+            np.stack([of[:, 0] + first * destination_bytes, of[:, 1] + first * source_bytes, lanes], 1)
+        )
     row, lane = np.divmod(first, of[:, 2])
     addresses = of[:, 0] + row * of[:, 4], of[:, 1] + row * of[:, 5]
-    steps = lane, of[:, 2], of[:, 4] // there, of[:, 5] // here
+    steps = lane, of[:, 2], of[:, 4] // destination_bytes, of[:, 5] // source_bytes
     return np.ascontiguousarray(np.stack([*addresses, lanes, *steps], 1))
 
 
-def _most_lanes(here: int, there: int) -> int:
-    return PROGRAM_BYTES // max(here, there)
+def _most_lanes(source_bytes: int, destination_bytes: int) -> int:
+    return PROGRAM_BYTES // max(source_bytes, destination_bytes)
 
 
 @cache
@@ -200,11 +204,11 @@ def _copy_lines(  # type: ignore[no-untyped-def]
             position = lane_of_first + lane
             row = position // in_a_row
             within = position - row * in_a_row
-            there = row * destination_pitch + within
-            here = row * source_pitch + within
+            write_at = row * destination_pitch + within
+            read_at = row * source_pitch + within
         else:
-            there = lane
-            here = lane
+            write_at = lane
+            read_at = lane
         inside = (lane < lanes) & (element < PER)
-        values = tl.load(source + here * PER + element, mask=inside, eviction_policy=EVICT)
-        tl.store(destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)
+        values = tl.load(source + read_at * PER + element, mask=inside, eviction_policy=EVICT)
+        tl.store(destination + write_at * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)

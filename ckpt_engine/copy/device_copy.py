@@ -96,7 +96,7 @@ class QueuedCopies:
         end.record(stream)
         self._ends.append(end)
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all of them have arrived."""
         return all(end.query() for end in self._ends)
 
@@ -124,10 +124,10 @@ class _Part:
             self._feed = StagedFeed(pageable, device) if pageable else None
             # Tables were copied, and kernels loaded, on the current stream.
             torch.cuda.current_stream(device).synchronize()
-        made = (self._work,) if self._feed is None else (self._work, self._feed)
-        self.bytes = sum(work.bytes for work in made)
-        self.launches = sum(work.launches for work in made)
-        self.engine_copies = sum(work.engine_copies for work in made)
+        works = (self._work,) if self._feed is None else (self._work, self._feed)
+        self.bytes = sum(work.bytes for work in works)
+        self.launches = sum(work.launches for work in works)
+        self.engine_copies = sum(work.engine_copies for work in works)
 
     @property
     def is_queueable(self) -> bool:
@@ -163,7 +163,7 @@ class _Flight:
         self._on_bytes = on_bytes
         self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
         self._queued = self._arrived = 0
-        self._told = time.monotonic()
+        self._last_report = time.monotonic()
 
     def queue(self, segment: Segment) -> int:
         self.wait(IN_FLIGHT - 1)
@@ -180,8 +180,8 @@ class _Flight:
             size += self._flying.popleft()[1]
             self._arrived += 1
         now = time.monotonic()
-        if self._on_bytes is not None and (size or now > self._told + _TELL_SECONDS):
-            self._told = now
+        if self._on_bytes is not None and (size or now > self._last_report + _TELL_SECONDS):
+            self._last_report = now
             self._on_bytes(size)
         return self._arrived
 

@@ -72,7 +72,7 @@ class HostRun:
         self._waiting = iter(batches)
         self._lock = threading.Lock()
         self._done = 0
-        self._told = 0
+        self._reported_bytes = 0
         self._failures: list[Exception] = []
         self._helpers = min(torch.get_num_threads(), THREADS_LIMIT, len(batches)) - 1
 
@@ -122,8 +122,8 @@ class HostRun:
     def _tell(self, size: int, on_bytes: Callable[[int], None] | None) -> None:
         with self._lock:
             self._done += size
-            new = self._done - self._told
-            self._told = self._done
+            new = self._done - self._reported_bytes
+            self._reported_bytes = self._done
         if on_bytes is not None and new:
             on_bytes(new)
 

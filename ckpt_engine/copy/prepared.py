@@ -32,7 +32,7 @@ class PreparedCopy(Protocol):
 class Queued(Protocol):
     """Moves that a GPU was given, and that nobody waits for yet. One thread."""
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether every destination has been written. Raises what CUDA raises."""
         ...
 

@@ -122,8 +122,8 @@ class CudaDigests:
         self.not_finite = [bool(mark) for mark in marks[:count].tolist()]
         for place in self._on_host:
             view, start, served = self._boxes[place]
-            there = HostDigests([(view.to(device="cpu", dtype=served), start)], self._seed, finite=self._finite)
-            (found[place],), (self.not_finite[place],) = there.run(), there.not_finite
+            digests = HostDigests([(view.to(device="cpu", dtype=served), start)], self._seed, finite=self._finite)
+            (found[place],), (self.not_finite[place],) = digests.run(), digests.not_finite
         return found
 
     def run(self) -> list[int]:

@@ -60,7 +60,7 @@ def _suspects(words, FLIP: tl.constexpr, STEP: tl.constexpr, BOTH: tl.constexpr)
 
 
 @triton.jit
-def _kept(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
+def _keep_mask(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
     """Of each column, the bits of its lanes in which NaN and infinity are looked for: those of a number's last lane."""
     return tl.where(columns % LANES_OF_NUMBER == LANES_OF_NUMBER - 1, KEEP, 0)
 
@@ -103,19 +103,19 @@ def digest_tiles(
     pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
     greatest = tl.zeros([BLOCK], dtype=tl.int32)
-    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
+    keep = _keep_mask(columns, KEEP, LANES_OF_NUMBER)
     whole = rows // ROWS * ROWS
     for row in tl.range(0, whole, ROWS, num_stages=STAGES):
         lanes = _lanes(pointers + row * step, inside[None, :], KIND)
         row_factors = tl.load(outer + row + together).to(tl.uint64)[:, None]
         sum_of_column += tl.sum(lanes.to(tl.uint64) * row_factors, axis=0)
         if LEAST != 0:
-            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & kept[None, :], axis=0))
+            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & keep[None, :], axis=0))
     for row in range(whole, rows):
         lane = _lanes(first + row * step + columns, inside, KIND)
         sum_of_column += lane.to(tl.uint64) * tl.load(outer + row).to(tl.uint64)
         if LEAST != 0:
-            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & kept)
+            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & keep)
     sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
     total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
@@ -219,7 +219,7 @@ def digest_flat(
     pointers = first + columns
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
     greatest = tl.zeros([BLOCK], dtype=tl.int32)
-    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
+    keep = _keep_mask(columns, KEEP, LANES_OF_NUMBER)
     for _ in tl.range(0, rows):
         x = (hashed ^ (hashed >> 30)) * _MIX_1
         x = (x ^ (x >> 27)) * _MIX_2
@@ -227,7 +227,7 @@ def digest_flat(
         lanes = _lanes(pointers, inside, KIND)
         sum_of_column += lanes.to(tl.uint64) * x
         if LEAST != 0:
-            greatest = tl.maximum(greatest, (lanes.to(tl.int32) ^ FLIP) & kept)
+            greatest = tl.maximum(greatest, (lanes.to(tl.int32) ^ FLIP) & keep)
         hashed += stride
         pointers += BLOCK
     sum_of_column *= tl.load(factors + tl.load(entry + 2) + columns % LANES_OF_ELEMENT).to(tl.uint64)

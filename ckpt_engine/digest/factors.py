@@ -89,8 +89,8 @@ def hashed(seed: int, axis: int, index: int) -> int:
 def widened(digest: int, start: tuple[int, ...], shape: tuple[int, ...], seed: int = SEED) -> int:
     """The digest of a box of bfloat16 values once they lie as float32: each value in the upper lane of its element, and
     zeros in the lower one. No other lanes have it, as far as a digest can tell."""
-    zeros, kept = (digest_of_zeros(dtype, start, shape, seed) for dtype in ("bfloat16", "float32"))
-    return (digest - zeros) * pow(word(seed, LANE_AXIS, 0), -1, MASK + 1) * word(seed, LANE_AXIS, 1) + kept & MASK
+    zeros, wide_zeros = (digest_of_zeros(dtype, start, shape, seed) for dtype in ("bfloat16", "float32"))
+    return (digest - zeros) * pow(word(seed, LANE_AXIS, 0), -1, MASK + 1) * word(seed, LANE_AXIS, 1) + wide_zeros & MASK
 
 
 def words(first: int, length: int) -> Words:

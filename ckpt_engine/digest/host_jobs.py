@@ -88,12 +88,12 @@ def jobs_of(
         else:
             axes.append(_Axis(hashed(seed, number, first), length, stride * itemsize, other * itemsize))
     axes.sort(key=lambda axis: -axis.step)
-    beside = unit if source_strides is not None else 0
+    source_unit = unit if source_strides is not None else 0
     if lanes > 1:
-        axes.append(_Axis(hashed(seed, LANE_AXIS, 0), lanes, unit, beside))
+        axes.append(_Axis(hashed(seed, LANE_AXIS, 0), lanes, unit, source_unit))
     else:
         scale = scale * word(seed, LANE_AXIS, 0) & MASK
-    axes = axes or [_NO_AXIS._replace(step=unit, source_step=beside)]
+    axes = axes or [_NO_AXIS._replace(step=unit, source_step=source_unit)]
     place, most = _columns(axes)
     (slowest, *columns), outer = axes[place:], axes[:place]
     rows = outer.pop(max(range(place), key=lambda at: outer[at].length)) if place else _NO_AXIS

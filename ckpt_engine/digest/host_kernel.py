@@ -165,15 +165,15 @@ def _gathers(bits: int, combined):
         def build(context, builder, signature, arguments):
             address, size, flip, mask, into = arguments
             flips, masks = _everywhere(builder, flip), _everywhere(builder, mask)
-            there, found = builder.inttoptr(into, lines.as_pointer()), cgutils.alloca_once(builder, lines)
-            builder.store(builder.load(there, align=8), found)
+            target, found = builder.inttoptr(into, lines.as_pointer()), cgutils.alloca_once(builder, lines)
+            builder.store(builder.load(target, align=8), found)
 
             def take(each):
                 value = builder.bitcast(builder.and_(builder.xor(each, flips), masks), lines)
                 builder.store(combined(builder, value, builder.load(found)), found)
 
             _walk(builder, address, size, take)
-            builder.store(builder.load(found), there, align=8)
+            builder.store(builder.load(found), target, align=8)
             return context.get_dummy_value()
 
         return types.void(*[types.uint64] * 5), build
@@ -199,7 +199,7 @@ def _take(context, address):
 
 
 @intrinsic
-def _seen(context, address):
+def _peek(context, address):
     """The number at an address, which another thread may write; and what that one wrote before it."""
 
     def build(context, builder, signature, arguments):
@@ -262,11 +262,11 @@ def _fill(job, table):
 @njit
 def _emptied(lines, which, guard):
     """Whether a line of memory had a bit of `guard`; it has none afterwards."""
-    seen = _NONE
+    bits = _NONE
     for place in range(which * _LINE // 8, (which + 1) * _LINE // 8):
-        seen |= lines[place]
+        bits |= lines[place]
         lines[place] = _NONE
-    return seen & guard != _NONE
+    return bits & guard != _NONE
 
 
 @njit
@@ -296,7 +296,7 @@ def _rows(job, table, lines):
     flip, mask, guard = job[FLIP], job[MASK], job[GUARD]
     total, most = _NONE, _NONE
     greatest = np.uint64(lines.ctypes.data)
-    seen = greatest + np.uint64(_LINE)
+    union = greatest + np.uint64(_LINE)
     noted = mask != _NONE and column_step == 1 and np.uint64(width) * unit >= np.uint64(_LINE)
     _emptied(lines, 0, guard)
     _emptied(lines, 1, guard)
@@ -339,9 +339,9 @@ def _rows(job, table, lines):
                     second_sum += _byte(other, column) * factor
             if noted:
                 more = np.uint64(_LINE - size if size < _LINE else 0)  # of the segment before
-                _note(one - more, np.uint64(size) + more, _NONE, _ALL, seen)
+                _note(one - more, np.uint64(size) + more, _NONE, _ALL, union)
                 if paired:
-                    _note(other - more, np.uint64(size) + more, _NONE, _ALL, seen)
+                    _note(other - more, np.uint64(size) + more, _NONE, _ALL, union)
         if mask != _NONE and (not noted or _emptied(lines, 1, guard)):
             most = max(most, _greatest(first, width, column_step, unit, flip, mask, greatest))
             if paired:
@@ -385,11 +385,11 @@ def digest_arriving(jobs, found, finished, state):
         index = _take(at + np.uint64(8 * NEXT))
         if index >= jobs.shape[0]:
             return
-        while _seen(at + np.uint64(8 * READY)) <= index:
-            if _seen(at + np.uint64(8 * ENDED)) != 0:
+        while _peek(at + np.uint64(8 * READY)) <= index:
+            if _peek(at + np.uint64(8 * ENDED)) != 0:
                 return
             _rest()
-        if _seen(at + np.uint64(8 * ENDED)) != 0:
+        if _peek(at + np.uint64(8 * ENDED)) != 0:
             return
         if last < 0 or not _alike(jobs[index], jobs[last]):
             _fill(jobs[index], table)

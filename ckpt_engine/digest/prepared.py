@@ -54,11 +54,11 @@ class PreparedDigests:
                 as_they_are.append(index)
         self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed, finite=finite)
         for device, indices in on_device.items():
-            made = _on_gpu(device, [self._boxes[index] for index in indices], seed, finite)
-            if made is None:
+            digests = _on_gpu(device, [self._boxes[index] for index in indices], seed, finite)
+            if digests is None:
                 self._converted += indices
             else:
-                self._cuda.append((indices, made))
+                self._cuda.append((indices, digests))
 
     @property
     def bytes(self) -> int:
@@ -122,7 +122,7 @@ def digest_anywhere(
         of_device.setdefault(view.device, []).append(index)
     for device, indices in of_device.items():
         part = [checked[index] for index in indices]
-        found = _kept(device, part, seed) if device.type == "cuda" else None
+        found = _cached(device, part, seed) if device.type == "cuda" else None
         values = _of_host(part, seed)[0] if found is None else found.run()
         for index, value in zip(indices, values, strict=True):
             digests[index] = value
@@ -163,20 +163,20 @@ _lock = threading.Lock()
 _prepared: OrderedDict[Hashable, digest_cuda.CudaDigests] = OrderedDict()
 
 
-def _kept(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
+def _cached(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
     key = (device, seed, *((v.data_ptr(), v.shape, v.stride(), v.dtype, start, served) for v, start, served in boxes))
     with _lock:
         found = _prepared.get(key)
         if found is not None:
             _prepared.move_to_end(key)
             return found
-    made = _on_gpu(device, boxes, seed)
-    if made is not None and made.forget():
+    digests = _on_gpu(device, boxes, seed)
+    if digests is not None and digests.forget():
         with _lock:
-            _prepared[key] = made
+            _prepared[key] = digests
             while len(_prepared) > _KEPT:
                 _prepared.popitem(last=False)
-    return made
+    return digests
 
 
 def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> _Found:
@@ -192,9 +192,9 @@ def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) 
     waiting: list[tuple[torch.Tensor, tuple[int, ...]]] = []
     size = 0
     for view, start, served in boxes:
-        there = view.to(device="cpu", dtype=served)
-        size += there.nbytes if there is not view else 0
-        waiting.append((there, start))
+        host_view = view.to(device="cpu", dtype=served)
+        size += host_view.nbytes if host_view is not view else 0
+        waiting.append((host_view, start))
         if size > _HOST_BYTES:
             digest()
             waiting, size = [], 0

@@ -16,9 +16,9 @@ DIRECTORY = "CKPT_ENGINE_RELAY_DIRECTORY"
 
 def relay_directory() -> Path:
     """Where relays of this host have their sockets, as this process sees it."""
-    told = os.environ.get(DIRECTORY)
-    if told:
-        return Path(told)
+    path = os.environ.get(DIRECTORY)
+    if path:
+        return Path(path)
     user = os.geteuid()
     return Path("/run/ckpt-engine") if user == 0 else Path(f"/tmp/ckpt-engine-{user}")
 

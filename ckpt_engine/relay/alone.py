@@ -33,8 +33,8 @@ def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
                 time.sleep(0.05)
                 continue
             taken = precondition(
-                f"{folder} has a relay already{_who(folder)}: replicas of this host use that one. For a second one "
-                f"name another directory with --directory, and give its replicas the same with {DIRECTORY}"
+                f"{folder} has a relay already{_listening_process(folder)}: replicas of this host use that one. For a "
+                f"second one name another directory with --directory, and give its replicas the same with {DIRECTORY}"
             )
             raise TakenError(taken.problem)
         yield
@@ -50,12 +50,12 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _who(folder: Path) -> str:
+def _listening_process(folder: Path) -> str:
     """The process that listens there, if one answers."""
     for path in sorted(folder.glob("relay-*.sock")):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked, suppress(OSError):
-            asked.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe, suppress(OSError):
+            probe.setblocking(False)
             with socket_address(path.name) as address:
-                asked.connect(address)
-            return f" (process {peer(asked)[0]})"
+                probe.connect(address)
+            return f" (process {peer(probe)[0]})"
     return ""

@@ -69,7 +69,7 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
-            self.writers = self._made(self._memory, writers) if writers else ()
+            self.writers = self._make_writers(self._memory, writers) if writers else ()
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
@@ -86,7 +86,7 @@ class Arena:
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
 
-    def _made(
+    def _make_writers(
         self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]]
     ) -> tuple[ArenaWriter, ...]:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

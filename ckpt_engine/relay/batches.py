@@ -151,9 +151,9 @@ class PieceBatch:
         the batch. Raises what a transport raises."""
         self.start()
         for landing in self._landings:
-            _await(landing.over, carry_on, _LONGEST_POLL_SECONDS)
+            _await(landing.finished, carry_on, _LONGEST_POLL_SECONDS)
         for queued in self._queued or ():
-            _await(queued.over, carry_on, _LONGEST_COPY_POLL_SECONDS)
+            _await(queued.finished, carry_on, _LONGEST_COPY_POLL_SECONDS)
         if len(self._queued or ()) < len(self._copies):
             for copy in self._copies:
                 copy.run()
@@ -188,9 +188,9 @@ class PieceBatch:
         return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
 
 
-def _await(over: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
+def _await(finished: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
     pause = _POLL_SECONDS
-    while not over():
+    while not finished():
         carry_on()
         time.sleep(pause)
         pause = min(2 * pause, longest)
@@ -235,13 +235,13 @@ def parts_of(piece: ReadPiece) -> list[ReadPiece]:
     return found
 
 
-def _most(reading: Reading, left: int) -> int:
+def _most(reading: Reading, remaining: int) -> int:
     """Bytes of a batch of which so many are left to be brought, itself included."""
     if reading.lands:
         return LANDING_BYTES
     if reading.gpu is None:
         return BATCH_BYTES
-    most = left // 2 if _read_back() else 0
+    most = remaining // 2 if _read_back() else 0
     return min(GPU_BATCH_BYTES, max(GPU_PIECE_BYTES, most))
 
 
@@ -256,14 +256,14 @@ def in_batches(pieces: Sequence[tuple[ReadPiece, Reading]]) -> list[PieceBatch]:
     small."""
     parts: list[list[tuple[ReadPiece, Reading]]] = []
     size, most = 0, 0
-    left = sum(piece.bytes for piece, _ in pieces)
+    remaining = sum(piece.bytes for piece, _ in pieces)
     for piece, reading in pieces:
         if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
             parts.append([])
-            size, most = 0, _most(reading, left)
+            size, most = 0, _most(reading, remaining)
         parts[-1].append((piece, reading))
         size += piece.bytes
-        left -= piece.bytes
+        remaining -= piece.bytes
     staged = (
         sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
     )

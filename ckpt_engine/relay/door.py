@@ -46,7 +46,7 @@ _FIRST_SECONDS = 10.0
 class _DoorReader:
     connection: socket.socket
     since: float
-    asked: bool = False
+    opened: bool = False
     held: dict[int, float] = field(default_factory=dict)  # slot to since when
 
 
@@ -98,7 +98,7 @@ class ArenaDoor:
     def readers(self) -> int:
         """Connections that have the arena now."""
         with self._changed:
-            return sum(reader.asked for reader in self._readers.values())
+            return sum(reader.opened for reader in self._readers.values())
 
     def regions(self, slot: int, groups: Collection[Group]) -> list[Region]:
         """A region for each group of a slot, numbered as they are. Bytes are the same from version to version."""
@@ -165,8 +165,8 @@ class ArenaDoor:
             with self._changed:
                 if not self._open:
                     break
-                late = time.monotonic() - _FIRST_SECONDS
-                silent = [each for each in self._readers.values() if not each.asked and each.since < late]
+                cutoff = time.monotonic() - _FIRST_SECONDS
+                silent = [each for each in self._readers.values() if not each.opened and each.since < cutoff]
             for reader in silent:
                 self._drop(reader)
         for reader in list(self._readers.values()):
@@ -229,7 +229,7 @@ class ArenaDoor:
     def _answer(self, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
         why = "this relay has another arena by now" if arena != self._arena.id else ""
         if kind == OPEN and not why:
-            reader.asked = True
+            reader.opened = True
             packed = array.array("i", [self._arena.descriptor])
             reader.connection.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
             return
@@ -238,7 +238,7 @@ class ArenaDoor:
                 reader.held.pop(slot, None)
                 self._changed.notify_all()
                 return
-            if not why and (kind != HOLD or slot >= SLOTS or not reader.asked):
+            if not why and (kind != HOLD or slot >= SLOTS or not reader.opened):
                 why = f"nobody can ask {kind} of slot {slot}"
             elif not why and not self._lent[slot]:
                 why = "another version is brought into it, or none is in it yet; the next plan has another slot"
@@ -266,11 +266,11 @@ def _directory(shared: bool) -> Path:
 
 def _answers(name: str) -> bool:
     """Whether some process listens there; one that is stopped counts."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked:
-        asked.setblocking(False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
         try:
             with socket_address(name) as address:
-                asked.connect(address)
+                probe.connect(address)
         except ConnectionRefusedError:
             return False
         except OSError:

@@ -70,7 +70,7 @@ class FanIn:
         passing = pass_on(key, [each.runs for each in self.chunks])
         try:
             trees = _Trees(self, fan_out, key, passing, recorded, stop_at)
-            missing, brought, again, faults = trees.run(cancelled, progress)
+            missing, bytes_by_source, again, faults = trees.run(cancelled, progress)
         except BaseException as error:
             if passing is not None:
                 why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
@@ -80,9 +80,15 @@ class FanIn:
         if passing is not None:
             passing.finish()
             sent = passing.sent
-        told = {fault.message: fault for fault in faults}
+        unique_faults = {fault.message: fault for fault in faults}
         return FillResult(
-            missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began, sent, trees.received
+            missing,
+            bytes_by_source,
+            again,
+            tuple(unique_faults.values())[:NAMED],
+            time.monotonic() - began,
+            sent,
+            trees.received,
         )
 
     def direct(self, chunks: Collection[int]) -> SlotFilling:
@@ -122,10 +128,12 @@ class FanIn:
         return self._memory(atom.offset, atom.box.shape, dtype), atom.box.start
 
     def _filling(self, chunks: Collection[int], others: bool) -> SlotFilling:
-        wanted = {cell for number in chunks for cell in self.chunks[number].cells}
+        cells = {cell for number in chunks for cell in self.chunks[number].cells}
         in_chunks = {cell for chunk in self.chunks for cell in chunk.cells}
-        kept = {atom.cell for atom in self._layout.atoms} - wanted
-        return SlotFilling(self._layout, self._memory, self._sources, kept & in_chunks if others else kept)
+        other_cells = {atom.cell for atom in self._layout.atoms} - cells
+        return SlotFilling(
+            self._layout, self._memory, self._sources, other_cells & in_chunks if others else other_cells
+        )
 
 
 class _Trees:
@@ -150,19 +158,19 @@ class _Trees:
         self._again = 0
         self._done = 0  # bytes that others have passed on
         self._faults: list[Problem] = []
-        self._brought: dict[str, int] = {}
+        self._bytes_by_source: dict[str, int] = {}
         self._flows: dict[str, list[Flow]] = {}  # by whom it was read
         self._direct: list[int] = []
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
-        by_tree = dealt(slot.chunks, _checked(fan_out))
+        by_tree = dealt(slot.chunks, _shares(fan_out))
         self._threads: list[threading.Thread] = []
         for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
             if not tree.ask:
                 self._direct += chunks
                 continue
-            name, given = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
-            self._threads.append(threading.Thread(target=self._follow, args=given, name=name, daemon=True))
+            name, arguments = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
+            self._threads.append(threading.Thread(target=self._follow, args=arguments, name=name, daemon=True))
         self._following = len(self._threads)
         self._total = sum(chunk.bytes for chunk in slot.chunks)
 
@@ -172,7 +180,7 @@ class _Trees:
         """What is missing, bytes by source, cells that were read again, and faults."""
         direct = 0
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if self._passing is not None and done:
                 self._passing.moved()
             progress(direct + done + self._done, self._total)
@@ -182,8 +190,8 @@ class _Trees:
         try:
             for thread in self._threads:
                 thread.start()
-            first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, told, self._arrived)
-            direct = sum(first.brought.values())
+            first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, report, self._arrived)
+            direct = sum(first.bytes_by_source.values())
             self._give_up(self._direct)
             while self._following:
                 if cancelled():
@@ -196,20 +204,20 @@ class _Trees:
                     if self._following:
                         self._changed.wait(LOOK_SECONDS)
                 self._leave_slow(time.monotonic() - began)
-                told(0, 0)
+                report(0, 0)
         finally:
             self._stop()
         filled = [first]
-        if left := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
-            rest = self._slot.rest(left)
-            filled.append(rest.run(self._recorded, self._stop_at, cancelled, told, self._arrived))
+        if remaining := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
+            rest = self._slot.rest(remaining)
+            filled.append(rest.run(self._recorded, self._stop_at, cancelled, report, self._arrived))
         for each in filled:
-            for source, size in each.brought.items():
-                self._brought[source] = self._brought.get(source, 0) + size
+            for source, size in each.bytes_by_source.items():
+                self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + size
             self._faults += each.faults
             self._again += each.again
         missing = sorted((one for each in filled for one in each.missing), key=lambda one: one.cell)
-        return tuple(missing), self._brought, self._again, self._faults
+        return tuple(missing), self._bytes_by_source, self._again, self._faults
 
     def _leave_slow(self, seconds: float) -> None:
         """Parents that send so slowly that the filling would take twice as long. Alternates are left by no means but
@@ -217,11 +225,11 @@ class _Trees:
         with self._changed:
             if 2 * self._following > len(self._threads) + 1:
                 return
-            for connection, left in list(self._parents.items()):
+            for connection, remaining in list(self._parents.items()):
                 if (coming := connection.at_most()) is None:
                     continue
-                there, rate = coming
-                more = (left - there) / rate
+                landed, rate = coming
+                more = (remaining - landed) / rate
                 if more > max(SLOW_SECONDS, seconds):
                     del self._parents[connection]
                     connection.leave(
@@ -293,20 +301,20 @@ class _Trees:
                 if self._stopped:
                     return
                 self._connections.add(connection)
-            asked, left = 0, sum(self._slot.chunks[number].bytes for number in chunks)
+            requested, remaining = 0, sum(self._slot.chunks[number].bytes for number in chunks)
             while chunks:
-                while asked < min(AHEAD, len(chunks)):
-                    connection.ask(chunks[asked])
-                    asked += 1
+                while requested < min(AHEAD, len(chunks)):
+                    connection.ask(chunks[requested])
+                    requested += 1
                 number = chunks[0]
                 if parent:
                     with self._changed:
-                        self._parents[connection] = left
+                        self._parents[connection] = remaining
                 connection.receive(number, self._slot.landing(number), self._moved)
                 self._take(owner, number)
                 chunks.popleft()
-                left -= self._slot.chunks[number].bytes
-                asked -= 1
+                remaining -= self._slot.chunks[number].bytes
+                requested -= 1
         finally:
             with self._changed:
                 self._flows.setdefault(owner, []).extend(connection.flows)
@@ -334,14 +342,14 @@ class _Trees:
             self._taken.add(number)
             size = self._slot.chunks[number].bytes
             self._done += size
-            self._brought[owner] = self._brought.get(owner, 0) + size
+            self._bytes_by_source[owner] = self._bytes_by_source.get(owner, 0) + size
 
 
-def _checked(fan_out: FanOut) -> list[int]:
+def _shares(fan_out: FanOut) -> list[int]:
     """The shares of the trees. Raises INVALID_ARGUMENT for a plan that nobody can follow."""
-    asked = [number for tree in fan_out.trees for number in tree.ask]
-    if any(number >= len(fan_out.peers) for number in asked):
-        raise invalid(f"a plan names peer {max(asked)}, and has {len(fan_out.peers)}")
+    peers = [number for tree in fan_out.trees for number in tree.ask]
+    if any(number >= len(fan_out.peers) for number in peers):
+        raise invalid(f"a plan names peer {max(peers)}, and has {len(fan_out.peers)}")
     shares = [tree.share for tree in fan_out.trees]
     if not shares or not all(shares):
         raise invalid(f"a plan has trees with shares {shares}; each needs one, and there has to be a tree")

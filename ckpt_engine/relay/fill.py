@@ -56,7 +56,7 @@ class FillResult:
     and came from others that were filled along with it, if that was and can be told."""
 
     missing: tuple[Missing, ...]
-    brought: Mapping[str, int]
+    bytes_by_source: Mapping[str, int]
     again: int
     faults: tuple[Problem, ...]
     seconds: float
@@ -65,9 +65,13 @@ class FillResult:
 
     def after(self, first: FillResult) -> FillResult:
         """The result of both, the first of which left out what this one was to bring."""
-        sources = {*first.brought, *self.brought}
-        brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
-        return FillResult(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
+        sources = {*first.bytes_by_source, *self.bytes_by_source}
+        bytes_by_source = {
+            source: first.bytes_by_source.get(source, 0) + self.bytes_by_source.get(source, 0) for source in sources
+        }
+        return FillResult(
+            self.missing, bytes_by_source, first.again + self.again, self.faults, first.seconds + self.seconds
+        )
 
 
 class SlotFilling:
@@ -78,7 +82,7 @@ class SlotFilling:
     """
 
     def __init__(
-        self, layout: SlotLayout, memory: Memory, sources: Sources, kept: Collection[int] = frozenset()
+        self, layout: SlotLayout, memory: Memory, sources: Sources, kept_cells: Collection[int] = frozenset()
     ) -> None:
         self.layout = layout
         self._sources = sources
@@ -88,7 +92,7 @@ class SlotFilling:
         self._unheld: dict[int, Problem] = {}
         pieces: list[ReadPiece] = []
         for atom in layout.atoms:
-            if atom.cell in kept:
+            if atom.cell in kept_cells:
                 continue
             self._held[atom.cell] = True
             dtype = sources.dtype(atom.tensor)
@@ -141,9 +145,9 @@ class SlotFilling:
         try:
             with Pipeline(self._sources.lost, carry_on) as pipeline:
                 run = _FillRun(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
-                seen = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
-                run.bring(self._batches, progress, self._arriving, seen)
-                again = self._bring_what_was_cut_off(run)
+                arrivals = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
+                run.bring(self._batches, progress, self._arriving, arrivals)
+                again = self._repeat_cut_off(run)
                 missing = dict(self._unheld)
                 wrong = self._wrong(run)
                 again += len(wrong)
@@ -151,16 +155,18 @@ class SlotFilling:
                     problem = self._retry(run, cell, parts)
                     if problem is not None:
                         missing[cell] = problem
-                if seen is not None:
-                    seen.rest(missing)
+                if arrivals is not None:
+                    arrivals.rest(missing)
         finally:
             self._sources.end()
         run.forget(list(missing))
-        left = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
-        told = {fault.message: fault for fault in faults}
-        return FillResult(left, run.brought(), again, tuple(told.values())[:NAMED], time.monotonic() - began)
+        missing_cells = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
+        unique_faults = {fault.message: fault for fault in faults}
+        return FillResult(
+            missing_cells, run.bytes_by_source(), again, tuple(unique_faults.values())[:NAMED], time.monotonic() - began
+        )
 
-    def _bring_what_was_cut_off(self, run: _FillRun) -> int:
+    def _repeat_cut_off(self, run: _FillRun) -> int:
         """What failed over a network, all of it together: from the nearest that has not failed, or else from who is
         back. Returns how many cells were asked for again."""
         batches, again, failed = self._batches, 0, run.failed
@@ -170,17 +176,21 @@ class SlotFilling:
                 problem = next(failed[int(cell)] for cell in batch.cells if int(cell) in failed)
                 self._sources.lose(batch.readings, problem)
             pieces = self._pieces_of({int(cell) for batch in cut for cell in batch.cells if int(cell) in failed})
-            asked = [piece for each in pieces.values() for piece in each]
+            cut_pieces = [piece for each in pieces.values() for piece in each]
             if not attempt:
-                self._sources.again([piece.holders for piece in asked])
-            readings = {id(piece): self._sources.nearest(piece.holders) for piece in asked}
-            there = [cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)]
-            if not there:
+                self._sources.again([piece.holders for piece in cut_pieces])
+            readings = {id(piece): self._sources.nearest(piece.holders) for piece in cut_pieces}
+            reachable = [
+                cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)
+            ]
+            if not reachable:
                 break
-            run.faults += [failed.pop(cell) for cell in there]
-            run.forget(there)
-            again += len(there)
-            pairs = [(piece, reading) for cell in there for piece in pieces[cell] if (reading := readings[id(piece)])]
+            run.faults += [failed.pop(cell) for cell in reachable]
+            run.forget(reachable)
+            again += len(reachable)
+            pairs = [
+                (piece, reading) for cell in reachable for piece in pieces[cell] if (reading := readings[id(piece)])
+            ]
             pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
             batches = in_batches(pairs)
             run.bring(batches)
@@ -250,20 +260,20 @@ class _FillRun:
         batches: Sequence[PieceBatch],
         progress: Progress = lambda done, total: None,
         arriving: ArrivingDigests | None = None,
-        seen: _Arrivals | None = None,
+        arrivals: _Arrivals | None = None,
     ) -> None:
         """Reads and digests them. What ends it leaves nothing that could still be written."""
         done, total = 0, sum(batch.bytes for batch in batches)
         pipeline = self._pipeline
-        with closing(pipeline.arriving(batches, arriving) if arriving else pipeline.brought(batches)) as results:
+        with closing(pipeline.arriving(batches, arriving) if arriving else pipeline.results(batches)) as results:
             for batch, result in results:
                 self._carry_on()
                 if isinstance(result, Problem):
                     self.failed.update((int(cell), result) for cell in batch.cells)
                 else:
                     np.add.at(self.found, batch.cells, result)
-                    if seen is not None:
-                        seen.brought(batch)
+                    if arrivals is not None:
+                        arrivals.add(batch)
                     for source, cells, sizes in batch.by_source():
                         came = self._came.setdefault(source, np.zeros_like(self.found))
                         np.add.at(came, cells, sizes)
@@ -275,7 +285,7 @@ class _FillRun:
         for each in (self.found, *self._came.values()):
             each[cells] = 0
 
-    def brought(self) -> dict[str, int]:
+    def bytes_by_source(self) -> dict[str, int]:
         """Bytes that lie in the slot as they were sealed, by source."""
         return {source: int(came.sum()) for source, came in self._came.items() if came.any()}
 
@@ -286,15 +296,17 @@ class _Arrivals:
     def __init__(self, batches: Sequence[PieceBatch], found: Words, expected: Words, arrived: Arrived) -> None:
         self._found, self._expected, self._arrived = found, expected, arrived
         self._cells = {int(cell) for batch in batches for cell in batch.cells}
-        self._left = np.zeros(len(expected), dtype=np.int64)  # pieces; a sum may be right before all of them are there
+        self._pieces_due = np.zeros(
+            len(expected), dtype=np.int64
+        )  # pieces; a sum may be right before all of them are there
         for batch in batches:
-            np.add.at(self._left, batch.cells, 1)
+            np.add.at(self._pieces_due, batch.cells, 1)
 
-    def brought(self, batch: PieceBatch) -> None:
+    def add(self, batch: PieceBatch) -> None:
         """All of a batch has come and is part of the sums."""
-        np.subtract.at(self._left, batch.cells, 1)
+        np.subtract.at(self._pieces_due, batch.cells, 1)
         cells = np.unique(batch.cells)
-        whole = cells[(self._left[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
+        whole = cells[(self._pieces_due[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
         self._cells.difference_update(whole)
         if whole:
             self._arrived(whole)

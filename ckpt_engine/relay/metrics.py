@@ -28,14 +28,14 @@ class RelayState:
     brought_seconds: float = 0.0
     _before: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def filled(self, told: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
+    def filled(self, report: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
         """A version is held. more: what the slot lacked was brought, and what is told is that and what was told before
         together."""
         size, seconds = self._before.get(slot, (0, 0.0)) if more else (0, 0.0)
-        self._before[slot] = sum(each.bytes for each in told.brought), told.fill_seconds
+        self._before[slot] = sum(each.bytes for each in report.brought), report.fill_seconds
         self.held += not more
         self.brought_bytes += self._before[slot][0] - size
-        self.brought_seconds += told.fill_seconds - seconds
+        self.brought_seconds += report.fill_seconds - seconds
 
 
 def of_relay(state: RelayState) -> Iterable[Metric]:

@@ -11,8 +11,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 def lost(manager: str, ended: SessionEnded) -> str:
     """Why there is no session, and what becomes of that."""
     if ended.patience:
-        left = f"waiting up to {ended.patience:.0f} s, in case that is a relay that has died"
-        return f"refused by the manager at {manager}: {ended.problem.message}; {left}"
+        remedy = f"waiting up to {ended.patience:.0f} s, in case that is a relay that has died"
+        return f"refused by the manager at {manager}: {ended.problem.message}; {remedy}"
     return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
 
 
@@ -34,19 +34,19 @@ def done(task: RelayTask, result: object) -> str:
             return ""
 
 
-def filled(told: manager_pb2.RelayFilled) -> str:
+def filled(report: manager_pb2.RelayFilled) -> str:
     """What a filling brought."""
-    brought = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in told.brought) or "nothing"
-    seconds = told.fill_seconds
-    speed = f" ({sum(each.bytes for each in told.brought) / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
-    said = f"{brought} in {seconds:.2f} s{speed}"
-    if told.again:
-        said += f", {told.again} pieces read again"
-    if told.overruled:
-        said += f", {told.overruled} readers overruled after {told.wait_seconds:.1f} s"
-    if told.missing_cells:
-        said += f", {told.missing_cells} pieces missing: {told.missing[0].message}"
-    return said
+    sources = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in report.brought) or "nothing"
+    seconds = report.fill_seconds
+    speed = f" ({sum(each.bytes for each in report.brought) / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
+    line = f"{sources} in {seconds:.2f} s{speed}"
+    if report.again:
+        line += f", {report.again} pieces read again"
+    if report.overruled:
+        line += f", {report.overruled} readers overruled after {report.wait_seconds:.1f} s"
+    if report.missing_cells:
+        line += f", {report.missing_cells} pieces missing: {report.missing[0].message}"
+    return line
 
 
 def _version(task: CountSlot | FillSlot) -> str:

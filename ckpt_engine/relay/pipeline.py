@@ -61,19 +61,19 @@ class Pipeline:
         for pool in (self._bringing, self._digests):
             pool.shutdown(cancel_futures=True)
 
-    def brought(self, batches: Sequence[PieceBatch]) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
+    def results(self, batches: Sequence[PieceBatch]) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
         """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
 
         Close the iterator: it waits for what is on its way, and then nothing can land any more.
         """
         line = _Line(batches, self._lost, self._carry_on)
         ahead: deque[tuple[PieceBatch, Future[Words | Problem]]] = deque()
-        given: list[Future[Any]] = []
+        futures: list[Future[Any]] = []
         try:
             for number, batch in enumerate(batches):
                 first = self._bringing.submit(line.bring, number) if batch.is_brought_first else None
                 found = self._digests.submit(line.digest, batch, first)
-                given += [found] if first is None else [first, found]
+                futures += [found] if first is None else [first, found]
                 ahead.append((batch, found))
                 if len(ahead) > AHEAD:
                     done, found = ahead.popleft()
@@ -83,7 +83,7 @@ class Pipeline:
                 yield done, found.result()
         finally:
             line.ended = True
-            wait([each for each in given if not each.cancel()])
+            wait([each for each in futures if not each.cancel()])
             _abandon(batches)
 
     def arriving(
@@ -93,10 +93,10 @@ class Pipeline:
         line = _Line(batches, self._lost, self._carry_on)
         ends = np.cumsum([0, *(len(batch.pieces) for batch in batches)]).tolist()
         problems: list[Problem | None] = []
-        told = 0
+        count = 0
         arrival = digests.start()
         try:
-            while told < len(batches):
+            while count < len(batches):
                 number = len(problems)
                 if number < len(batches):
                     problems.append(line.bring(number))
@@ -104,9 +104,9 @@ class Pipeline:
                 else:
                     time.sleep(_POLL_SECONDS)
                     self._carry_on()
-                while told < len(problems) and (found := arrival.values(ends[told], ends[told + 1])) is not None:
-                    told += 1
-                    yield batches[told - 1], problems[told - 1] or found
+                while count < len(problems) and (found := arrival.values(ends[count], ends[count + 1])) is not None:
+                    count += 1
+                    yield batches[count - 1], problems[count - 1] or found
         finally:
             line.ended = True
             arrival.end()

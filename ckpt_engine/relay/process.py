@@ -104,9 +104,9 @@ class _Relay:
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "ckpt-engine fill")
         self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
-        self._over: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
+        self._final_problem: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
         self._closing = False
-        self._away = ""  # why there is no session, as it was said last
+        self._disconnect_reason = ""  # why there is no session, as it was said last
         self._state = state
         self._blobs: dict[bytes, bytes] = {}
         memory = SLOTS * slots.slot_bytes
@@ -144,10 +144,10 @@ class _Relay:
         stopping = asyncio.ensure_future(stop.wait())
         try:
             self._session.start()
-            await asyncio.wait((stopping, self._over), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, self._final_problem), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-        return None if stop.is_set() else self._over.result()
+        return None if stop.is_set() else self._final_problem.result()
 
     async def close(self, reason: str) -> None:
         """Says goodbye. What is being filled ends soon."""
@@ -175,8 +175,8 @@ class _Relay:
         if isinstance(done, SlotFilled) and isinstance(task, FillSlot):
             self._state.filled(done.told, task.slot, task.more)
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
-        if said := narration.done(task, done):
-            log.info("%s", said)
+        if line := narration.done(task, done):
+            log.info("%s", line)
         return done
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
@@ -184,18 +184,18 @@ class _Relay:
         values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
         return SealFigures(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
 
-    def _notified(self, said: Notice) -> None:
-        match said:
+    def _notified(self, notice: Notice) -> None:
+        match notice:
             case SessionOpened(cluster):
-                self._away, self._state.connected = "", True
+                self._disconnect_reason, self._state.connected = "", True
                 log.info("connected to the manager at %s (cluster %s)", self._settings.manager, cluster[:8])
             case SessionEnded():
                 self._state.connected = False
-                if said.final and not self._over.done():
-                    self._over.set_result(said.problem)
-                elif said.problem.message != self._away and not self._closing:
-                    self._away = said.problem.message
-                    log.warning("%s", narration.lost(self._settings.manager, said))
+                if notice.final and not self._final_problem.done():
+                    self._final_problem.set_result(notice.problem)
+                elif notice.problem.message != self._disconnect_reason and not self._closing:
+                    self._disconnect_reason = notice.problem.message
+                    log.warning("%s", narration.lost(self._settings.manager, notice))
             case PublicationDecided(_, problem) if problem is not None:
                 log.warning("the manager leaves out what this relay holds: %s", problem.message)
             case StopFilling():
@@ -205,8 +205,8 @@ class _Relay:
 
     def _fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
         """What a version has in common with the one before is not fetched again."""
-        wanted = {ref.digest: ref for ref in refs}
-        new = [ref for digest, ref in wanted.items() if digest not in self._blobs]
+        by_digest = {ref.digest: ref for ref in refs}
+        new = [ref for digest, ref in by_digest.items() if digest not in self._blobs]
         fetching = asyncio.run_coroutine_threadsafe(self._session.fetch(new, seconds), self._loop)
         try:
             blobs = fetching.result(seconds)
@@ -215,7 +215,7 @@ class _Relay:
         finally:
             fetching.cancel()
         found = dict(zip((ref.digest for ref in new), blobs, strict=True))
-        self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in wanted}
+        self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in by_digest}
         return [self._blobs[ref.digest] for ref in refs]
 
     def _passed_on(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
@@ -224,12 +224,12 @@ class _Relay:
             self._loop.call_soon_threadsafe(self._session.feed, ChunksPassed(command.fence, command.attempt, rate))
 
     def _progress(self, task: Task) -> Progress:
-        told = time.monotonic()
+        last_report = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            nonlocal told
-            if isinstance(task, FillSlot) and time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
+            nonlocal last_report
+            if isinstance(task, FillSlot) and time.monotonic() - last_report >= PROGRESS_SECONDS:
+                last_report = time.monotonic()
                 event = FillingProgress(task.command.fence, done, total)
                 self._loop.call_soon_threadsafe(self._session.feed, event)
 

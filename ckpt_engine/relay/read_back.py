@@ -92,14 +92,15 @@ class _ReadBack:
             self._copies.append((memory[first : first + view.nbytes].view(view.dtype).view(view.shape), view))
             first += staged_bytes(view)
         with torch.cuda.stream(self._stage.stream):
-            seen = [
-                (there, tuple(start), there.dtype) for (there, _), (_, start) in zip(self._copies, boxes, strict=True)
+            stage_boxes = [
+                (stage_view, tuple(start), stage_view.dtype)
+                for (stage_view, _), (_, start) in zip(self._copies, boxes, strict=True)
             ]
-            self._digests = CudaDigests(seen, SEED)
+            self._digests = CudaDigests(stage_boxes, SEED)
             self._stage.stream.synchronize()  # tables were copied, and the kernel compiled
 
     def run(self) -> list[int]:
         with self._stage.lock, torch.inference_mode(), torch.cuda.stream(self._stage.stream):
-            for there, view in self._copies:
-                there.copy_(view, non_blocking=True)
+            for stage_view, view in self._copies:
+                stage_view.copy_(view, non_blocking=True)
             return self._digests.run()

@@ -95,9 +95,9 @@ def _towards(manager: str) -> str:
     host, port = split_address(manager)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(where)
-            return str(asked.getsockname()[0])
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise invalid(
             f"--advertise: {manager} does not tell which address of this host leads to it ({error}): name one"

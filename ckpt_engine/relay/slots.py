@@ -103,7 +103,7 @@ class _Ready:
     recorded: ProvenRecord
     filling: SlotFilling
     sources: Sources
-    kept: frozenset[int]
+    kept_cells: frozenset[int]
     memory: Memory
     whole: Contents | None = None
     fan_in: FanIn | None = None
@@ -264,13 +264,13 @@ class Slots:
 
     def _count(self, slot: int, wish: FillWish, more: bool) -> _Ready:
         before = self._held[slot] if more else None
-        kept = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
-        key = (*self._key(wish), kept)
+        kept_cells = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
+        key = (*self._key(wish), kept_cells)
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
             layout = _layout(wish, recorded)
-            if kept and before is not None and before.layout.atoms != layout.atoms:
+            if kept_cells and before is not None and before.layout.atoms != layout.atoms:
                 raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
             landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
@@ -281,7 +281,7 @@ class Slots:
 
             try:
                 self._pin(slot, sources)
-                filling = SlotFilling(layout, memory, sources, kept)
+                filling = SlotFilling(layout, memory, sources, kept_cells)
                 filling.check()
             except BaseException:
                 sources.close()
@@ -289,7 +289,7 @@ class Slots:
             self._forget(slot)
             tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
             ready = self._ready[slot] = _Ready(
-                key, tables, wish.identity.root, recorded, filling, sources, kept, memory
+                key, tables, wish.identity.root, recorded, filling, sources, kept_cells, memory
             )
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root, [ready.recorded])
@@ -314,7 +314,7 @@ class Slots:
         progress: Progress,
     ) -> SlotVersion:
         began = time.monotonic()
-        before = self._held[slot] if ready.kept else None
+        before = self._held[slot] if ready.kept_cells else None
         overruled = 0
         if before is None:
             self._held[slot] = None

@@ -42,7 +42,7 @@ class Reading:
     def offset(self, box: Box) -> int:
         """Offset of a box's first element, bytes from the start of the region."""
         width = itemsize(self.placed.stored or self.dtype)
-        inside = (here - first for here, first in zip(box.start, self.first, strict=True))
+        inside = (coordinate - first for coordinate, first in zip(box.start, self.first, strict=True))
         return self.placed.offset + width * int(sum(map(mul, inside, self.placed.stride)))
 
     def view(self, box: Box) -> torch.Tensor:
@@ -112,10 +112,10 @@ class Sources:
         """Why nobody within reach holds all of a box."""
         name = self._specs[tensor].name
         why = "; ".join(dict.fromkeys(fault.message for fault in self.faults))
-        asked = ", ".join(label(table) for table in self._publication.tables) or "no source"
+        labels = ", ".join(label(table) for table in self._publication.tables) or "no source"
         return Problem(
             code=Problem.NOT_FOUND,
-            message=f"nobody within reach holds {box} of tensor {name} ({asked} was asked{f': {why}' if why else ''})",
+            message=f"nobody within reach holds {box} of tensor {name} ({labels} was asked{f': {why}' if why else ''})",
             tensors=[name],
         )
 
@@ -186,7 +186,7 @@ class Sources:
         """Each region by the nearest of the ways that reach it, or by the next if that one cannot be opened. Those of
         one transport are opened together."""
         host = self._gpus.seen_from(table, self._host)
-        left: dict[int, list[tuple[Choice, Region]]] = {}
+        untried: dict[int, list[tuple[Choice, Region]]] = {}
         for region in table.regions:
             ways: list[tuple[Choice, Region]] = []
             faults: list[Problem] = []
@@ -195,12 +195,12 @@ class Sources:
                     ways.append((choose_transport(table.host, transport, host, list(self._transports)), way))
                 except CkptEngineError as error:
                     faults.append(error.problem)
-            left[region.id] = sorted(ways, key=lambda each: each[0].distance)
+            untried[region.id] = sorted(ways, key=lambda each: each[0].distance)
             if not ways:
                 self.faults += faults
-        while left := {id: ways for id, ways in left.items() if ways}:
+        while untried := {id: ways for id, ways in untried.items() if ways}:
             chosen: dict[str, tuple[Choice, list[Region]]] = {}
-            for choice, way in (ways.pop(0) for ways in left.values()):
+            for choice, way in (ways.pop(0) for ways in untried.values()):
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
             for transport, (choice, regions) in chosen.items():
                 try:
@@ -212,7 +212,7 @@ class Sources:
                 for each in regions:
                     on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
                     self._opened[number, each.id] = opened, each, choice.distance, on_gpu
-                    del left[each.id]
+                    del untried[each.id]
 
     def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
         if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):

@@ -44,7 +44,7 @@ class RelayWork:
             wish = self._wish(task.command, task.seconds)
             held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
             self._fetched = None
-            return SlotFilled(canonical(held.table), canonical(held.record), told(held))
+            return SlotFilled(canonical(held.table), canonical(held.record), filled_report(held))
         assert isinstance(task, LetGoOf)
         self._slots.let_go(task.tables, task.seconds)
         return None
@@ -74,7 +74,7 @@ class RelayWork:
         return self._fetched[1]
 
 
-def told(held: SlotVersion) -> RelayFilled:
+def filled_report(held: SlotVersion) -> RelayFilled:
     """What is said of a filling, but for fence and identity."""
     filled = held.filled
     return RelayFilled(
@@ -82,7 +82,9 @@ def told(held: SlotVersion) -> RelayFilled:
         missing=[each.problem for each in filled.missing[:NAMED]],
         missing_cells=len(filled.missing),
         faults=filled.faults,
-        brought=[RelayFilled.Brought(source=source, bytes=size) for source, size in sorted(filled.brought.items())],
+        brought=[
+            RelayFilled.Brought(source=source, bytes=size) for source, size in sorted(filled.bytes_by_source.items())
+        ],
         again=filled.again,
         overruled=held.overruled,
         wait_seconds=held.waited,

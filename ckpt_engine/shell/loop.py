@@ -40,7 +40,7 @@ class Loop:
 
     def __init__(
         self,
-        who: str,
+        role: str,
         machine: Machine,
         perform: Callable[[Any], None],
         run: Callable[[Key, Task], Awaitable[Done]] | None,
@@ -49,7 +49,7 @@ class Loop:
     ) -> None:
         self.problem: weights_pb2.Problem | None = None
         """Why the machine does not go on; None: it does."""
-        self._who = who
+        self._role = role
         self._machine = machine
         self._perform = perform
         self._run = run
@@ -57,7 +57,7 @@ class Loop:
         self._handled = handled
         self._inbox: deque[object] = deque()
         self._handling = False
-        self._over = False
+        self._stopped = False
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -66,14 +66,14 @@ class Loop:
 
         Never raises. Nothing happens after `problem` is set, or after `stop`.
         """
-        if self._over:
+        if self._stopped:
             return
         self._inbox.append(event)
         if self._handling:
             return
         self._handling = True
         try:
-            while self._inbox and not self._over:
+            while self._inbox and not self._stopped:
                 self._take(self._inbox.popleft())
         finally:
             self._handling = False
@@ -86,7 +86,7 @@ class Loop:
 
     async def stop(self, seconds: float) -> None:
         """Ends timers and tasks, which get so many `seconds`. Nothing reaches the machine any more."""
-        self._over = True
+        self._stopped = True
         self._cancel_timers()
         if self._tasks and seconds > 0:
             await asyncio.wait(tuple(self._tasks), timeout=seconds)
@@ -104,9 +104,9 @@ class Loop:
                 self._handled(event, commands)
         except Exception as error:
             name = type(event.body if isinstance(event, Message) else event).__name__
-            log.exception("the state machine failed who=%s event=%s", self._who, name)
-            self.problem = internal(f"the {self._who} failed on {name}: {error!r}; its log says where").problem
-            self._over = True
+            log.exception("the state machine failed who=%s event=%s", self._role, name)
+            self.problem = internal(f"the {self._role} failed on {name}: {error!r}; its log says where").problem
+            self._stopped = True
             self._cancel_timers()
             self._failed(event, self.problem)
 

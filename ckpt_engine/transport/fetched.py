@@ -109,11 +109,11 @@ class FetchedRegions:
         for locator, region in self._regions.items():
             if locator in self._links:
                 continue
-            left = stop_at - time.monotonic()
-            if left <= 0:
+            remaining = stop_at - time.monotonic()
+            if remaining <= 0:
                 raise deadline(f"{source_of(region)} could not be reached: others took all of {self._seconds:g} s")
             with Naming(region):
-                self._links[locator] = self._fetcher.connect(region, self.landing, left)
+                self._links[locator] = self._fetcher.connect(region, self.landing, remaining)
 
     def prepare(self, moves: Sequence[Move]) -> FetchedCopy:
         """Checks every move and cuts it into runs. Raises INVALID_ARGUMENT."""
@@ -258,8 +258,8 @@ class FetchedCopy:
                     flying.append((batch, Reads(self._regions, batch.reads, on_bytes)))
                 if not flying:
                     return self.bytes
-                over = [reads.over() for _, reads in flying]
-                if over[0]:
+                finished = [reads.finished() for _, reads in flying]
+                if finished[0]:
                     flying.popleft()[0].copy.run(on_bytes)
                 else:
                     time.sleep(_POLL_SECONDS)
@@ -274,37 +274,37 @@ class Reads:
     def __init__(
         self,
         regions: FetchedRegions,
-        asked: Sequence[tuple[Region, Sequence[ByteRun]]],
+        requests: Sequence[tuple[Region, Sequence[ByteRun]]],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._on_bytes = on_bytes
         self._tickets: list[tuple[Region, ReadTicket, int]] = []
         self._landed = 0
-        self._moved = self._told = time.monotonic()
-        for region, runs in asked:
+        self._moved = self._last_report = time.monotonic()
+        for region, runs in requests:
             with Naming(region):
                 self._tickets.append((region, regions.link(region).read(runs), sum(run.length for run in runs)))
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all has arrived. Raises what the links raise, DEADLINE_EXCEEDED if nothing arrives for long."""
         landed = 0
-        late: Region | None = None
-        for region, ticket, asked in self._tickets:
+        unfinished: Region | None = None
+        for region, ticket, expected in self._tickets:
             with Naming(region):
                 found = ticket.poll()
-                if found > asked:
-                    raise data_loss(f"{found} bytes came of {asked} that were asked for")
+                if found > expected:
+                    raise data_loss(f"{found} bytes came of {expected} that were asked for")
             landed += found
-            late = region if found < asked else late
+            unfinished = region if found < expected else unfinished
         now = time.monotonic()
         if landed != self._landed:
             self._landed, self._moved = landed, now
-        if late is None:
+        if unfinished is None:
             return True
         if now > self._moved + STALL_SECONDS:
-            raise deadline(f"nothing came of {source_of(late)} for {STALL_SECONDS:g} s")
-        if self._on_bytes is not None and now > self._told + _TELL_SECONDS:
-            self._told = now
+            raise deadline(f"nothing came of {source_of(unfinished)} for {STALL_SECONDS:g} s")
+        if self._on_bytes is not None and now > self._last_report + _TELL_SECONDS:
+            self._last_report = now
             self._on_bytes(0)
         return False
 

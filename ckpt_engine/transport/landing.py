@@ -41,13 +41,13 @@ class Landing:
                 _append(runs, run, gap)
                 gap = 0
             behind[move.region.locator] = padding
-        self._asked = [(region, [part for run in runs for part in _parts(run)]) for region, runs in found.values()]
+        self._requests = [(region, [part for run in runs for part in _parts(run)]) for region, runs in found.values()]
         self._reads: Reads | None = None
 
     def start(self) -> None:
         """Asks for all of it. Waits for nothing. Raises what the links raise; then they are severed."""
         try:
-            self._reads = Reads(self._regions, self._asked)
+            self._reads = Reads(self._regions, self._requests)
         except BaseException:
             self._regions.sever()
             raise
@@ -57,11 +57,11 @@ class Landing:
         """Whether something may land now."""
         return self._reads is not None
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all of it has landed. Waits for nothing. Raises what the links raise; then they are severed."""
         assert self._reads is not None, "start comes first"
         try:
-            is_over = self._reads.over()
+            is_over = self._reads.finished()
         except BaseException:
             self.sever()
             raise

@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator
 
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.transport.collective.door import MeetingDoor
-from ckpt_engine.transport.collective.frames import BALLOT, END, GET, HEAR, HELLO, IN, LATE, REST, SET, WHO, message
+from ckpt_engine.transport.collective.frames import (
+    ATTENDEES,
+    BALLOT,
+    END,
+    GET,
+    HEAR,
+    HELLO,
+    IN,
+    LATE,
+    REST,
+    SET,
+    message,
+)
 from ckpt_engine.transport.collective.meeting import Attendance, Meeting
 
 KEY, COMMUNICATOR = b"k" * 32, b"one"
@@ -25,7 +37,7 @@ QUESTIONS = [
     message(LATE, "", b"it is late"),
     message(HEAR, ""),
     message(REST, ""),
-    message(WHO, ""),
+    message(ATTENDEES, ""),
     *(message(BALLOT, "", vote) for vote in VOTES),
 ]
 ANSWERS = [
@@ -123,7 +135,7 @@ def answers() -> Iterator[Callable[[bytes], None]]:
     def take(data: bytes) -> None:
         told[:] = [data]
         for ask in (
-            attendance.there,
+            attendance.attendees,
             attendance.reached,
             attendance.broken,
             lambda: attendance.get("a word"),

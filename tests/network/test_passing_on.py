@@ -102,10 +102,10 @@ def test_each_byte_leaves_its_holder_once(world: World) -> None:
         total = found["a"].layout.bytes
         for each in found.values():
             assert (each.filled.missing, each.filled.faults, each.filled.again) == ((), (), 0)
-            assert sum(each.filled.brought.values()) == total
+            assert sum(each.filled.bytes_by_source.values()) == total
             assert_same(each, world.weights)
-        assert sum(each.filled.brought["relay near"] for each in found.values()) == total
-        assert all(len(each.filled.brought) == 3 for each in found.values()), "everybody passes on"
+        assert sum(each.filled.bytes_by_source["relay near"] for each in found.values()) == total
+        assert all(len(each.filled.bytes_by_source) == 3 for each in found.values()), "everybody passes on"
 
 
 def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
@@ -156,7 +156,7 @@ def test_who_is_gone_is_done_without(world: World) -> None:
     orders = world.orders()
     world.relays["a"].close()
     for found in others_find_all(world, orders):
-        assert "relay a" not in found.filled.brought
+        assert "relay a" not in found.filled.bytes_by_source
         assert any("relay a cannot be reached" in each.message for each in found.filled.faults)
 
 
@@ -423,7 +423,7 @@ def test_a_relay_says_how_fast_it_passed_on_and_got_what_others_passed_on(
     orders = world.orders()
     held = {name: world.fill(name, orders[name], passed=told[name].append) for name in NAMES}
     for future in held.values():
-        said = work.told(future.result(60))
+        said = work.filled_report(future.result(60))
         assert said.received == manager_pb2.Rate(bytes_per_second=2.0, seconds=2.0), "from two others"
         assert said.HasField("sent")
     eventually("all readers have left", 60.0, lambda: all(Rate(1.0, 2.0) in rates for rates in told.values()))

@@ -12,7 +12,7 @@ from ckpt_engine.core.json_text import load_json
 _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
 
 
-class Voted(NamedTuple):
+class BallotMessage(NamedTuple):
     """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave". hold: seconds for which
     the answer may be kept back until there is something to tell."""
 
@@ -24,17 +24,17 @@ class Voted(NamedTuple):
     hold: float
 
 
-def voted(data: bytes) -> Voted:
+def read_ballot_message(data: bytes) -> BallotMessage:
     """Raises ValueError for what no member of ours would say."""
     try:
-        asked = load_json(data)
-        found = Voted(
-            int(asked["epoch"]),
-            str(asked["verb"]),
-            float(asked.get("until", 0.0)),
-            str(asked.get("why", "")),
-            tuple(map(str, asked.get("blamed", ()))),
-            float(asked.get("hold", 0.0)),
+        fields = load_json(data)
+        found = BallotMessage(
+            int(fields["epoch"]),
+            str(fields["verb"]),
+            float(fields.get("until", 0.0)),
+            str(fields.get("why", "")),
+            tuple(map(str, fields.get("blamed", ()))),
+            float(fields.get("hold", 0.0)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"nothing that is said to a ballot: {error}") from error
@@ -45,11 +45,13 @@ def voted(data: bytes) -> Voted:
     return found
 
 
-def answer_of(told: Mapping[str, Any]) -> BallotAnswer:
+def answer_of(fields: Mapping[str, Any]) -> BallotAnswer:
     """What the lead answers. Raises ValueError for what no lead of ours would."""
     try:
-        clock = None if told["clock"] is None else float(told["clock"])
-        answer = BallotAnswer(Word(told["word"]), clock, bool(told["voted"]), bool(told["aborted"]), str(told["why"]))
+        clock = None if fields["clock"] is None else float(fields["clock"])
+        answer = BallotAnswer(
+            Word(fields["word"]), clock, bool(fields["voted"]), bool(fields["aborted"]), str(fields["why"])
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"no answer of a ballot: {error}") from error
     if clock is not None and not math.isfinite(clock):

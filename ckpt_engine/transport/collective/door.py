@@ -60,13 +60,13 @@ class MeetingDoor:
             former = self._meeting
             if former is not None and former[:2] == (communicator, key):
                 return former[2]
-            made = Meeting(silence)
-            self._meeting = communicator, key, made
+            meeting = Meeting(silence)
+            self._meeting = communicator, key, meeting
             if self._closed:
-                made.close()
+                meeting.close()
         if former is not None:
             former[2].close()
-        return made
+        return meeting
 
     def close(self) -> None:
         """Ends the meeting for all, and listens no more. May be repeated."""
@@ -124,17 +124,17 @@ class MeetingDoor:
     def _admitted(self, connection: socket.socket) -> tuple[Meeting, str] | None:
         """The meeting that a hello is for, and the member's name."""
         tune(connection)
-        kind, name, shown = read(connection, time.monotonic() + CALL_SECONDS)
+        kind, name, credentials = read(connection, time.monotonic() + CALL_SECONDS)
         connection.settimeout(CALL_SECONDS)
         if kind != HELLO or self._closed:
             return None
         with self._lock:
             known = self._meeting
         size = 0 if known is None else len(known[1])
-        if known is None or shown[size:] != known[0]:
+        if known is None or credentials[size:] != known[0]:
             write(connection, LATER)
             return None
-        if not hmac.compare_digest(shown[:size], known[1]):
+        if not hmac.compare_digest(credentials[:size], known[1]):
             return None
         connection.settimeout(None)
         return known[2], name

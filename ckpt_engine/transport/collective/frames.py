@@ -14,7 +14,7 @@ CALL_SECONDS = 5.0
 LONGEST_WORD = 64 << 10
 """Bytes of a message; NCCL's id has 128, Gloo's addresses some hundred."""
 
-HELLO, SET, GET, END, HEAR, REST, WHO, BYE, LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
+HELLO, SET, GET, END, HEAR, REST, ATTENDEES, BYE, LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
 BALLOT, WHOLE, REACHED = b"v", b"o", b"a"
 
 IN, LATER = b"in", b"later"
@@ -71,10 +71,10 @@ def _exactly(connection: socket.socket, length: int, stop_at: float | None) -> b
     data = bytearray()
     while len(data) < length:
         if stop_at is not None:
-            left = stop_at - time.monotonic()
-            if left <= 0:
+            remaining = stop_at - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError("a message was not complete in time")
-            connection.settimeout(left)
+            connection.settimeout(remaining)
         part = connection.recv(length - len(data))
         if not part:
             raise ConnectionError("the connection was ended")

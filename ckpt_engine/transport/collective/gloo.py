@@ -81,26 +81,26 @@ class GlooGroup:
             if words.problem is not None:
                 raise words.problem from None
             if time.monotonic() >= stop_at:
-                raise attendance.late(dict.fromkeys(members)) from error
+                raise attendance.absence(dict.fromkeys(members)) from error
             raise unavailable(f"{members[rank]} could not join the collective: {error}") from error
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> list[tuple[int, Any]]:
         """Begins both exchanges of a step: (peer, bytes). Waits for nothing. Returns them by peer, for `finish`."""
-        begun = []
+        exchanges = []
         for peer, ask in ((receive, self._group.recv), (send, self._group.send)):
             if peer is None:
                 continue
             try:
-                begun.append((peer[0], ask([peer[1]], peer[0], _BUCKETS)))
+                exchanges.append((peer[0], ask([peer[1]], peer[0], _BUCKETS)))
             except RuntimeError as error:
                 raise self._lost(peer[0], error) from error
-        return begun
+        return exchanges
 
-    def finish(self, begun: Sequence[tuple[int, Any]], seconds: float) -> None:
+    def finish(self, exchanges: Sequence[tuple[int, Any]], seconds: float) -> None:
         """Waits until all of it has happened. Raises UNAVAILABLE, naming the peer; then the group is broken."""
-        for peer, work in begun:
+        for peer, work in exchanges:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:

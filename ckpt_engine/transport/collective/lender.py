@@ -39,8 +39,8 @@ class CollectiveLender:
             size = memory.bytes.numel()
         self._devices.add(device)
         if len(self._devices) > 1:
-            named = " and on ".join(sorted("the CPU" if each is None else f"cuda:{each}" for each in self._devices))
-            raise invalid(f"a rank is in a collective with one device, and publishes on {named}: move all to one")
+            places = " and on ".join(sorted("the CPU" if each is None else f"cuda:{each}" for each in self._devices))
+            raise invalid(f"a rank is in a collective with one device, and publishes on {places}: move all to one")
         locator = NcclLocator(host=self._door.host, port=self._door.port, gpu=gpu)
         return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 

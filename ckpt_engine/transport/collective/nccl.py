@@ -102,13 +102,13 @@ class Nccl:
 
     def unique_id(self) -> bytes:
         """What all members of one communicator have to be given. The process that makes it answers the others."""
-        made = _UniqueId()
-        self.call("ncclGetUniqueId", byref(made))
-        return bytes(memoryview(made))
+        unique = _UniqueId()
+        self.call("ncclGetUniqueId", byref(unique))
+        return bytes(memoryview(unique))
 
-    def call(self, name: str, *given: Any) -> int:
+    def call(self, name: str, *arguments: Any) -> int:
         """One function; returns its result if that is success, or in progress."""
-        code = int(getattr(self._library, name)(*given))
+        code = int(getattr(self._library, name)(*arguments))
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise NcclError(name, code, self.text(code))
         return code
@@ -194,11 +194,11 @@ class Communicator:
     ) -> None:
         """Begins to queue all at once on a stream: (peer, address, bytes). `complete` says when they are queued."""
         with self._lock:
-            comm = self._there()
+            comm = self._handle()
             self._library.call("ncclGroupStart")
             try:
-                for call, asked in (("ncclSend", sends), ("ncclRecv", receives)):
-                    for peer, address, size in asked:
+                for call, transfers in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for peer, address, size in transfers:
                         self._library.call(call, address, size, _UINT8, peer, comm, stream)
             except BaseException:
                 # A group that stays open would only queue all that this thread asks of NCCL later, torch's calls too.
@@ -211,7 +211,7 @@ class Communicator:
         """Whether everything that was asked for is queued. Raises NcclError for an error that came since."""
         with self._lock:
             code = c_int()
-            self._library.call("ncclCommGetAsyncError", self._there(), byref(code))
+            self._library.call("ncclCommGetAsyncError", self._handle(), byref(code))
         if code.value not in (_SUCCESS, _IN_PROGRESS):
             raise NcclError("NCCL", code.value, self._library.text(code.value))
         return code.value == _SUCCESS
@@ -229,7 +229,7 @@ class Communicator:
             if held:
                 self._lock.release()
 
-    def _there(self) -> c_void_p:
+    def _handle(self) -> c_void_p:
         if self._comm is None:
             raise NcclError("", -1, "the communicator was given up")
         return self._comm

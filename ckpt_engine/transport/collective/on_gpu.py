@@ -67,7 +67,7 @@ class GpuMember:
             torch.cuda.current_stream(device).synchronize()
             self._broken = ""
             self.bind(places)
-            self._communicator = self._joined(member, seconds)
+            self._communicator = self._join(member, seconds)
 
     def bind(self, places: Places | None) -> None:
         """Binds as `HostMember.bind` does. Between runs, so nothing of it is on its way."""
@@ -75,8 +75,8 @@ class GpuMember:
         self._bound = places is not None
         if places is not None:
             with torch.cuda.device(self._device):
-                made = self._part.copies(lambda pairs: DeviceWork(pairs, self._device), places)
-            self._packs, self._unpacks, self.bytes = made
+                copies = self._part.copies(lambda pairs: DeviceWork(pairs, self._device), places)
+            self._packs, self._unpacks, self.bytes = copies
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
         """Runs as `HostMember.run` does. Begins after what the current stream was given; all bytes have arrived when it
@@ -104,32 +104,32 @@ class GpuMember:
         self.bind(None)
         self._part.slots = []
 
-    def _joined(self, member: int, seconds: float) -> Communicator:
+    def _join(self, member: int, seconds: float) -> Communicator:
         stop_at = time.monotonic() + seconds
         everybody = dict.fromkeys(self._names)
         try:
             if member == 0:
                 self._attendance.set(_ID, nccl().unique_id())
             id = self._attendance.wait(_ID, stop_at, everybody)
-            asked = time.monotonic()
+            heard_at = time.monotonic()
 
             def check() -> None:
-                nonlocal asked
+                nonlocal heard_at
                 now = time.monotonic()
                 if now > stop_at:
-                    raise self._attendance.late(everybody)
-                if now - asked > 0.1:
-                    asked = now
+                    raise self._attendance.absence(everybody)
+                if now - heard_at > 0.1:
+                    heard_at = now
                     if why := self._attendance.hear(running=False):
                         raise unavailable(f"the collective was ended: {why}")
 
-            made = Communicator(nccl(), id, member, len(self._names), check)
+            communicator = Communicator(nccl(), id, member, len(self._names), check)
             try:
-                self._connect(made, check)
+                self._connect(communicator, check)
             except BaseException:
-                made.abort()
+                communicator.abort()
                 raise
-            return made
+            return communicator
         except NcclError as error:
             raise unavailable(f"{self._names[member]} could not join the collective: {error}") from error
 
@@ -198,17 +198,17 @@ class _GpuRun:
             if after is not None and (send is None or after.send is None or after.send.slot != send.slot):
                 self._pack(after)  # while NCCL queues
             self._settle()
-            over = self._event(self._network)
+            end = self._event(self._network)
             if send is not None:
-                self._sent[send.slot] = over
+                self._sent[send.slot] = end
             size = 0 if receive is not None else self._packs[step.round].bytes if step.round in self._packs else 0
             if receive is not None:
-                self._copies.wait_event(over)
+                self._copies.wait_event(end)
                 self._queue(self._unpacks[step.round])
-                over = self._emptied[receive.slot] = self._event(self._copies)
+                end = self._emptied[receive.slot] = self._event(self._copies)
                 size = self._unpacks[step.round].bytes
             peers = sorted({each.peer for each in (send, receive) if each is not None})
-            self._flying.append((over, size, " and ".join(self._part.name(peer) for peer in peers)))
+            self._flying.append((end, size, " and ".join(self._part.name(peer) for peer in peers)))
             self._land(AHEAD)
         self._land(0)
         for stream in (self._network, self._copies):

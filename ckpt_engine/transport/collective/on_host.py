@@ -111,14 +111,14 @@ class _HostRun:
             self._pack(step)
             if step.receive is not None and step.receive.slot in self._full:
                 self._unpack(step.receive.slot)
-            begun = self._group.start(self._side(step.send), self._side(step.receive))
+            exchanges = self._group.start(self._side(step.send), self._side(step.receive))
             peers = {each.peer for each in (step.send, step.receive) if each is not None}
             self._watch.waits_for = " and ".join(self._part.name(peer) for peer in sorted(peers))
             for slot in list(self._full):
                 self._unpack(slot)
             if after is not None and after.send is not None and after.send.slot not in _used(step):
                 self._pack(after)
-            self._group.finish(begun, self._watch.left + LATE_SECONDS)
+            self._group.finish(exchanges, self._watch.remaining + LATE_SECONDS)
             if step.receive is not None:
                 self._full[step.receive.slot] = step.round
         for slot in list(self._full):
@@ -131,12 +131,12 @@ class _HostRun:
         copy = self._packs.get(step.round)
         if copy is not None and step.round not in self._packed:
             self._packed.add(step.round)
-            self._told(copy.run())
+            self._report(copy.run())
 
     def _unpack(self, slot: int) -> None:
-        self._told(self._unpacks[self._full.pop(slot)].run())
+        self._report(self._unpacks[self._full.pop(slot)].run())
 
-    def _told(self, size: int) -> None:
+    def _report(self, size: int) -> None:
         self._watch.check()
         if self._tell is not None:
             self._tell(size)

@@ -59,18 +59,20 @@ class MemberPart:
         return self.slots[exchange.slot][: exchange.bytes]
 
     def copies(
-        self, made: Callable[[list[Pair]], Work], places: Places
+        self, prepare: Callable[[list[Pair]], Work], places: Places
     ) -> tuple[dict[int, Work], dict[int, Work], int]:
         """What packs and what unpacks, by round, and the bytes that one run unpacks, or packs. made: of pairs.
 
         Raises INVALID_ARGUMENT if the memory that `places` names has another shape than its box."""
         packs = {
-            step.round: made(pairs)
+            step.round: prepare(pairs)
             for step in self.steps
             if step.send is not None and (pairs := self._packing(step.send, places))
         }
         unpacks = {
-            step.round: made(self._unpacking(step.receive, places)) for step in self.steps if step.receive is not None
+            step.round: prepare(self._unpacking(step.receive, places))
+            for step in self.steps
+            if step.receive is not None
         }
         return packs, unpacks, sum(work.bytes for work in (unpacks or packs).values())
 

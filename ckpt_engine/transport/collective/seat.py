@@ -57,7 +57,7 @@ class Seat:
         self._attendance: Attendance | None = None
         self._member: HostMember | GpuMember | None = None
         self._bound: Hashable = None
-        self._left = 0  # the last epoch of which the others were told that it does not go on
+        self._abandoned_epoch = 0  # the last epoch of which the others were told that it does not go on
         self.device = torch.device("cpu")
 
     @property
@@ -99,7 +99,7 @@ class Seat:
         try:
             schedule, dtypes = _schedule(order)
             self._attend(order, seconds)
-            self._member = self._made(schedule, order.member, dtypes, stop_at - time.monotonic())
+            self._member = self._make_member(schedule, order.member, dtypes, stop_at - time.monotonic())
         except Exception as error:
             self.leave(order, epoch, error, self._missing(schedule, error))
             self.close()
@@ -112,7 +112,7 @@ class Seat:
         Raises INVALID_ARGUMENT if it does not fit the schedule or is on another device, FAILED_PRECONDITION if there is
         no member.
         """
-        member = self._there()
+        member = self._joined_member()
         if self._bound is None or self._bound != key:
             self._bound = None
             memory = held()
@@ -132,18 +132,18 @@ class Seat:
 
     def vote(self, epoch: int, patience: float, seconds: float) -> None:
         """Returns when all members begin; see `wait_for_go`, which says what it raises."""
-        self._there()
+        self._joined_member()
         assert self._attendance is not None
         wait_for_go(self._attendance, epoch, patience, seconds)
 
     def run(self, epoch: int, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
         """Runs this member's part, after *go*: see `HostMember.run`. The member is given up if it raises, and all
         others have been told."""
-        member = self._there()
+        member = self._joined_member()
         try:
             return member.run(seconds, on_bytes)
         except BaseException:
-            self._left = epoch
+            self._abandoned_epoch = epoch
             self.close()
             raise
 
@@ -158,9 +158,9 @@ class Seat:
 
     def leave(self, order: CollectiveOrder, epoch: int, error: Exception, blamed: Sequence[str] = ()) -> None:
         """Tells the others that this member does not take part, or cannot go on. Once an epoch. Never raises."""
-        if epoch == self._left:
+        if epoch == self._abandoned_epoch:
             return
-        self._left, why = epoch, _text(error)
+        self._abandoned_epoch, why = epoch, _text(error)
         try:
             if self._attendance is None or self._key != _key(order):
                 self.close()
@@ -183,7 +183,7 @@ class Seat:
             if attendance is not None:
                 attendance.close()
 
-    def _there(self) -> HostMember | GpuMember:
+    def _joined_member(self) -> HostMember | GpuMember:
         if self._member is None:
             raise precondition("this process is no member of the collective: it was not made ready, or was given up")
         return self._member
@@ -204,12 +204,14 @@ class Seat:
         self._attendance = Attendance(address, meeting.key, names[order.member], names[0], seconds, order.communicator)
         self._key = _key(order)
 
-    def _made(self, schedule: Schedule, number: int, dtypes: Sequence[str], seconds: float) -> HostMember | GpuMember:
+    def _make_member(
+        self, schedule: Schedule, number: int, dtypes: Sequence[str], seconds: float
+    ) -> HostMember | GpuMember:
         assert self._attendance is not None
         if seconds <= 0:
             raise deadline("there was no time left to make the collective")
         gpu, memory = schedule.members[number].gpu, schedule.memory(number)
-        given = [torch_dtype(each) for each in dtypes]
+        served_dtypes = [torch_dtype(each) for each in dtypes]
         if not gpu:
             self.device = torch.device("cpu")
             if memory > (room := memory_room()):
@@ -219,8 +221,8 @@ class Seat:
 
             stop_at = time.monotonic() + seconds
             address = self._interface(self._attendance, [each.name for each in schedule.members], stop_at)
-            left = max(0.001, stop_at - time.monotonic())
-            return HostMember(schedule, number, self._attendance, None, given, address, left)
+            remaining = max(0.001, stop_at - time.monotonic())
+            return HostMember(schedule, number, self._attendance, None, served_dtypes, address, remaining)
         from ckpt_engine.transport.collective.on_gpu import GpuMember
 
         self.device = _device(gpu)
@@ -228,7 +230,7 @@ class Seat:
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if memory > free:
             raise precondition(f"a collective's buffers take {memory} bytes, and {self.device} has {free} free")
-        return GpuMember(schedule, number, self._attendance, None, given, self.device, seconds)
+        return GpuMember(schedule, number, self._attendance, None, served_dtypes, self.device, seconds)
 
     def _interface(self, attendance: Attendance, names: Sequence[str], stop_at: float) -> str:
         """The address of this host at which the others reach this member. The lead whose host does not have the
@@ -240,20 +242,20 @@ class Seat:
             if why := attendance.hear(running=False):
                 raise unavailable(f"the collective was ended: {why}")
             if time.monotonic() > stop_at:
-                raise attendance.late(dict.fromkeys(names))
+                raise attendance.absence(dict.fromkeys(names))
             time.sleep(_POLL_SECONDS)
         return next((address for address in reached.values() if not is_loopback(address)), own)
 
     def _missing(self, schedule: Schedule | None, error: Exception) -> list[str]:
         """The members because of which the others could not be joined."""
-        late = isinstance(error, CkptEngineError) and error.problem.code == Problem.DEADLINE_EXCEEDED
-        if schedule is None or self._attendance is None or not late:
+        timed_out = isinstance(error, CkptEngineError) and error.problem.code == Problem.DEADLINE_EXCEEDED
+        if schedule is None or self._attendance is None or not timed_out:
             return []
         try:
-            there = set(self._attendance.there())
+            attendees = set(self._attendance.attendees())
         except CkptEngineError:
             return []
-        return [each.name for each in schedule.members if each.name not in there]
+        return [each.name for each in schedule.members if each.name not in attendees]
 
 
 def _schedule(order: CollectiveOrder) -> tuple[Schedule, tuple[str, ...]]:

@@ -34,8 +34,8 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
     part = Participant(patience, CALL_SECONDS, now + seconds, now)
     wait = ASK_SECONDS
     while (step := part.step(time.monotonic())) not in (BallotStep.GO, BallotStep.BACK, BallotStep.STOP):
-        asked = time.monotonic()
-        hold = max(0.0, min(HOLD_SECONDS, part.waits_until - asked))
+        start = time.monotonic()
+        hold = max(0.0, min(HOLD_SECONDS, part.waits_until - start))
         try:
             if step is BallotStep.VOTE and part.until is not None:
                 answer = attendance.ballot(epoch, "vote", until=part.until, hold=hold)
@@ -48,7 +48,7 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
             raise aborted(f"the collective does not begin: {error.problem.message}") from error
         part.took(answer, time.monotonic(), step)
         if part.step(time.monotonic()) in (BallotStep.ASK, BallotStep.GIVE_UP):
-            time.sleep(max(0.0, asked + wait - time.monotonic()))
+            time.sleep(max(0.0, start + wait - time.monotonic()))
             wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
     if step is not BallotStep.GO:
         raise aborted(f"the collective does not begin: {part.why}")

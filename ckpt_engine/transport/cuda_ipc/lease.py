@@ -91,8 +91,8 @@ class LeaseOffice:
                 for reader in self._readers:
                     _half_close(reader)
                 self._wake()
-            while self._readers and (left := stop_at - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self._readers and (remaining := stop_at - time.monotonic()) > 0:
+                self._changed.wait(remaining)
             if self._readers:
                 raise deadline(
                     f"{len(self._readers)} readers still map the memory after {seconds:g} s; it is not free before "
@@ -215,10 +215,10 @@ def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
 
     Raises UNAVAILABLE (the owner is gone or cannot export them any more), DATA_LOSS (it has fewer).
     """
-    with contextlib.closing(_connect(name)) as asked:
+    with contextlib.closing(_connect(name)) as connection:
         first = 0
         while first < count:
-            waiting = _ask(asked, region, first)
+            waiting = _ask(connection, region, first)
             first += len(waiting)
             try:
                 if not waiting or first > count:
@@ -230,10 +230,10 @@ def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
                     os.close(descriptor)
 
 
-def _ask(asked: socket.socket, region: int, first: int) -> list[int]:
+def _ask(connection: socket.socket, region: int, first: int) -> list[int]:
     try:
-        asked.send(_QUESTION.pack(region, first))
-        answer, descriptors, _, _ = socket.recv_fds(asked, _TEXT_BYTES + 1, BATCH)
+        connection.send(_QUESTION.pack(region, first))
+        answer, descriptors, _, _ = socket.recv_fds(connection, _TEXT_BYTES + 1, BATCH)
     except OSError as error:
         raise unavailable(f"the owner of region {region} does not hand out its memory: {error}") from error
     if answer[:1] == b"\1":

@@ -162,7 +162,7 @@ class Imported:
                 else:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")
         except CudaDriverError as error:
-            raise self._why(region, error) from error
+            raise self._mapping_error(region, error) from error
         self._span = (self.pointer, self.pointer + self.size) if away else None
         if self._span is not None:
             note_elsewhere(self._span)
@@ -214,15 +214,15 @@ class Imported:
             at += part.size
         self._driver.unreserve(pointer, self.size)
 
-    def _why(self, region: Region, error: CudaDriverError) -> CkptEngineError:
+    def _mapping_error(self, region: Region, error: CudaDriverError) -> CkptEngineError:
         """What is raised."""
         what = f"GPU memory region {region.id} ({region.size} bytes of process {self._locator.pid}) cannot be mapped"
         if process_start_time(self._locator.pid) != self._locator.started:
             return unavailable(f"{what}: its owner is gone; publish again")
-        here = self._driver.device_of_uuid(self._locator.gpu_uuid)
+        owner_gpu = self._driver.device_of_uuid(self._locator.gpu_uuid)
         if error.code == OUT_OF_MEMORY:
             advice = "this process's GPU has no room for the mapping"
-        elif error.code == NOT_FOUND or here == self.device:
+        elif error.code == NOT_FOUND or owner_gpu == self.device:
             advice = "publish again; if that does not help, publish with transport='shared_memory'"
         else:
             advice = "its GPU may be out of reach of this worker's: publish with transport='shared_memory'"

@@ -108,8 +108,8 @@ class CudaIpcTransport:
         Raises UNAVAILABLE if an owner is gone or has withdrawn its memory, CannotOpenError if it cannot be mapped here.
         """
         if not torch.cuda.is_initialized():
-            said = "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
-            raise CannotOpenError(said, regions[0]) if regions else unavailable(said)
+            message = "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
+            raise CannotOpenError(message, regions[0]) if regions else unavailable(message)
         opened = CudaRegions(self, torch.cuda.current_device())
         try:
             for region in regions:

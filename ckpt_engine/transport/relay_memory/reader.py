@@ -186,8 +186,8 @@ def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> soc
             connection.connect(address)
         user = peer_user(connection)
         if not is_ours(user):
-            said = f"{where} is served by user {user}, not by this user or root: it is not believed"
-            raise CannotOpenError(said, region)
+            message = f"{where} is served by user {user}, not by this user or root: it is not believed"
+            raise CannotOpenError(message, region)
         connection.settimeout(None)
     except PermissionError as error:
         connection.close()

@@ -46,7 +46,7 @@ class Passed:
         self._key = key
         self.flows: list[Flow] = []
         self._coming: Flow | None = None  # the chunk that comes now, with all of the frame that has begun
-        self._left = ""  # why nobody waits for more
+        self._leave_reason = ""  # why nobody waits for more
         now = time.monotonic()
         if now < _unreached.get(region.locator, now):
             raise unavailable(
@@ -65,12 +65,12 @@ class Passed:
 
     def ask(self, chunk: int) -> None:
         """Asks for a chunk; they come in the order in which they were asked for."""
-        self._doing(lambda: send(self._socket, wire.passed(self._key, chunk)), chunk)
+        self._naming_owner(lambda: send(self._socket, wire.passed(self._key, chunk)), chunk)
 
     def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
         """Waits for the next chunk that was asked for, and receives it. moved: called whenever some of it has come;
         what it raises ends the connection's use."""
-        self._doing(lambda: self._received(chunk, landing, moved), chunk)
+        self._naming_owner(lambda: self._receive_chunk(chunk, landing, moved), chunk)
 
     def at_most(self) -> tuple[int, float] | None:
         """Bytes of the chunk that comes now that are here, or about to be, and how many of them came a second at most;
@@ -82,7 +82,7 @@ class Passed:
 
     def leave(self, why: str) -> None:
         """Whoever waits for it is told why nobody does any more. Any thread."""
-        self._left = why
+        self._leave_reason = why
         self.shut()
 
     def shut(self) -> None:
@@ -98,7 +98,7 @@ class Passed:
         if self._socket.fileno() >= 0:
             os.close(self._socket.detach())
 
-    def _doing(self, what: Callable[[], None], chunk: int) -> None:
+    def _naming_owner(self, what: Callable[[], None], chunk: int) -> None:
         try:
             what()
         except Silence as error:
@@ -107,15 +107,15 @@ class Passed:
                 "stopped, or the network is cut"
             ) from error
         except (HungUp, OSError) as error:
-            if self._left:
-                raise unavailable(self._left) from error
+            if self._leave_reason:
+                raise unavailable(self._leave_reason) from error
             raise unavailable(f"{self.owner} is gone, while chunk {chunk} was waited for: {error}") from error
 
-    def _received(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
-        left = list(reversed(landing))
+    def _receive_chunk(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
+        remaining = list(reversed(landing))
         pulse, since = -1, time.monotonic()
-        began, there = 0.0, 0
-        while left:
+        began, buffered = 0.0, 0
+        while remaining:
             kind, size = self._frame()
             if kind == wire.WAIT:
                 (now,) = wire.PULSE.unpack(receive(self._socket, size))
@@ -128,16 +128,16 @@ class Passed:
                     )
             elif kind == wire.DATA:
                 if not began:
-                    began, there = time.monotonic(), unread(self._socket)
+                    began, buffered = time.monotonic(), unread(self._socket)
                 before = self._coming.bytes if self._coming else 0
                 self._coming = Flow(began, began, before + size)
-                self._land(left, size, moved)
+                self._land(remaining, size, moved)
             elif kind == wire.GONE:
                 raise unavailable(f"{self.owner}: {self._words(size)}")
             else:
                 raise unavailable(f"{self.owner} ends the connection: {self._words(size)}")
         self._coming = None
-        came = sum(map(len, landing)) - there
+        came = sum(map(len, landing)) - buffered
         self.flows.append(Flow(began, time.monotonic(), max(0, came)))
 
     def _frame(self) -> wire.Frame:
@@ -146,14 +146,14 @@ class Passed:
         except CkptEngineError as error:
             raise data_loss(f"{self.owner} does not speak as relays do: {error.problem.message}") from error
 
-    def _land(self, left: list[memoryview], size: int, moved: Callable[[], None]) -> None:
+    def _land(self, remaining: list[memoryview], size: int, moved: Callable[[], None]) -> None:
         while size:
-            if not left:
+            if not remaining:
                 raise HungUp("it sends more than it was asked for")
-            into = left.pop()
+            into = remaining.pop()
             got = receive_some(self._socket, into[:size])
             if got < len(into):
-                left.append(into[got:])
+                remaining.append(into[got:])
             size -= got
             moved()
 

@@ -54,18 +54,18 @@ _SHORT = 64 << 10
 class OwnerRequest:
     """Something that was asked of an owner. landed: bytes of it. Its thread alone writes to it."""
 
-    def __init__(self, question: bytes, landing: Sequence[memoryview] = (), answered: bool = True) -> None:
+    def __init__(self, question: bytes, landing: Sequence[memoryview] = (), expects_answer: bool = True) -> None:
         self.question = question
         self.landing = deque(landing)
-        self.answered = answered
+        self.expects_answer = expects_answer
         self.landed = 0
         self.answer = b""
         self.problem: CkptEngineError | None = None
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
     def fail(self, problem: CkptEngineError) -> None:
         self.problem = problem
-        self.over.set()
+        self.finished.set()
 
 
 class Lane:
@@ -82,13 +82,13 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
         self._thread.start()
 
-    def ask(self, asked: OwnerRequest) -> None:
+    def ask(self, request: OwnerRequest) -> None:
         """Waits for nothing. Once the lane has failed, what is asked has failed, too."""
         with self._lock:
             if self._problem is None:
-                self._queue.put(asked)
+                self._queue.put(request)
                 return
-        asked.fail(self._problem)
+        request.fail(self._problem)
 
     def check(self) -> None:
         """Raises if it has failed, or the owner has hung up, as far as one can tell without waiting."""
@@ -115,13 +115,13 @@ class Lane:
     # -- its thread
 
     def _run(self) -> None:
-        said: deque[OwnerRequest] = deque()
+        sent: deque[OwnerRequest] = deque()
         problem = unavailable(f"the connection to {self.owner} was severed")
         try:
-            while self._say(said):
-                if said:
-                    self._receive(said[0])
-                    said.popleft().over.set()
+            while self._send_requests(sent):
+                if sent:
+                    self._receive(sent[0])
+                    sent.popleft().finished.set()
         except Silence:
             problem = deadline(
                 f"{self.owner} sent nothing of what it was asked for in {STALL_SECONDS:g} s: it is stopped, or the "
@@ -134,7 +134,7 @@ class Lane:
         except Exception as error:
             problem = unavailable(f"reading from {self.owner} failed: {type(error).__name__}: {error}")
         self._fail(problem)
-        for each in said:
+        for each in sent:
             each.fail(self._problem or problem)
         self._socket.close()
 
@@ -145,62 +145,62 @@ class Lane:
                 self._problem = problem
             while True:
                 try:
-                    asked = self._queue.get_nowait()
+                    request = self._queue.get_nowait()
                 except queue.Empty:
                     break
-                if asked is not None:
-                    asked.fail(self._problem)
+                if request is not None:
+                    request.fail(self._problem)
             self._queue.put(None)
 
-    def _say(self, said: deque[OwnerRequest]) -> bool:
+    def _send_requests(self, sent: deque[OwnerRequest]) -> bool:
         """Says what is to be said; waits for something if nothing was. False: it is over."""
-        while len(said) < _WAITING:
+        while len(sent) < _WAITING:
             try:
-                asked = self._queue.get(block=not said)
+                request = self._queue.get(block=not sent)
             except queue.Empty:
                 return True
-            if asked is None:
+            if request is None:
                 return False
-            if asked.answered:
-                said.append(asked)
-            send(self._socket, asked.question)
+            if request.expects_answer:
+                sent.append(request)
+            send(self._socket, request.question)
         return True
 
-    def _receive(self, asked: OwnerRequest) -> None:
+    def _receive(self, request: OwnerRequest) -> None:
         """One answer. Raises Silence, HungUp, INVALID_ARGUMENT for what is none."""
         while True:
             kind, size = wire.read_frame(receive(self._socket, wire.FRAME.size))
-            if kind == wire.DATA and asked.landing:
-                self._land(asked, size)
-                if asked.landing:
+            if kind == wire.DATA and request.landing:
+                self._land(request, size)
+                if request.landing:
                     continue
                 return
-            asked.answer = receive(self._socket, size) if size else b""
+            request.answer = receive(self._socket, size) if size else b""
             if kind == wire.GONE:
-                asked.problem = unavailable(f"{self.owner}: {_words(asked.answer)}")
+                request.problem = unavailable(f"{self.owner}: {_words(request.answer)}")
             elif kind == wire.NO:
-                raise HungUp(_words(asked.answer))
-            elif kind != wire.YES or asked.landing:
+                raise HungUp(_words(request.answer))
+            elif kind != wire.YES or request.landing:
                 raise HungUp("it sends what nobody asked for")
             return
 
-    def _land(self, asked: OwnerRequest, size: int) -> None:
+    def _land(self, request: OwnerRequest, size: int) -> None:
         while size:
-            if not asked.landing:
+            if not request.landing:
                 raise HungUp("it sends more than it was asked for")
-            if len(asked.landing[0]) < _SHORT and isinstance(self._socket, ssl.SSLSocket) is False:
-                got = self._gather(asked, size)
+            if len(request.landing[0]) < _SHORT and isinstance(self._socket, ssl.SSLSocket) is False:
+                got = self._gather(request, size)
             else:
-                into = asked.landing[0][:size]
+                into = request.landing[0][:size]
                 got = receive_some(self._socket, into)
-                _advance(asked.landing, got)
-            asked.landed += got
+                _advance(request.landing, got)
+            request.landed += got
             size -= got
 
-    def _gather(self, asked: OwnerRequest, size: int) -> int:
+    def _gather(self, request: OwnerRequest, size: int) -> int:
         """Several short runs in one call."""
         parts: list[memoryview] = []
-        for view in asked.landing:
+        for view in request.landing:
             parts.append(view[:size])
             size -= len(parts[-1])
             if not size or len(parts) == _GATHERED:
@@ -213,7 +213,7 @@ class Lane:
             raise HungUp(str(error)) from error
         if not got:
             raise HungUp("it has hung up")
-        _advance(asked.landing, got)
+        _advance(request.landing, got)
         return got
 
 
@@ -234,13 +234,13 @@ def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     """A connection whose owner has admitted us. Its addresses are tried in turn."""
     problem = unavailable(f"{owner} told no address")
     for address in locator.addresses:
-        left = stop_at - time.monotonic()
-        if left <= 0:
+        remaining = stop_at - time.monotonic()
+        if remaining <= 0:
             raise deadline(f"{owner} could not be reached in time: {problem.problem.message}")
         try:
-            return _connected_to(address, locator, owner, left)
+            return _connected_to(address, locator, owner, remaining)
         except TimeoutError:
-            problem = deadline(f"{owner} did not answer within {left:.3g} s")
+            problem = deadline(f"{owner} did not answer within {remaining:.3g} s")
         except OSError as error:
             problem = unavailable(f"{owner} cannot be reached: {error}")
         except CkptEngineError as error:

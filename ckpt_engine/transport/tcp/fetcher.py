@@ -51,16 +51,16 @@ class SlotConnections:
         """Asks for the slot, once for all links that read it."""
         self.check()
         if not self._holding:
-            asked = OwnerRequest(wire.question(wire.HOLD))
-            self._lanes[0].ask(asked)
-            if not asked.over.wait(seconds):
+            request = OwnerRequest(wire.question(wire.HOLD))
+            self._lanes[0].ask(request)
+            if not request.finished.wait(seconds):
                 self.close()
                 raise deadline(f"{self.owner} did not say within {seconds:.3g} s whether its slot can be read")
-            if asked.problem is not None:
-                raise asked.problem
-            if len(asked.answer) != wire.LENDING_BYTES:
+            if request.problem is not None:
+                raise request.problem
+            if len(request.answer) != wire.LENDING_BYTES:
                 raise unavailable(f"{self.owner} lends its slot in a way that is not known here")
-            self._lending = asked.answer
+            self._lending = request.answer
         self._holding.add(link)
 
     def rest(self, link: TcpLink) -> None:
@@ -68,7 +68,7 @@ class SlotConnections:
         self._holding.discard(link)
         if not self._holding and self._lending:
             self._lending = b""
-            self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), answered=False))
+            self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), expects_answer=False))
 
     def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[OwnerRequest]:
         """Asks for runs of the slot, each to land in its own memory, over the connection that waits for least."""
@@ -76,11 +76,11 @@ class SlotConnections:
             raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
         found = []
         for first, last in _requests(runs):
-            asked = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
+            request = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
             lane = min(self._lanes, key=lambda each: each.waiting)
             lane.waiting += sum(length for _, length in runs[first:last])
-            lane.ask(asked)
-            found.append(asked)
+            lane.ask(request)
+            found.append(request)
         if all(lane.waiting for lane in self._lanes):  # only the difference counts
             least = min(lane.waiting for lane in self._lanes)
             for lane in self._lanes:
@@ -106,20 +106,20 @@ class SlotConnections:
 class TcpTicket:
     """Runs that were asked for."""
 
-    def __init__(self, asked: Sequence[OwnerRequest]) -> None:
-        self._asked = asked
+    def __init__(self, requests: Sequence[OwnerRequest]) -> None:
+        self._requests = requests
 
     @property
     def is_over(self) -> bool:
         """Whether nothing of it can land any more."""
-        return all(each.over.is_set() for each in self._asked)
+        return all(each.finished.is_set() for each in self._requests)
 
     def poll(self) -> int:
         """Bytes that have landed. Raises what became of it if it has failed."""
-        for each in self._asked:
+        for each in self._requests:
             if each.problem is not None:
                 raise each.problem
-        return sum(each.landed for each in self._asked)
+        return sum(each.landed for each in self._requests)
 
 
 class TcpLink:
@@ -141,21 +141,21 @@ class TcpLink:
                 raise invalid(f"{run.length} bytes at {run.remote} are no run of a region of {self._size} bytes")
             if run.local < 0 or run.local + run.length > len(self._landing):
                 raise invalid(f"{run.length} bytes at {run.local} do not fit into {len(self._landing)}")
-        self._ask_nothing_of_the_severed()
-        asked = [(self._first + run.remote, run.length) for run in runs]
+        self._check_open()
+        slot_runs = [(self._first + run.remote, run.length) for run in runs]
         landing = [self._landing[run.local : run.local + run.length] for run in runs]
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
-        self._tickets.append(TcpTicket(self._lanes.read(asked, landing)))
+        self._tickets.append(TcpTicket(self._lanes.read(slot_runs, landing)))
         return self._tickets[-1]
 
     def check(self) -> None:
         """See Link."""
-        self._ask_nothing_of_the_severed()
+        self._check_open()
         self._lanes.check()
 
     def hold(self, seconds: float) -> None:
         """See LeasedLink."""
-        self._ask_nothing_of_the_severed()
+        self._check_open()
         self._lanes.hold(self, min(seconds, connection.ASK_SECONDS))
 
     def rest(self) -> None:
@@ -171,7 +171,7 @@ class TcpLink:
             self._lanes.close()
         self._lanes.leave(self)
 
-    def _ask_nothing_of_the_severed(self) -> None:
+    def _check_open(self) -> None:
         if self._severed:
             raise unavailable(f"the link to {self._lanes.owner} was severed")
 

@@ -56,19 +56,19 @@ class Lendings:
         """Bytes of a slot that can be asked for."""
         return self._slots[slot].size
 
-    def admit(self, asked: Hello) -> None:
+    def admit(self, hello: Hello) -> None:
         """Raises INVALID_ARGUMENT unless it shows the token of a slot of this arena. Takes the same time whatever it
         shows."""
-        known = secrets.token_bytes(TOKEN_BYTES)
-        if asked.slot == NO_SLOT:
-            known = self.token
-        elif asked.slot < len(self._slots):
-            known = self._slots[asked.slot].token
-        is_known = hmac.compare_digest(known, asked.token)
-        if not hmac.compare_digest(self._arena, asked.arena):
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if hello.slot == NO_SLOT:
+            token = self.token
+        elif hello.slot < len(self._slots):
+            token = self._slots[hello.slot].token
+        is_known = hmac.compare_digest(token, hello.token)
+        if not hmac.compare_digest(self._arena, hello.arena):
             raise invalid("this relay has other memory by now: the one that offered it has ended")
         if not is_known:
-            where = "what is being filled" if asked.slot == NO_SLOT else f"slot {asked.slot}"
+            where = "what is being filled" if hello.slot == NO_SLOT else f"slot {hello.slot}"
             raise invalid(f"whoever reads {where} has to show the token that its table has")
 
     def hold(self, slot: int, reader: object) -> bytes:
@@ -132,10 +132,10 @@ class Lendings:
                         found.held[reader] = time.monotonic()
                         return slot, passing.chunks[number], passing.flows(reader)
                     pulse = passing.pulse
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     return pulse
-                self._changed.wait(left)
+                self._changed.wait(remaining)
 
     def passes(self, slot: int, key: bytes) -> bool:
         """Whether what is being sent of a filling may go on being sent."""
@@ -146,7 +146,7 @@ class Lendings:
     def leave(self, reader: object) -> None:
         """Notes that a reader asks for nothing more that is being filled."""
         with self._changed:
-            found = [slot.passing.left(reader) for slot in self._slots if slot.passing is not None]
+            found = [slot.passing.leave(reader) for slot in self._slots if slot.passing is not None]
         for tell in filter(None, found):
             tell()
 
@@ -167,10 +167,10 @@ class Lendings:
             found = self._slots[slot]
             self._refuse(found)
             while found.held and self._open:
-                left = max(found.held.values()) + self._grace - time.monotonic()
-                if left <= 0:
+                remaining = max(found.held.values()) + self._grace - time.monotonic()
+                if remaining <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining)
             overruled = len(found.held)
             found.held.clear()
             found.lending, found.passing = b"", None

@@ -38,15 +38,15 @@ class Passer:
 
     def _serve(self) -> None:
         while True:
-            asked = None
+            question = None
             with contextlib.suppress(Silence):  # of one who has nothing to ask
-                asked = wire.read_question(receive(self._connection, wire.QUESTION.size))
-            if asked is None:
+                question = wire.read_question(receive(self._connection, wire.QUESTION.size))
+            if question is None:
                 continue
-            if asked.kind != wire.PASS:
+            if question.kind != wire.PASS:
                 raise invalid("where what is being filled is asked for, nobody reads a slot")
             try:
-                self._answer(asked.lending, asked.runs)
+                self._answer(question.lending, question.runs)
             except Silence as error:
                 raise HungUp("it takes nothing of what it asked for") from error
 
@@ -71,6 +71,6 @@ class Passer:
                 sent += sum(length for _, length in part)
         finally:
             # What lies in the kernel's memory has not been sent, and goes while nobody may be measuring.
-            gone = sent + waiting - unsent(self._connection)
-            flows.append(Flow(began, time.monotonic(), max(0, gone)))
+            transmitted = sent + waiting - unsent(self._connection)
+            flows.append(Flow(began, time.monotonic(), max(0, transmitted)))
             self._lendings.release(slot, self)

@@ -24,9 +24,9 @@ class TcpPassing:
     ) -> None:
         self.key = key
         self.chunks = chunks
-        self.over = ""
+        self.end_reason = ""
         self.pulse = 0
-        self._there = bytearray(len(chunks))
+        self._verified = bytearray(len(chunks))
         self._never = bytearray(len(chunks))
         self._filled = False
         self._changed = changed
@@ -37,7 +37,7 @@ class TcpPassing:
     def verified(self, chunk: int) -> None:
         """A chunk lies in the slot as it was sealed, and is not written to any more."""
         with self._changed:
-            self._there[chunk] = 1
+            self._verified[chunk] = 1
             self.pulse += 1
             self._changed.notify_all()
 
@@ -60,7 +60,7 @@ class TcpPassing:
     def end(self, why: str) -> None:
         """Ends it: nothing of it is sent any more, but what is on its way. The first reason stays."""
         with self._changed:
-            self.over = self.over or why
+            self.end_reason = self.end_reason or why
             self._changed.notify_all()
 
     @property
@@ -75,7 +75,7 @@ class TcpPassing:
         self._readers.add(reader)
         return self._flows.setdefault(reader, [])
 
-    def left(self, reader: object) -> Callable[[], None] | None:
+    def leave(self, reader: object) -> Callable[[], None] | None:
         """A reader asks for nothing more; what is to be called without the lock. Under the lock."""
         if reader not in self._readers:
             return None
@@ -88,13 +88,13 @@ class TcpPassing:
 
     def why_not(self, chunk: int) -> str:
         """Why a chunk will not be sent, now or later; empty: it may. Under the lock."""
-        if self.over:
-            return self.over
+        if self.end_reason:
+            return self.end_reason
         if not 0 <= chunk < len(self.chunks):
             return f"there is no chunk {chunk}; it has {len(self.chunks)}"
         given_up = self._filled or self._never[chunk]
-        return "nobody has brought that as it was sealed" if given_up and not self._there[chunk] else ""
+        return "nobody has brought that as it was sealed" if given_up and not self._verified[chunk] else ""
 
     def has(self, chunk: int) -> bool:
         """Whether a chunk is verified. Under the lock."""
-        return bool(self._there[chunk])
+        return bool(self._verified[chunk])

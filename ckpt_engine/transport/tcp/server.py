@@ -196,17 +196,17 @@ class TcpArenaLender:
             tuned(connection, FIRST_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
-            asked = wire.read_hello(receive(connection, wire.HELLO.size))
-            self._lendings.admit(asked)
+            hello = wire.read_hello(receive(connection, wire.HELLO.size))
+            self._lendings.admit(hello)
             with self._lock:
                 self._admitted.add(connection)
             send(connection, wire.frame(wire.YES, 0))
             tuned(connection, SEND_SECONDS)
             sender = Sender(connection, self._memory, self._bytes)
-            if asked.slot == wire.NO_SLOT:
+            if hello.slot == wire.NO_SLOT:
                 Passer(connection, self._lendings, sender).serve()
             else:
-                _ServedReader(connection, asked.slot, self._lendings, sender).serve()
+                _ServedReader(connection, hello.slot, self._lendings, sender).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
@@ -240,27 +240,29 @@ class _ServedReader:
         finally:
             self._lendings.release(self._slot, self)
 
-    def _answer(self, asked: wire.ReaderMessage) -> None:
+    def _answer(self, message: wire.ReaderMessage) -> None:
         try:
-            self._answered(asked)
+            self._carry_out(message)
         except Silence as error:
             raise HungUp(f"it takes nothing for {SEND_SECONDS:g} s") from error
 
-    def _answered(self, asked: wire.ReaderMessage) -> None:
-        if asked.kind == wire.RELEASE:
+    def _carry_out(self, message: wire.ReaderMessage) -> None:
+        if message.kind == wire.RELEASE:
             self._lendings.release(self._slot, self)
-        elif asked.kind == wire.HOLD:
+        elif message.kind == wire.HOLD:
             try:
                 lending = self._lendings.hold(self._slot, self)
             except CkptEngineError as error:
                 send(self._connection, wire.refusal(wire.GONE, error.problem.message))
             else:
                 send(self._connection, wire.frame(wire.YES, len(lending)) + lending)
-        elif asked.kind == wire.READ:
-            data = receive(self._connection, asked.runs * wire.RUN.size)
+        elif message.kind == wire.READ:
+            data = receive(self._connection, message.runs * wire.RUN.size)
             runs = wire.read_runs(data, self._lendings.size(self._slot))
             for part in frames(runs):
-                why = next((no for run in part if (no := self._lendings.why_not(self._slot, asked.lending, *run))), "")
+                why = next(
+                    (no for run in part if (no := self._lendings.why_not(self._slot, message.lending, *run))), ""
+                )
                 if why:
                     send(self._connection, wire.refusal(wire.GONE, why))
                     return

@@ -97,10 +97,10 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 def send(connection: socket.socket, data: bytes | memoryview) -> None:
     """All of it. Raises Silence, HungUp."""
-    left = memoryview(data)
-    while left:
+    remaining = memoryview(data)
+    while remaining:
         try:
-            left = left[connection.send(left) :]
+            remaining = remaining[connection.send(remaining) :]
         except (BlockingIOError, TimeoutError) as error:
             raise Silence from error
         except OSError as error:
@@ -109,15 +109,15 @@ def send(connection: socket.socket, data: bytes | memoryview) -> None:
 
 def unsent(connection: socket.socket) -> int:
     """Bytes that were given to the kernel, and that the other side does not have yet."""
-    return _asked(connection, termios.TIOCOUTQ)
+    return _queue_bytes(connection, termios.TIOCOUTQ)
 
 
 def unread(connection: socket.socket) -> int:
     """Bytes that have come, and that nobody has received yet."""
-    return _asked(connection, termios.FIONREAD)
+    return _queue_bytes(connection, termios.FIONREAD)
 
 
-def _asked(connection: socket.socket, what: int) -> int:
+def _queue_bytes(connection: socket.socket, what: int) -> int:
     found = array.array("i", [0])
     with contextlib.suppress(OSError, ValueError):  # it is closed
         fcntl.ioctl(connection.fileno(), what, found)
@@ -133,9 +133,9 @@ def shut(connection: socket.socket) -> None:
 
 def has_hung_up(connection: socket.socket) -> bool:
     """Whether the other side has, as far as one can tell without waiting."""
-    asked = select.poll()
+    poll = select.poll()
     try:
-        asked.register(connection.fileno(), select.POLLRDHUP)
-        return bool(asked.poll(0))
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
     except (OSError, ValueError):  # closed already
         return True

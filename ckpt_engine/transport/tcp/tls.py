@@ -57,8 +57,8 @@ def _filled(context: ssl.SSLContext, security: ClientSecurity, environment: Mapp
 
 def check_certificate(connection: ssl.SSLSocket, expected: bytes) -> None:
     """Raises UNAVAILABLE unless the other side showed the certificate whose digest is expected."""
-    shown = connection.getpeercert(binary_form=True) or b""
-    if not hmac.compare_digest(digest_of(shown), expected):
+    certificate = connection.getpeercert(binary_form=True) or b""
+    if not hmac.compare_digest(digest_of(certificate), expected):
         raise unavailable("whoever answers there shows another certificate than that relay's: it is not believed")
 
 

@@ -169,12 +169,12 @@ class _HelperReader(_Served):
             number, key = self._waiting.popleft()
             try:
                 read = self._taken(key)
-                over = self._agent.begin(read)
+                finished = self._agent.begin(read)
             except Exception as error:
                 self._failed(number, error)
                 continue
             self._flying[number] = key, read
-            if over:
+            if finished:
                 self._ended(number)
 
     def _taken(self, key: _Key) -> Any:
@@ -195,13 +195,13 @@ class _HelperReader(_Served):
         moved = False
         for number, (_, read) in list(self._flying.items()):
             try:
-                over = self._agent.over(read)
+                finished = self._agent.finished(read)
             except Exception as error:
                 del self._flying[number]
                 self._failed(number, error)
                 moved = True
                 continue
-            if over:
+            if finished:
                 self._ended(number)
                 moved = True
         self._begin()

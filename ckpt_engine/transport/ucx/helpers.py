@@ -49,7 +49,7 @@ class Helper:
         self._lock = threading.RLock()
         self._number = 0
         self._unsent: deque[bytes] = deque()
-        self._asked: set[int] = set()
+        self._pending: set[int] = set()
         self._answers: dict[int, bytes | CkptEngineError] = {}
         self._why = ""
         self.registered: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Helper:
         """Whether something that was asked of it has no answer."""
         with self._lock:
             self._pump()
-            return bool(self._asked)
+            return bool(self._pending)
 
     def ask(self, kind: int, value: int = 0, body: bytes = b"") -> int:
         """Asks for something; returns the number of the answer. Waits for nothing. Raises UNAVAILABLE."""
@@ -81,7 +81,7 @@ class Helper:
             if self._why:
                 raise unavailable(self._why)
             self._number += 1
-            self._asked.add(self._number)
+            self._pending.add(self._number)
             self._unsent.append(c.message(kind, self._number, value, body))
             self._pump()
             return self._number
@@ -102,11 +102,11 @@ class Helper:
         """The answer. Raises UNAVAILABLE as `answer`, DEADLINE_EXCEEDED."""
         until = time.monotonic() + seconds
         while (found := self.answer(number)) is None:
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 raise deadline(f"UCX did not answer within {seconds:.3g} s")
             with contextlib.suppress(OSError, ValueError):  # it may be killed meanwhile
-                readable(self._connection.fileno(), min(left, 0.2))
+                readable(self._connection.fileno(), min(remaining, 0.2))
         return found
 
     def register(self, start: int, size: int) -> bytes:
@@ -136,7 +136,7 @@ class Helper:
                 os._exit(1)
             os.close(handle)
             self._connection.close()
-            self._asked.clear()
+            self._pending.clear()
 
     def forget(self) -> None:
         """Closes this process's copies of what leads to it: for a forked child."""
@@ -167,9 +167,9 @@ class Helper:
         if kind == c.READY:
             self._answers[0] = unavailable(f"UCX cannot be used: {_words(body)}") if body else b""
             return
-        if number not in self._asked:
+        if number not in self._pending:
             return
-        self._asked.discard(number)
+        self._pending.discard(number)
         if kind == c.DONE:
             self._answers[number] = body
         else:
@@ -200,12 +200,12 @@ class ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(START_SECONDS)
         with theirs:
-            passed = (theirs.fileno(), arena, board)
+            descriptors = (theirs.fileno(), arena, board)
             numbers = [str(each) for each in (theirs.fileno(), arena, size, board, mmap.PAGESIZE)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckpt_engine.transport.ucx.fork_server", *numbers],
                 stdin=subprocess.DEVNULL,
-                pass_fds=passed,
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is for the relay, which ends what it has started
                 env={
                     **helper_environment(os.environ),
@@ -214,16 +214,16 @@ class ForkServer:
             )
         forget_in_children(self)
         try:
-            told = self._connection.recv(ADDRESSES.size)
+            addresses = self._connection.recv(ADDRESSES.size)
         except TimeoutError:
-            told = b""
+            addresses = b""
         except OSError as error:
             log.warning("ckpt-engine: the process that makes UCX helpers cannot be heard: %s", error)
-            told = b""
-        if len(told) != ADDRESSES.size:
+            addresses = b""
+        if len(addresses) != ADDRESSES.size:
             self.close()
             raise unavailable("the process that makes UCX helpers did not start; the log says why")
-        self.writable, self.readable, self.board = ADDRESSES.unpack(told)
+        self.writable, self.readable, self.board = ADDRESSES.unpack(addresses)
 
     @property
     def pid(self) -> int:
@@ -268,11 +268,11 @@ class ForkServer:
     def _started(self, name: str) -> tuple[int, int]:
         """What was made under this name. What is late, made for somebody who has given up, is ended."""
         while True:
-            told, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
-            if len(told) != STARTED.size or not descriptors:
+            reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
+            if len(reply) != STARTED.size or not descriptors:
                 raise unavailable("no UCX helper can be made: the process that makes them has ended")
-            pid, made = STARTED.unpack(told)
-            if made.rstrip(b"\0").decode() == name:
+            pid, agent = STARTED.unpack(reply)
+            if agent.rstrip(b"\0").decode() == name:
                 return pid, descriptors[0]
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptors[0], signal.SIGKILL)

@@ -58,16 +58,16 @@ class Agent:
 
     def begin(self, read: Any) -> bool:
         """Begins a read. Whether it is over already."""
-        return self._over(self._agent.transfer(read))
+        return self._is_done(self._agent.transfer(read))
 
-    def over(self, read: Any) -> bool:
+    def finished(self, read: Any) -> bool:
         """Whether a read that was begun is over. Raises if it has failed."""
-        return self._over(self._agent.check_xfer_state(read))
+        return self._is_done(self._agent.check_xfer_state(read))
 
     def _areas(self, areas: list[Area]) -> Any:
         return self._agent.get_xfer_descs([(*area, 0) for area in areas], "DRAM")
 
-    def _over(self, state: str) -> bool:
+    def _is_done(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
             raise RuntimeError(f"NIXL says {state}")
         return state == "DONE"

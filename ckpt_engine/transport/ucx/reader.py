@@ -145,18 +145,18 @@ class UcxLink:
             if run.local + run.length > self._landing_size:
                 raise invalid(f"{run.length} bytes at {run.local} are not in a landing of {self._landing_size}")
         beyond, first = self._locator.offset, self._landing
-        wanted = ((beyond + run.remote, first + run.local, run.length) for run in runs if run.length)
+        slot_runs = ((beyond + run.remote, first + run.local, run.length) for run in runs if run.length)
         if not self._waiting:
             self._moved = time.monotonic()
-        asked: dict[tuple[int, int], int] = {}
-        for size, request in c.in_requests(wanted, REQUEST_BYTES):
+        pending: dict[tuple[int, int], int] = {}
+        for size, request in c.in_requests(slot_runs, REQUEST_BYTES):
             number = min(range(len(self._peers)), key=self._load.__getitem__)
             peer, lane = self._peers[number]
             body = c.pack_runs([(lane.memory + remote, local, length) for remote, local, length in request])
-            asked[number, peer.helper.ask(c.READ, 0, body)] = size
+            pending[number, peer.helper.ask(c.READ, 0, body)] = size
             self._load[number] += size
-        self._waiting.update(asked)
-        return UcxTicket(self, asked)
+        self._waiting.update(pending)
+        return UcxTicket(self, pending)
 
     def check(self) -> None:
         """See Link. Whether the owner lends the memory now, `hold` asks it."""
@@ -192,11 +192,11 @@ class UcxLink:
             self._lanes.release(peer, kill=any(lane == number for lane, _ in self._waiting))
         self._waiting.clear()
 
-    def landed(self, asked: dict[tuple[int, int], int]) -> int:
+    def landed(self, pending: dict[tuple[int, int], int]) -> int:
         """Takes answers for reads of this link out of `asked`; returns their bytes. Raises what they raise."""
         self._alive()
         done = 0
-        for key in list(asked):
+        for key in list(pending):
             peer, _ = self._peers[key[0]]
             try:
                 answer = peer.helper.answer(key[1])
@@ -204,12 +204,12 @@ class UcxLink:
                 peer.failed = True
                 raise
             if answer is not None:
-                size = asked.pop(key)
+                size = pending.pop(key)
                 del self._waiting[key]
                 self._load[key[0]] -= size
                 self._moved = time.monotonic()
                 done += size
-        if asked and time.monotonic() > self._moved + self._stall:
+        if pending and time.monotonic() > self._moved + self._stall:
             raise deadline(
                 f"nothing has come over UCX for {self._stall:g} s: its owner is stopped, or the network between is cut"
             )
@@ -229,12 +229,12 @@ class UcxLink:
 class UcxTicket:
     """See Ticket. asked: bytes by lane and number."""
 
-    def __init__(self, link: UcxLink, asked: dict[tuple[int, int], int]) -> None:
+    def __init__(self, link: UcxLink, pending: dict[tuple[int, int], int]) -> None:
         self._link = link
-        self._asked = dict(asked)
+        self._pending = dict(pending)
         self._landed = 0
 
     def poll(self) -> int:
         """See Ticket."""
-        self._landed += self._link.landed(self._asked)
+        self._landed += self._link.landed(self._pending)
         return self._landed

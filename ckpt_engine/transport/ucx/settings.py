@@ -23,16 +23,16 @@ def helper_environment(environment: Mapping[str, str], devices: Path = Path("/de
     """What a helper is started with. NIXL 1.5 refuses a UCX_TLS without transports of CUDA where there is a GPU
     ("Invalid UCX_TLS=tcp for NIXL UCX backend"), although nothing of ours lies on it: the least of them is added."""
     found = dict(environment)
-    wanted = found.get(TLS, "")
-    named = {each.strip() for each in wanted.split(",")}
-    lacks = wanted and not wanted.startswith("^") and not named & {"all", "cuda", "cuda_copy"}
+    transports = found.get(TLS, "")
+    names = {each.strip() for each in transports.split(",")}
+    lacks = transports and not transports.startswith("^") and not names & {"all", "cuda", "cuda_copy"}
     if lacks and any(each.name[6:].isdigit() for each in devices.glob("nvidia*")):
-        found[TLS] = f"{wanted},cuda_copy"
+        found[TLS] = f"{transports},cuda_copy"
     return found
 
 
 def ucx_devices() -> tuple[str, ...]:
     """One entry a lane, as UCX_NET_DEVICES has it; one empty entry: as UCX finds them; none: UCX is not to be used."""
-    named = [each.strip() for each in os.environ.get(DEVICES, "").split(",")]
-    found = tuple(each for each in named if each)
+    names = [each.strip() for each in os.environ.get(DEVICES, "").split(",")]
+    found = tuple(each for each in names if each)
     return ("",) if found == (ALL,) else found
