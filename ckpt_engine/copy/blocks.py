@@ -58,7 +58,7 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
     The order of elements within a row is that of the destination's memory.
     """
     wide, narrow = destination.element_size(), source.element_size()
-    axes = _merged(destination.shape, destination.stride(), source.stride())
+    axes = _merge_axes(destination.shape, destination.stride(), source.stride())
     length, outer = 1, axes
     if axes and axes[-1][1:] == (1, 1):
         length, outer = axes[-1][0], axes[:-1]
@@ -100,7 +100,7 @@ def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     return joined
 
 
-def _merged(
+def _merge_axes(
     shape: Sequence[int], destination_strides: Sequence[int], source_strides: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as can be."""

@@ -206,7 +206,7 @@ def _by_numpy(view: torch.Tensor, start: tuple[int, ...], seed: int) -> int:
     """The sum of the formula, axis by axis."""
     lanes = _lanes_of(view)
     axes = zip((*range(1, view.dim() + 1), 0), (*start, 0), lanes.shape, strict=True)
-    return _contracted(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
+    return _contract(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
 
 
 def _lanes_of(view: torch.Tensor) -> npt.NDArray[Any]:
@@ -225,12 +225,12 @@ def _greatest(lanes: npt.NDArray[Any], rule: FiniteRule) -> int:
     return int(((lanes ^ flip) & mask).max(initial=0))
 
 
-def _contracted(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:
+def _contract(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:
     """The sum of lanes times the factor of each of their axes, modulo 2^64."""
     if lanes.size > _NUMPY_LANES:
         axis = int(np.argmax(lanes.shape))
         halves = zip(np.array_split(lanes, 2, axis), np.array_split(factors[axis], 2), strict=True)
-        return sum(_contracted(half, [*factors[:axis], its, *factors[axis + 1 :]]) for half, its in halves) & MASK
+        return sum(_contract(half, [*factors[:axis], its, *factors[axis + 1 :]]) for half, its in halves) & MASK
     sums = lanes.astype(np.uint64)
     for each in reversed(factors):
         sums = sums @ each

@@ -68,17 +68,17 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def compiled() -> Kernel:
     """The kernel. Takes about a second, or a tenth where an earlier process could keep what it compiled."""
-    kernel: Kernel = _compiled(digest_jobs, "void(uint64[:, ::1], uint64[::1], uint64[::1])")
+    kernel: Kernel = _compile(digest_jobs, "void(uint64[:, ::1], uint64[::1], uint64[::1])")
     return kernel
 
 
 def compiled_arriving() -> ArrivingKernel:
     """The same for what arrives while it is digested."""
-    kernel: ArrivingKernel = _compiled(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
+    kernel: ArrivingKernel = _compile(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
     return kernel
 
 
-def _compiled(function: Callable[..., None], signature: str) -> Any:
+def _compile(function: Callable[..., None], signature: str) -> Any:
     if may_cache(Path(__file__).parent):
         with contextlib.suppress(Exception):  # no room, a damaged file: compiled for this process alone then
             return njit(signature, nogil=True, cache=True)(function)
@@ -260,7 +260,7 @@ def _fill(job, table):
 
 
 @njit
-def _emptied(lines, which, guard):
+def _empty(lines, which, guard):
     """Whether a line of memory had a bit of `guard`; it has none afterwards."""
     bits = _NONE
     for place in range(which * _LINE // 8, (which + 1) * _LINE // 8):
@@ -298,8 +298,8 @@ def _rows(job, table, lines):
     greatest = np.uint64(lines.ctypes.data)
     union = greatest + np.uint64(_LINE)
     noted = mask != _NONE and column_step == 1 and np.uint64(width) * unit >= np.uint64(_LINE)
-    _emptied(lines, 0, guard)
-    _emptied(lines, 1, guard)
+    _empty(lines, 0, guard)
+    _empty(lines, 1, guard)
     for row in range(0, rows, 2):
         index = np.uint64(row)
         paired = row + 1 < rows  # the last of an odd number is its own neighbour, with a factor of 0
@@ -342,7 +342,7 @@ def _rows(job, table, lines):
                 _note(one - more, np.uint64(size) + more, _NONE, _ALL, union)
                 if paired:
                     _note(other - more, np.uint64(size) + more, _NONE, _ALL, union)
-        if mask != _NONE and (not noted or _emptied(lines, 1, guard)):
+        if mask != _NONE and (not noted or _empty(lines, 1, guard)):
             most = max(most, _greatest(first, width, column_step, unit, flip, mask, greatest))
             if paired:
                 most = max(most, _greatest(second, width, column_step, unit, flip, mask, greatest))

@@ -107,7 +107,7 @@ def prepare_digests(
     what is digested, too. Raises INVALID_ARGUMENT as
     `digest_box`.
     """
-    return PreparedDigests(_checked(boxes, served), seed, finite)
+    return PreparedDigests(_check_boxes(boxes, served), seed, finite)
 
 
 def digest_anywhere(
@@ -115,7 +115,7 @@ def digest_anywhere(
 ) -> list[int]:
     """Digests as `digest_boxes` does, for boxes some of which lie on a GPU or are cast. The tables of the last few sets
     of boxes are kept, by where the boxes lie; they keep no tensor alive."""
-    checked = _checked(boxes, served)
+    checked = _check_boxes(boxes, served)
     digests = [0] * len(checked)
     of_device: dict[torch.device, list[int]] = {}
     for index, (view, _, _) in enumerate(checked):
@@ -129,7 +129,7 @@ def digest_anywhere(
     return digests
 
 
-def _checked(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served) -> list[digest_cuda.Box]:
+def _check_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served) -> list[digest_cuda.Box]:
     dtypes = [None] * len(boxes) if served is None else served
     if len(dtypes) != len(boxes):
         raise invalid(f"{len(dtypes)} dtypes for {len(boxes)} boxes; give one, or None, for each")

@@ -15,16 +15,16 @@ class Forgets(Protocol):
         ...
 
 
-_known: weakref.WeakSet[Forgets] = weakref.WeakSet()
+_registered: weakref.WeakSet[Forgets] = weakref.WeakSet()
 
 
 def forget_in_children(thing: Forgets) -> None:
     """Has every child that is forked from now on call `forget`, for as long as `thing` lives. Any thread."""
-    _known.add(thing)
+    _registered.add(thing)
 
 
 def _after_fork() -> None:
-    for each in list(_known):
+    for each in list(_registered):
         each.forget()
 
 

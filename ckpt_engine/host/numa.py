@@ -57,7 +57,7 @@ def interleave(address: int, size: int, nodes: list[int]) -> str:
         mask[node // word] |= 1 << node % word
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    failed = call(
+    status = call(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(size),
@@ -66,4 +66,4 @@ def interleave(address: int, size: int, nodes: list[int]) -> str:
         ctypes.c_ulong(bits),
         ctypes.c_ulong(0),
     )
-    return os.strerror(ctypes.get_errno()) if failed else ""
+    return os.strerror(ctypes.get_errno()) if status else ""

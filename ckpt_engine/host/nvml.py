@@ -74,10 +74,10 @@ def devices() -> tuple[Device, ...]:
 def link(uuid: bytes, other: bytes) -> GpuReach.Link:
     """How one GPU reaches the memory of another one. Raises NvmlError, also for a GPU that it does not show."""
     library = _library()
-    known = {device.uuid: index for index, device in enumerate(devices())}
-    if uuid not in known or other not in known:
-        raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in known else uuid)}")
-    one, two = _handle(library, known[uuid]), _handle(library, known[other])
+    indices = {device.uuid: index for index, device in enumerate(devices())}
+    if uuid not in indices or other not in indices:
+        raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in indices else uuid)}")
+    one, two = _handle(library, indices[uuid]), _handle(library, indices[other])
     if not _can(library, one, two, _READ):
         return GpuReach.NONE
     return GpuReach.NVLINK if _can(library, one, two, _NVLINK) else GpuReach.PCIE

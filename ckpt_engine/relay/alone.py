@@ -28,21 +28,21 @@ def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
     until = time.monotonic() + patience
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        while not _locked(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            taken = precondition(
+            error = precondition(
                 f"{folder} has a relay already{_listening_process(folder)}: replicas of this host use that one. For a "
                 f"second one name another directory with --directory, and give its replicas the same with {DIRECTORY}"
             )
-            raise TakenError(taken.problem)
+            raise TakenError(error.problem)
         yield
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -159,7 +159,7 @@ class ArenaDoor:
         while True:
             for key, _ in self._selector.select(_FIRST_SECONDS):
                 try:
-                    self._heard(key.fileobj)
+                    self._handle(key.fileobj)
                 except Exception:  # of one reader; the others are served
                     log.exception("ckpt-engine: a reader of the relay could not be answered")
             with self._changed:
@@ -175,7 +175,7 @@ class ArenaDoor:
         for each in (self._listener, self._waker, self._woken):
             each.close()
 
-    def _heard(self, found: object) -> None:
+    def _handle(self, found: object) -> None:
         if found is self._listener:
             self._accept()
         elif found is not self._woken and isinstance(found, socket.socket):

@@ -190,7 +190,9 @@ class _Trees:
         try:
             for thread in self._threads:
                 thread.start()
-            first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, report, self._arrived)
+            first = self._slot.direct(self._direct).run(
+                self._recorded, self._stop_at, cancelled, report, self._note_cells
+            )
             direct = sum(first.bytes_by_source.values())
             self._give_up(self._direct)
             while self._following:
@@ -210,7 +212,7 @@ class _Trees:
         filled = [first]
         if remaining := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
             rest = self._slot.rest(remaining)
-            filled.append(rest.run(self._recorded, self._stop_at, cancelled, report, self._arrived))
+            filled.append(rest.run(self._recorded, self._stop_at, cancelled, report, self._note_cells))
         for each in filled:
             for source, size in each.bytes_by_source.items():
                 self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + size
@@ -260,7 +262,7 @@ class _Trees:
             while self._connections:  # they have been woken up
                 self._changed.wait(LOOK_SECONDS)
 
-    def _arrived(self, cells: Collection[int]) -> None:
+    def _note_cells(self, cells: Collection[int]) -> None:
         """Cells that were read from those who hold the version."""
         if self._passing is None:
             return
@@ -310,7 +312,7 @@ class _Trees:
                 if parent:
                     with self._changed:
                         self._parents[connection] = remaining
-                connection.receive(number, self._slot.landing(number), self._moved)
+                connection.receive(number, self._slot.landing(number), self._note_bytes)
                 self._take(owner, number)
                 chunks.popleft()
                 remaining -= self._slot.chunks[number].bytes
@@ -323,7 +325,7 @@ class _Trees:
                 self._changed.notify_all()
             connection.close()
 
-    def _moved(self) -> None:
+    def _note_bytes(self) -> None:
         if self._stopped:
             raise aborted("nobody waits for this chunk any more")
         if self._passing is not None:

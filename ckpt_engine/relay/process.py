@@ -100,7 +100,7 @@ class _Relay:
     def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
         self._settings = settings
         self._slots = slots
-        self._work = RelayWork(slots, self._fetch, self._passed_on)
+        self._work = RelayWork(slots, self._fetch, self._report_rate)
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "ckpt-engine fill")
         self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
@@ -136,7 +136,7 @@ class _Relay:
         )
         machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(
-            settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
+            settings.manager, machine, self._seal, self._notify, settings.deadlines.goodbye, self._perform, "relay"
         )
 
     async def until(self, stop: asyncio.Event) -> weights_pb2.Problem | None:
@@ -184,7 +184,7 @@ class _Relay:
         values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
         return SealFigures(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
 
-    def _notified(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         match notice:
             case SessionOpened(cluster):
                 self._disconnect_reason, self._state.connected = "", True
@@ -218,7 +218,7 @@ class _Relay:
         self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in by_digest}
         return [self._blobs[ref.digest] for ref in refs]
 
-    def _passed_on(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
+    def _report_rate(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
         """Hands over from the thread of a reader, whom nobody may keep from ending once the loop has."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._session.feed, ChunksPassed(command.fence, command.attempt, rate))

@@ -249,8 +249,8 @@ class Slots:
             self._turn += 1
             turn = self._turn
         with self._writes(seconds):
-            counted = self._count(slot, wish, more)
-            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn, progress)
+            ready = self._count(slot, wish, more)
+            return self._fill(slot, wish, ready, stop_at, lambda: self._turn != turn, progress)
 
     @contextmanager
     def _writes(self, seconds: float) -> Iterator[None]:
@@ -378,10 +378,10 @@ class Slots:
     def _key(self, wish: FillWish) -> tuple[object, ...]:
         """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
         if self._keyed is None or self._keyed[0] is not wish:
-            self._keyed = wish, self._made_key(wish)
+            self._keyed = wish, self._make_key(wish)
         return self._keyed[1]
 
-    def _made_key(self, wish: FillWish) -> tuple[object, ...]:
+    def _make_key(self, wish: FillWish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),

@@ -84,7 +84,7 @@ class Sources:
         self._host = host
         self._gpus = gpus or TrainersGpus()
         self._landing = landing
-        self._publication = self._joined(list(tables))
+        self._publication = self._join(list(tables))
         self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
         self._lost: dict[int, Problem] = {}  # by what was opened
         for number, table in enumerate(self._publication.tables):
@@ -168,7 +168,7 @@ class Sources:
     def _each(self) -> list[OpenedRegions]:
         return list({id(opened): opened for opened, *_ in self._opened.values()}.values())
 
-    def _joined(self, tables: list[SourceTable]) -> Publication:
+    def _join(self, tables: list[SourceTable]) -> Publication:
         manifest = self._recorded.record.manifest
         try:
             return join_sources(manifest, tables)
@@ -205,7 +205,7 @@ class Sources:
             for transport, (choice, regions) in chosen.items():
                 try:
                     with self._gpus.on(table, self._host) as gpu:
-                        opened = self._opened_over(self._transports[transport], table, regions)
+                        opened = self._open_over(self._transports[transport], table, regions)
                 except CkptEngineError as error:
                     self.faults.append(error.problem)
                     continue
@@ -214,7 +214,7 @@ class Sources:
                     self._opened[number, each.id] = opened, each, choice.distance, on_gpu
                     del untried[each.id]
 
-    def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
+    def _open_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
         if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):
             return transport.open(regions, landing=self._landing)
         return transport.open(regions)

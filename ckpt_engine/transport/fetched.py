@@ -207,7 +207,7 @@ class _FetchedPiece(NamedTuple):
             beyond = sum(i * step for i, (_, step) in zip(place, self.outer, strict=True))
             yield ByteRun(self.offset + beyond * width, local + number * self.length, self.length)
 
-    def staged(self, landing: torch.Tensor, local: int) -> torch.Tensor:
+    def stage_view(self, landing: torch.Tensor, local: int) -> torch.Tensor:
         flat = landing[local : local + self.size].view(self.dtype)
         return flat.as_strided(self.destination.shape, self.stride)
 
@@ -245,7 +245,7 @@ class FetchedCopy:
         for piece, local in pieces:
             reads.setdefault(piece.region.locator, (piece.region, []))[1].extend(piece.runs(first + local))
         landing = self._regions.landing
-        copy = TensorCopy((piece.destination, piece.staged(landing, first + local)) for piece, local in pieces)
+        copy = TensorCopy((piece.destination, piece.stage_view(landing, first + local)) for piece, local in pieces)
         self._batches.append(_FetchedBatch(list(reads.values()), copy))
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:

@@ -98,7 +98,7 @@ def hellos() -> Iterator[Callable[[bytes], None]]:
             visitor.sendall(framed(data))
             visitor.shutdown(socket.SHUT_WR)
             try:
-                admitted = door._admitted(inside)
+                admitted = door._admit(inside)
             except (OSError, ValueError) as refused:
                 raise invalid(str(refused)) from refused
             assert admitted is None or KEY in data, "who does not show the key is not let in"

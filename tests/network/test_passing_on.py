@@ -226,16 +226,16 @@ def test_a_parent_that_would_take_twice_as_long_as_all_others_is_left(
 
 def test_who_cannot_be_dialled_costs_one_filling_its_patience(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops: nothing is refused, nothing is heard. Patience is short for that one alone."""
-    original = connection.connected
+    original = connection.connect
     dialled: list[set[str]] = []  # in vain, by filling
 
-    def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+    def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
         if list(locator.addresses) != [dropped]:
             return original(locator, owner, stop_at)
         dialled[-1].add(owner)
         return original(locator, owner, time.monotonic() + 0.2)
 
-    monkeypatch.setattr(connection, "connected", connected)
+    monkeypatch.setattr(connection, "connect", connect)
     with contextlib.ExitStack() as stack:
         hole = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         dropped = f"127.0.0.1:{hole.getsockname()[1]}"
@@ -440,15 +440,15 @@ def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> Non
     stop_at = time.monotonic() + 30
     with pytest.raises(CkptEngineError, match="whoever reads what is being filled has to show the token"):
         asking.Passed(other, "relay a", b"k" * 16, stop_at)
-    socket = connection.connected(locator, "relay a", stop_at)
+    socket = connection.connect(locator, "relay a", stop_at)
     socket.sendall(wire.question(wire.HOLD))
     kind, size = wire.read_frame(socket.recv(wire.FRAME.size))
     assert kind == wire.NO
     assert b"nobody reads a slot" in socket.recv(size)
     socket.close()
     slot = TcpLocator.FromString(next(way for way in world.table.regions[0].offers if way.transport == "tcp").locator)
-    socket = connection.connected(slot, "relay near", stop_at)
-    socket.sendall(wire.passed(b"k" * 16, 0))
+    socket = connection.connect(slot, "relay near", stop_at)
+    socket.sendall(wire.chunk_question(b"k" * 16, 0))
     kind, _ = wire.read_frame(socket.recv(wire.FRAME.size))
     assert kind == wire.NO
     socket.close()

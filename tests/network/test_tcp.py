@@ -396,7 +396,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
     owner, region = lent
     slow = [link_to(region)[0] for _ in range(2)]
     locator = TcpLocator.FromString(region.locator)
-    deaf = connection.connected(locator, "near", time.monotonic() + 10)
+    deaf = connection.connect(locator, "near", time.monotonic() + 10)
     deaf.sendall(wire.question(wire.HOLD))
     _, size = wire.read_frame(connection.receive(deaf, wire.FRAME.size))
     lending = connection.receive(deaf, size)

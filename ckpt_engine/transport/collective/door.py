@@ -46,10 +46,10 @@ class MeetingDoor:
         self._connections: set[socket.socket] = set()
         self._closed = False
         self.host: str = advertise or LOOPBACK
-        self._listener = _bound(self.host)
+        self._listener = _bind(self.host)
         self._listener.listen(_BACKLOG)
-        bound, self.port = self._listener.getsockname()[:2]
-        self.address: tuple[str, int] = _ITSELF.get(bound, bound), self.port
+        own_host, self.port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = _ITSELF.get(own_host, own_host), self.port
         _doors[os.getpid(), self.port] = self
         threading.Thread(target=self._accept, name="ckpt-engine door", daemon=True).start()
 
@@ -113,15 +113,15 @@ class MeetingDoor:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             try:
-                admitted = self._admitted(connection)
+                admission = self._admit(connection)
             finally:
                 with self._lock:
                     self._connections.discard(connection)
-            if admitted is not None:
-                meeting, name = admitted
+            if admission is not None:
+                meeting, name = admission
                 meeting.serve(connection, name)
 
-    def _admitted(self, connection: socket.socket) -> tuple[Meeting, str] | None:
+    def _admit(self, connection: socket.socket) -> tuple[Meeting, str] | None:
         """The meeting that a hello is for, and the member's name."""
         tune(connection)
         kind, name, credentials = read(connection, time.monotonic() + CALL_SECONDS)
@@ -129,15 +129,15 @@ class MeetingDoor:
         if kind != HELLO or self._closed:
             return None
         with self._lock:
-            known = self._meeting
-        size = 0 if known is None else len(known[1])
-        if known is None or credentials[size:] != known[0]:
+            current = self._meeting
+        size = 0 if current is None else len(current[1])
+        if current is None or credentials[size:] != current[0]:
             write(connection, LATER)
             return None
-        if not hmac.compare_digest(credentials[:size], known[1]):
+        if not hmac.compare_digest(credentials[:size], current[1]):
             return None
         connection.settimeout(None)
-        return known[2], name
+        return current[2], name
 
 
 def door_at(port: int) -> MeetingDoor | None:
@@ -145,25 +145,25 @@ def door_at(port: int) -> MeetingDoor | None:
     return _doors.get((os.getpid(), port))
 
 
-def _bound(host: str) -> socket.socket:
+def _bind(host: str) -> socket.socket:
     """A socket at a free port of the address that a name leads to. Of all addresses of this host, if it does not have
     that one (a forwarded one), or if the name leads to loopback here (as many hosts' own names do)."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     local = is_loopback(host)
-    tried = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         try:
             elsewhere = not local and any(is_loopback(str(each[4][0])) for each in found)
-            tried.bind((_ANY[family], 0) if elsewhere else address)
+            listener.bind((_ANY[family], 0) if elsewhere else address)
         except OSError:
             if local:
                 raise
-            tried.bind((_ANY[family], 0))
+            listener.bind((_ANY[family], 0))
     except BaseException:
-        tried.close()
+        listener.close()
         raise
-    return tried
+    return listener
 
 
 _doors: weakref.WeakValueDictionary[tuple[int, int], MeetingDoor] = weakref.WeakValueDictionary()

@@ -95,7 +95,7 @@ class GlooGroup:
             try:
                 exchanges.append((peer[0], ask([peer[1]], peer[0], _BUCKETS)))
             except RuntimeError as error:
-                raise self._lost(peer[0], error) from error
+                raise self._loss(peer[0], error) from error
         return exchanges
 
     def finish(self, exchanges: Sequence[tuple[int, Any]], seconds: float) -> None:
@@ -104,7 +104,7 @@ class GlooGroup:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
-                raise self._lost(peer, error) from error
+                raise self._loss(peer, error) from error
 
     def abort(self) -> None:
         """Ends every wait of this group, here and at its peers; another thread's too. Never raises."""
@@ -119,5 +119,5 @@ class GlooGroup:
         """Lets go of the connections. May be repeated."""
         self._group = None
 
-    def _lost(self, peer: int, error: RuntimeError) -> CkptEngineError:
+    def _loss(self, peer: int, error: RuntimeError) -> CkptEngineError:
         return unavailable(f"{self._members[peer]} was lost ({str(error).splitlines()[0]})")

@@ -68,13 +68,13 @@ class Meeting:
         self._lock = threading.Lock()
         self._decided = threading.Condition(self._lock)  # a ballot was opened or decided: answers wait for it
         self._words: dict[str, bytes] = {}
-        self._looked = 0.0  # when a member that runs was last heard
+        self._heard_at = 0.0  # when a member that runs was last heard
         self._why = ""
         self._blamed: tuple[str, ...] = ()
         self._spoilt = ""  # why nobody can begin another epoch, although what goes on may come to its end
         self._reached: dict[str, str] = {}  # members: the address of this host that they came to
         self._attendees: set[str] = set()
-        self._heard: dict[str, float] = {}  # of those that run
+        self._running: dict[str, float] = {}  # of those that run
         self._run_counts: Counter[str] = Counter()  # runs
         self._ballots = Ballots(silence)
         self._connections: set[socket.socket] = set()
@@ -147,7 +147,7 @@ class Meeting:
             with self._lock:
                 self._connections.discard(connection)
                 if not goodbye and not self._closed:
-                    self._lost(name)
+                    self._lose(name)
 
     def _answer(self, name: str, kind: bytes, key: str, value: bytes) -> bytes:
         if kind == SET:
@@ -169,18 +169,18 @@ class Meeting:
         elif kind == BALLOT:
             return self._answer_ballot(name, read_ballot_message(value))
         elif kind == REST:
-            self._heard.pop(name, None)
+            self._running.pop(name, None)
         elif kind == HEAR:
-            self._run_counts[name] += name not in self._heard
+            self._run_counts[name] += name not in self._running
             now = time.monotonic()
-            if now - self._looked > self._silence / 2:
+            if now - self._heard_at > self._silence / 2:
                 # Nobody was heard: it is the lead that was away, and what others said waits to be read.
-                self._heard = dict.fromkeys(self._heard, now)
-            self._heard[name] = self._looked = now
+                self._running = dict.fromkeys(self._running, now)
+            self._running[name] = self._heard_at = now
             self._ballots.heard(name, now)
             if why := self._ballots.aborted():  # also because of one that has not run yet, and is not heard
                 self._end(why)
-            for other, when in self._heard.items():
+            for other, when in self._running.items():
                 if now - when > self._silence:
                     self._end(f"{other} was not heard for {self._silence:g} s", other)
         elif kind == ATTENDEES:
@@ -189,7 +189,7 @@ class Meeting:
             return json.dumps(self._reached).encode()
         elif kind == BYE:
             self._attendees.discard(name)
-            self._heard.pop(name, None)
+            self._running.pop(name, None)
             self._ballots.lost(name)
             self._decided.notify_all()
             self._spoil(f"{name} has left", name)
@@ -224,7 +224,7 @@ class Meeting:
             return ballot.give_up(name, now)
         return ballot.done(name, now) if verb == "done" else ballot.ask(name, now)
 
-    def _lost(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         why = f"{name} lost its connection"
         if self._ballots.is_done(name):  # nobody needs it any more in this epoch
             self._spoil(why, name)

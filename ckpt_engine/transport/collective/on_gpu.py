@@ -232,13 +232,13 @@ class _GpuRun:
         try:
             self._communicator.exchange(sends, receives, self._network.cuda_stream)
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def _settle(self) -> None:
         try:
             self._communicator.complete(self._watch.check)
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def _land(self, most: int) -> None:
         """Until at most so many rounds are on their way; looks at what may have failed meanwhile."""
@@ -257,9 +257,9 @@ class _GpuRun:
         try:
             self._communicator.look()
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
-    def _failed(self, error: NcclError) -> CkptEngineError:
+    def _failure(self, error: NcclError) -> CkptEngineError:
         self._watch.check()  # whoever ended it said why
         return unavailable(f"NCCL failed while it waited for {self._watch.waits_for} ({error})")
 

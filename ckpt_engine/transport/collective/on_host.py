@@ -116,7 +116,7 @@ class _HostRun:
             self._watch.waits_for = " and ".join(self._part.name(peer) for peer in sorted(peers))
             for slot in list(self._full):
                 self._unpack(slot)
-            if after is not None and after.send is not None and after.send.slot not in _used(step):
+            if after is not None and after.send is not None and after.send.slot not in _slots_of(step):
                 self._pack(after)
             self._group.finish(exchanges, self._watch.remaining + LATE_SECONDS)
             if step.receive is not None:
@@ -142,5 +142,5 @@ class _HostRun:
             self._tell(size)
 
 
-def _used(step: ExchangeStep) -> set[int]:
+def _slots_of(step: ExchangeStep) -> set[int]:
     return {each.slot for each in (step.send, step.receive) if each is not None}

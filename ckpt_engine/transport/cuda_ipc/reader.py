@@ -45,7 +45,7 @@ class _Owner:
         self.started = locator.started
         self.name = locator.lease
         self.lost = False
-        self.mapped: dict[tuple[bytes, int], _Mapped] = {}
+        self.mapped: dict[tuple[bytes, int], _MappedRegion] = {}
         self.lease = Lease(locator.lease, on_end)
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class _Owner:
             )
 
 
-class _Mapped:
+class _MappedRegion:
     """A region, mapped for one device. users: OpenedRegions that use it. memory: may be shared with other regions."""
 
     def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported) -> None:
@@ -125,14 +125,14 @@ class CudaIpcTransport:
         with self._lock:
             return sum(len(owner.mapped) for owner in self._owners.values())
 
-    def acquire(self, region: Region, device: int) -> _Mapped:
+    def acquire(self, region: Region, device: int) -> _MappedRegion:
         """The region mapped for `device`, for one more user."""
         with self._lock:
             key = region.locator, device
             locator = CudaIpcLocator.FromString(region.locator)
             owner = self._owners.get(locator.lease)
             if owner is None:
-                owner = _Owner(locator, partial(self._lost, locator.lease))
+                owner = _Owner(locator, partial(self._lose, locator.lease))
                 self._owners[locator.lease] = owner
             try:
                 owner.check()
@@ -144,7 +144,7 @@ class CudaIpcTransport:
             mapped.users += 1
             return mapped
 
-    def give_back(self, mapped: Sequence[_Mapped]) -> None:
+    def give_back(self, mapped: Sequence[_MappedRegion]) -> None:
         """One user less of each; what has none is unmapped. Never raises."""
         with self._lock:
             for each in mapped:
@@ -154,7 +154,7 @@ class CudaIpcTransport:
                 self._let_go_of_unused(owner)
 
     @contextlib.contextmanager
-    def reading(self, mapped: Sequence[_Mapped]) -> Iterator[None]:
+    def reading(self, mapped: Sequence[_MappedRegion]) -> Iterator[None]:
         """Keeps everything mapped within the block. Raises UNAVAILABLE if something was before."""
         with self._lock:
             for each in mapped:
@@ -163,17 +163,17 @@ class CudaIpcTransport:
                     raise unavailable("the memory that this plan reads was let go of; publish again")
             yield
 
-    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _Mapped:
+    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _MappedRegion:
         """A driver opens a handle once: two sources of one process that lie in one allocation share its mapping."""
         handle = locator.parts[0].handle if locator.parts else b""
-        known = self._handles.get((handle, key[1])) if handle else None
-        if known is not None and known.is_of(locator):
-            return _Mapped(key, owner, known)
-        if known is not None:
+        memory_of_handle = self._handles.get((handle, key[1])) if handle else None
+        if memory_of_handle is not None and memory_of_handle.is_of(locator):
+            return _MappedRegion(key, owner, memory_of_handle)
+        if memory_of_handle is not None:
             # The owner freed an allocation and got another one under the same handle: the driver would give back the
             # old mapping. Plans that still read it are of an older publication.
             every = [each for owner in self._owners.values() for each in owner.mapped.values()]
-            self._unmap([each for each in every if each.memory is known])
+            self._unmap([each for each in every if each.memory is memory_of_handle])
         try:
             memory = Imported(driver(), key[1], region)
         except UnmappableError as error:
@@ -182,9 +182,9 @@ class CudaIpcTransport:
             raise CannotOpenError(f"GPU memory cannot be mapped: {error}", region) from error
         if handle:
             self._handles[handle, key[1]] = memory
-        return _Mapped(key, owner, memory)
+        return _MappedRegion(key, owner, memory)
 
-    def _lost(self, name: str) -> None:
+    def _lose(self, name: str) -> None:
         """Notes, on the lease's thread, that the owner has withdrawn its memory, or died."""
         with self._lock:
             owner = self._owners.pop(name, None)
@@ -192,7 +192,7 @@ class CudaIpcTransport:
                 owner.lost = True
                 self._unmap(list(owner.mapped.values()))
 
-    def _unmap(self, mapped: Sequence[_Mapped]) -> None:
+    def _unmap(self, mapped: Sequence[_MappedRegion]) -> None:
         for device in {each.key[1] for each in mapped}:
             try:
                 found = driver()
@@ -205,7 +205,7 @@ class CudaIpcTransport:
             except CudaDriverError:
                 log.exception("ckpt-engine: GPU %d cannot let go of a source's memory", device)
 
-    def _unmap_one(self, mapped: _Mapped) -> None:
+    def _unmap_one(self, mapped: _MappedRegion) -> None:
         memory, mapped.memory = mapped.memory, None
         mapped.owner.mapped.pop(mapped.key, None)
         if memory is None:
@@ -230,9 +230,9 @@ class CudaRegions:
     def __init__(self, transport: CudaIpcTransport, device: int) -> None:
         self._transport = transport
         self.device = device
-        self._mapped: dict[tuple[bytes, int], _Mapped] = {}
+        self._mapped: dict[tuple[bytes, int], _MappedRegion] = {}
 
-    def add(self, region: Region, device: int) -> _Mapped:
+    def add(self, region: Region, device: int) -> _MappedRegion:
         """The region as it is mapped for `device`, opened if it was not."""
         key = region.locator, device
         if key not in self._mapped:
@@ -243,7 +243,7 @@ class CudaRegions:
         """Checks every move and builds its views; memory that goes to another of this process's GPUs is mapped for that
         one, too. Raises INVALID_ARGUMENT, UNAVAILABLE."""
         pairs = []
-        used: dict[tuple[bytes, int], _Mapped] = {}
+        used: dict[tuple[bytes, int], _MappedRegion] = {}
         for move in moves:
             check_destination(move)
             mapped = self._of(move.region, move.destination)
@@ -269,21 +269,21 @@ class CudaRegions:
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:
         """The owner's memory as a tensor of the reading device; valid until `close`, or until the owner withdraws."""
-        return self._opened(region).view(offset, shape, stride, dtype)
+        return self._find(region).view(offset, shape, stride, dtype)
 
     def close(self) -> None:
         """Forgets the regions. May be repeated."""
         mapped, self._mapped = list(self._mapped.values()), {}
         self._transport.give_back(mapped)
 
-    def _opened(self, region: Region) -> _Mapped:
+    def _find(self, region: Region) -> _MappedRegion:
         mapped = self._mapped.get((region.locator, self.device))
         if mapped is None:
             raise invalid(f"region {region.id} ({region.transport}) was not opened, or was closed")
         return mapped
 
-    def _of(self, region: Region, destination: torch.Tensor) -> _Mapped:
-        mapped = self._opened(region)
+    def _of(self, region: Region, destination: torch.Tensor) -> _MappedRegion:
+        mapped = self._find(region)
         if destination.device.type == "cuda" and destination.device.index != self.device:
             return self.add(region, destination.device.index)
         return mapped
@@ -292,7 +292,7 @@ class CudaRegions:
 class LeasedCopy:
     """PreparedCopy that refuses to run once its memory was let go of."""
 
-    def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_Mapped], copy: PreparedCopy) -> None:
+    def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_MappedRegion], copy: PreparedCopy) -> None:
         self._transport = transport
         self._mapped = tuple(mapped)
         self._copy = copy

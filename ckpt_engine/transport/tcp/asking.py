@@ -15,7 +15,7 @@ from ckpt_engine.core.rates import Flow
 from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.tcp import connection, wire
 from ckpt_engine.transport.tcp.fetcher import checked
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tuned, unread
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tune, unread
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SILENCE_SECONDS = 6.0
@@ -55,17 +55,17 @@ class Passed:
             )
         until = min(stop_at, now + connection.ASK_SECONDS)
         try:
-            self._socket = connection.connected(checked(region), owner, until)
+            self._socket = connection.connect(checked(region), owner, until)
         except CkptEngineError as error:
             if error.problem.code == Problem.DEADLINE_EXCEEDED and until < stop_at:
                 _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS
             raise
-        tuned(self._socket, SILENCE_SECONDS)
+        tune(self._socket, SILENCE_SECONDS)
         forget_in_children(self)
 
     def ask(self, chunk: int) -> None:
         """Asks for a chunk; they come in the order in which they were asked for."""
-        self._naming_owner(lambda: send(self._socket, wire.passed(self._key, chunk)), chunk)
+        self._naming_owner(lambda: send(self._socket, wire.chunk_question(self._key, chunk)), chunk)
 
     def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
         """Waits for the next chunk that was asked for, and receives it. moved: called whenever some of it has come;

@@ -26,10 +26,10 @@ from ckpt_engine.transport.tcp.sockets import (
     has_hung_up,
     receive,
     receive_some,
-    resolved,
+    resolve,
     send,
     shut,
-    tuned,
+    tune,
 )
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 
@@ -73,7 +73,7 @@ class Lane:
 
     def __init__(self, locator: TcpLocator, owner: str, stop_at: float) -> None:
         self.owner = owner
-        self._socket = connected(locator, owner, stop_at)
+        self._socket = connect(locator, owner, stop_at)
         self._queue: queue.SimpleQueue[OwnerRequest | None] = queue.SimpleQueue()
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
@@ -230,7 +230,7 @@ def _words(answer: bytes) -> str:
     return answer.decode("utf-8", "replace") or "it gives no reason"
 
 
-def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     """A connection whose owner has admitted us. Its addresses are tried in turn."""
     problem = unavailable(f"{owner} told no address")
     for address in locator.addresses:
@@ -238,7 +238,7 @@ def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
         if remaining <= 0:
             raise deadline(f"{owner} could not be reached in time: {problem.problem.message}")
         try:
-            return _connected_to(address, locator, owner, remaining)
+            return _connect_to(address, locator, owner, remaining)
         except TimeoutError:
             problem = deadline(f"{owner} did not answer within {remaining:.3g} s")
         except OSError as error:
@@ -248,15 +248,15 @@ def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     raise problem
 
 
-def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
-    connection = _dialled(address, owner, seconds)
+def _connect_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
+    connection = _dial(address, owner, seconds)
     try:
         connection.settimeout(seconds)
         if locator.certificate:
             encrypted = tls.readers_context().wrap_socket(connection)
             connection = encrypted
             tls.check_certificate(encrypted, locator.certificate)
-        tuned(connection, seconds)
+        tune(connection, seconds)
         try:
             send(connection, wire.hello(locator.slot, locator.arena, locator.token))
             kind, size = wire.read_frame(receive(connection, wire.FRAME.size))
@@ -267,19 +267,19 @@ def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float)
             raise unavailable(f"{owner} is gone: {error}") from error
         if kind != wire.YES:
             raise unavailable(f"{owner} does not let us read: {_words(words)}")
-        tuned(connection, STALL_SECONDS)
+        tune(connection, STALL_SECONDS)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _dialled(address: str, owner: str, seconds: float) -> socket.socket:
+def _dial(address: str, owner: str, seconds: float) -> socket.socket:
     """A connection to the first of the name's addresses that takes one. Raises OSError, DEADLINE_EXCEEDED."""
     stop_at = time.monotonic() + seconds
     host, port = split_address(address)
     try:
-        places = resolved(host, port, seconds)
+        places = resolve(host, port, seconds)
     except Silence as error:
         raise deadline(f"{owner}: the resolver did not say within {seconds:.3g} s where {host} is") from error
     failed: OSError | None = None

@@ -26,7 +26,7 @@ from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.passer import Passer
 from ckpt_engine.transport.tcp.passing import Runs, TcpPassing
 from ckpt_engine.transport.tcp.sending import Sender, frames
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tune
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -173,12 +173,12 @@ class TcpArenaLender:
             thread = threading.Thread(
                 target=self._serve, args=(connection, where), name=f"ckpt-engine tcp {number}", daemon=True
             )
-            if self._taken(connection, thread):
+            if self._take(connection, thread):
                 thread.start()
             else:
                 connection.close()
 
-    def _taken(self, connection: socket.socket, thread: threading.Thread) -> bool:
+    def _take(self, connection: socket.socket, thread: threading.Thread) -> bool:
         """Whether there is room for it. Of those that showed no token yet, the oldest makes room."""
         with self._lock:
             if not self._open or len(self._admitted) >= MOST_CONNECTIONS:
@@ -193,7 +193,7 @@ class TcpArenaLender:
 
     def _serve(self, connection: socket.socket, where: str) -> None:
         try:
-            tuned(connection, FIRST_SECONDS)
+            tune(connection, FIRST_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
             hello = wire.read_hello(receive(connection, wire.HELLO.size))
@@ -201,7 +201,7 @@ class TcpArenaLender:
             with self._lock:
                 self._admitted.add(connection)
             send(connection, wire.frame(wire.YES, 0))
-            tuned(connection, SEND_SECONDS)
+            tune(connection, SEND_SECONDS)
             sender = Sender(connection, self._memory, self._bytes)
             if hello.slot == wire.NO_SLOT:
                 Passer(connection, self._lendings, sender).serve()

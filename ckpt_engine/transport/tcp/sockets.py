@@ -25,7 +25,7 @@ class HungUp(Exception):  # noqa: N818
     """The other side has ended the connection."""
 
 
-def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
+def resolve(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
     """What `getaddrinfo` finds for TCP. Raises OSError; Silence if the resolver does not answer in time: it may be more
     patient than we are, and goes on on a thread that nobody waits for."""
     found: list[list[tuple[Any, ...]]] = []
@@ -49,7 +49,7 @@ def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
     return found[0]
 
 
-def tuned(connection: socket.socket, seconds: float) -> None:
+def tune(connection: socket.socket, seconds: float) -> None:
     """Sets a socket's options for long runs and short questions. seconds: how long it waits in each call."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

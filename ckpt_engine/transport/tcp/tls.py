@@ -24,7 +24,7 @@ def owners_context(environment: Mapping[str, str] = os.environ) -> tuple[ssl.SSL
     security = ClientSecurity.from_environment(environment)
     if not security.certificate:
         return None, b""
-    context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), security, environment)
+    context = _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), security, environment)
     first = security.certificate[security.certificate.index(b"-----BEGIN CERTIFICATE-----") :].decode("ascii")
     return context, digest_of(ssl.PEM_cert_to_DER_cert(first.partition("-----END CERTIFICATE-----")[0] + _END))
 
@@ -41,10 +41,10 @@ def readers_context(environment: Mapping[str, str] = os.environ) -> ssl.SSLConte
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the locator says which certificate it has to be
-    return _filled(context, security, environment)
+    return _load(context, security, environment)
 
 
-def _filled(context: ssl.SSLContext, security: ClientSecurity, environment: Mapping[str, str]) -> ssl.SSLContext:
+def _load(context: ssl.SSLContext, security: ClientSecurity, environment: Mapping[str, str]) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     try:

@@ -112,7 +112,7 @@ def question(kind: int, lending: bytes = bytes(LENDING_BYTES), runs: Sequence[tu
     return QUESTION.pack(kind, len(runs), lending) + b"".join(RUN.pack(*run) for run in runs)
 
 
-def passed(key: bytes, chunk: int) -> bytes:
+def chunk_question(key: bytes, chunk: int) -> bytes:
     """A reader's question for a chunk of a filling. key: 16 bytes."""
     return QUESTION.pack(PASS, chunk, key)
 

@@ -73,7 +73,7 @@ def in_requests(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[tup
     bytes or MOST_RUNS runs. Each with its bytes."""
     batch: list[tuple[int, int, int]] = []
     size = 0
-    for remote, local, length in _joined(runs):
+    for remote, local, length in _join(runs):
         while length:
             if size >= most or len(batch) >= MOST_RUNS:
                 yield size, batch
@@ -86,7 +86,7 @@ def in_requests(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[tup
         yield size, batch
 
 
-def _joined(runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def _join(runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     held: tuple[int, int, int] | None = None
     for remote, local, length in runs:
         if held is not None and (held[0] + held[2], held[1] + held[2]) == (remote, local):

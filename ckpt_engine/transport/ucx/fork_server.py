@@ -16,7 +16,7 @@ import struct
 import sys
 
 from ckpt_engine.transport.ucx.channel import LENDER, READER
-from ckpt_engine.transport.ucx.memory import die_with_parent, mapped, unmapped
+from ckpt_engine.transport.ucx.memory import die_with_parent, map_shared, unmap
 
 ADDRESSES = struct.Struct("<QQQ")
 """Its first message: where the arena lies writable, read-only, and where the board of tokens does."""
@@ -30,8 +30,8 @@ STARTED = struct.Struct("<Q64s")
 
 def serve(channel: socket.socket, arena: int, size: int, board: int, board_size: int) -> None:
     """Forks helpers until the relay hangs up. arena, board: descriptors."""
-    writable, readable = mapped(arena, size, True), mapped(arena, size, False)
-    tokens = mapped(board, board_size, False)
+    writable, readable = map_shared(arena, size, True), map_shared(arena, size, False)
+    tokens = map_shared(board, board_size, False)
     os.close(arena)
     os.close(board)
     channel.send(ADDRESSES.pack(writable, readable, tokens))
@@ -52,7 +52,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             base = readable if role == LENDER else writable
-            unmapped(writable if role == LENDER else readable, size)
+            unmap(writable if role == LENDER else readable, size)
             _help(descriptors[0], role, name.rstrip(b"\0").decode(), devices.rstrip(b"\0").decode(), base, size, tokens)
         for each in descriptors:
             os.close(each)

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 from ckpt_engine.transport.ucx import channel as c
-from ckpt_engine.transport.ucx.memory import populated
+from ckpt_engine.transport.ucx.memory import populate
 from ckpt_engine.transport.ucx.nixl import Agent
 
 IN_FLIGHT = 6
@@ -53,7 +53,7 @@ def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: 
     os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that nobody waits for any more
 
 
-class _Served:
+class _Service:
     """Answers one relay."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
@@ -65,23 +65,23 @@ class _Served:
     def serve(self) -> None:
         """Until the relay hangs up."""
         while data := self._channel.recv(c.MOST_BYTES):
-            self._heard(data)
+            self._handle(data)
 
-    def _heard(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         kind, number, value, body = c.parts(data)
         try:
-            answer = self._done(kind, number, value, body)
+            answer = self._perform(kind, number, value, body)
         except Exception as error:
-            self._failed(number, error)
+            self._report_failure(number, error)
         else:
             if answer is not None:
                 self._channel.send(c.message(c.DONE, number, value, answer))
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         """The answer; None: it comes later."""
         raise NotImplementedError
 
-    def _failed(self, number: int, error: Exception) -> None:
+    def _report_failure(self, number: int, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
         self._channel.send(c.message(c.FAILED, number, 0, text.encode()[: c.MOST_BYTES // 2]))
 
@@ -91,7 +91,7 @@ class _Served:
         return self._base + offset
 
 
-class _HelperLender(_Served):
+class _HelperLender(_Service):
     """Lets peers read parts of the arena. It is NIXL's thread that answers them."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int, tokens: int) -> None:
@@ -99,7 +99,7 @@ class _HelperLender(_Served):
         agent.register([(tokens, os.sysconf("SC_PAGESIZE"))])
         self._lent: dict[int, tuple[int, Any]] = {}
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         if kind != c.LEND:
             raise ValueError(f"a lender does not understand message {kind}")
         (start,) = c.OFFSET.unpack(body)
@@ -108,12 +108,12 @@ class _HelperLender(_Served):
             address = self._inside(start, value)
             if registered is not None:
                 self._agent.deregister(self._lent.pop(start)[1])
-            populated(address, value, writable=False)
+            populate(address, value, writable=False)
             self._lent[start] = value, self._agent.register([(address, value)])
         return self._agent.metadata()
 
 
-class _HelperReader(_Served):
+class _HelperReader(_Service):
     """Reads from one peer at a time into the arena."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
@@ -129,15 +129,15 @@ class _HelperReader(_Served):
     def serve(self) -> None:
         while True:
             if self._flying:
-                nap = 0.0 if self._moved() else NAP_SECONDS
+                nap = 0.0 if self._poll_reads() else NAP_SECONDS
                 if self._flying and not select.select([self._channel], [], [], nap)[0]:
                     continue
             data = self._channel.recv(c.MOST_BYTES)
             if not data:
                 return
-            self._heard(data)
+            self._handle(data)
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         if kind == c.CONNECT:
             self._peer = self._agent.connect(body)
             return b""
@@ -161,23 +161,23 @@ class _HelperReader(_Served):
             self._prepared.clear()
             self._agent.deregister(self._registered.pop(start)[1])
         address = self._inside(start, size)
-        populated(address, size, writable=True)
+        populate(address, size, writable=True)
         self._registered[start] = size, self._agent.register([(address, size)])
 
     def _begin(self) -> None:
         while self._waiting and len(self._flying) < IN_FLIGHT:
             number, key = self._waiting.popleft()
             try:
-                read = self._taken(key)
+                read = self._take_prepared(key)
                 finished = self._agent.begin(read)
             except Exception as error:
-                self._failed(number, error)
+                self._report_failure(number, error)
                 continue
             self._flying[number] = key, read
             if finished:
-                self._ended(number)
+                self._finish(number)
 
-    def _taken(self, key: _Key) -> Any:
+    def _take_prepared(self, key: _Key) -> Any:
         """A read made ready; the one of the last time if that is over."""
         if key in self._prepared:
             return self._prepared.pop(key)
@@ -190,7 +190,7 @@ class _HelperReader(_Served):
         local = [(self._inside(offset, length), length) for _, offset, length in runs]
         return self._agent.prepare(self._peer, local, [(remote, length) for remote, _, length in runs])
 
-    def _moved(self) -> bool:
+    def _poll_reads(self) -> bool:
         """Whether any read has ended."""
         moved = False
         for number, (_, read) in list(self._flying.items()):
@@ -198,16 +198,16 @@ class _HelperReader(_Served):
                 finished = self._agent.finished(read)
             except Exception as error:
                 del self._flying[number]
-                self._failed(number, error)
+                self._report_failure(number, error)
                 moved = True
                 continue
             if finished:
-                self._ended(number)
+                self._finish(number)
                 moved = True
         self._begin()
         return moved
 
-    def _ended(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         key, read = self._flying.pop(number)
         self._prepared[key] = read
         while len(self._prepared) > PREPARED:

@@ -154,15 +154,15 @@ class Helper:
                     self._unsent.popleft()
             with contextlib.suppress(BlockingIOError):
                 while data := self._connection.recv(c.MOST_BYTES):
-                    self._heard(data)
-                self._lost(None)
+                    self._take_answer(data)
+                self._note_end(None)
         except (OSError, ValueError) as error:
-            self._lost(error)
+            self._note_end(error)
 
-    def _lost(self, error: Exception | None) -> None:
+    def _note_end(self, error: Exception | None) -> None:
         self._why = f"the helper process {self.pid} has ended{f' ({error})' if error else ''}"
 
-    def _heard(self, data: bytes) -> None:
+    def _take_answer(self, data: bytes) -> None:
         kind, number, value, body = c.parts(data)
         if kind == c.READY:
             self._answers[0] = unavailable(f"UCX cannot be used: {_words(body)}") if body else b""
@@ -244,7 +244,7 @@ class ForkServer:
                 try:
                     request = REQUEST.pack(role, name.encode(), devices.encode())
                     socket.send_fds(self._connection, [request], [theirs.fileno()])
-                    pid, handle = self._started(name)
+                    pid, handle = self._await_start(name)
                 except TimeoutError:
                     raise deadline(f"no UCX helper was made within {seconds:.3g} s") from None
                 except OSError as error:
@@ -265,7 +265,7 @@ class ForkServer:
             raise
         return helper
 
-    def _started(self, name: str) -> tuple[int, int]:
+    def _await_start(self, name: str) -> tuple[int, int]:
         """What was made under this name. What is late, made for somebody who has given up, is ended."""
         while True:
             reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)

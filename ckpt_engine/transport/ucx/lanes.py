@@ -134,21 +134,21 @@ class UcxLanes:
         """
         with self._lock:
             key = lane, metadata
-            known = self._peers.get(key)
-            if known is not None and (known.failed or known.helper.ended):
-                self._end(known)
-                known = None
-            if known is None:
+            peer = self._peers.get(key)
+            if peer is not None and (peer.failed or peer.helper.ended):
+                self._end(peer)
+                peer = None
+            if peer is None:
                 helper = self._server.start(c.READER, self.devices[lane], seconds)
                 try:
                     helper.wait(helper.ask(c.CONNECT, 0, metadata), min(seconds, answer))
                 except BaseException:
                     helper.kill()
                     raise
-                known = self._peers[key] = Peer(helper, key)
+                peer = self._peers[key] = Peer(helper, key)
             self._peers.move_to_end(key)
-            known.links += 1
-            return known
+            peer.links += 1
+            return peer
 
     def release(self, peer: Peer, kill: bool) -> None:
         """Gives a peer back. kill: something that was asked of it may still write: when this returns, nothing can."""

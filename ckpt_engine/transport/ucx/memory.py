@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 
-def mapped(descriptor: int, size: int, writable: bool) -> int:
+def map_shared(descriptor: int, size: int, writable: bool) -> int:
     """The address of a shared mapping of a file's first `size` bytes. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
@@ -36,13 +36,13 @@ def mapped(descriptor: int, size: int, writable: bool) -> int:
     return int(address)
 
 
-def unmapped(address: int, size: int) -> None:
+def unmap(address: int, size: int) -> None:
     """Ends a mapping. Raises OSError."""
     if _libc.munmap(address, size):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def populated(address: int, size: int, writable: bool) -> None:
+def populate(address: int, size: int, writable: bool) -> None:
     """Takes the page faults of memory that is there already, all at once. Kernels before 5.14 take them one by one."""
     _libc.madvise(address, size, _POPULATE_WRITE if writable else _POPULATE_READ)
 

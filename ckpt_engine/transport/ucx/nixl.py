@@ -24,7 +24,7 @@ class Agent:
     """
 
     def __init__(self, name: str, progress: bool) -> None:
-        api, bindings = _loaded()
+        api, bindings = _load()
         config = bindings.nixlAgentConfig()
         config.useProgThread = progress
         config.useListenThread = False
@@ -73,7 +73,7 @@ class Agent:
         return state == "DONE"
 
 
-def _loaded() -> tuple[ModuleType, ModuleType]:
+def _load() -> tuple[ModuleType, ModuleType]:
     package = installed()
     if package is None:
         raise ImportError("NIXL is not installed")

@@ -127,9 +127,9 @@ class UcxLink:
                     f"{self._landing_size} bytes at {self._landing} are not in one slot that has taken memory"
                 )
             if peer.helper.registered.get(start, 0) < size:
-                self._registered(peer, start, size)
+                self._register(peer, start, size)
 
-    def _registered(self, peer: Peer, start: int, size: int) -> None:
+    def _register(self, peer: Peer, start: int, size: int) -> None:
         try:
             peer.helper.register(start, size)
         except CkptEngineError:
