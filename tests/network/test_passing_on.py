@@ -182,7 +182,7 @@ def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: 
     for future in held.values():
         found = future.result(60)
         assert len(found.filled.missing) >= len(NAMES)
-        assert any("nobody has brought that as it was sealed" in each.message for each in found.filled.faults)
+        assert any("no source has it as it was sealed" in each.message for each in found.filled.faults)
 
 
 def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,13 +438,13 @@ def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> Non
     forged.token = b"x" * 32
     other = Region(transport="tcp", size=region.size, locator=forged.SerializeToString())
     stop_at = time.monotonic() + 30
-    with pytest.raises(CkptEngineError, match="whoever reads what is being filled has to show the token"):
+    with pytest.raises(CkptEngineError, match="a reader of what is being filled has to show the token"):
         asking.Passed(other, "relay a", b"k" * 16, stop_at)
     socket = connection.connect(locator, "relay a", stop_at)
     socket.sendall(wire.question(wire.HOLD))
     kind, size = wire.read_frame(socket.recv(wire.FRAME.size))
     assert kind == wire.NO
-    assert b"nobody reads a slot" in socket.recv(size)
+    assert b"cannot read a slot" in socket.recv(size)
     socket.close()
     slot = TcpLocator.FromString(next(way for way in world.table.regions[0].offers if way.transport == "tcp").locator)
     socket = connection.connect(slot, "relay near", stop_at)

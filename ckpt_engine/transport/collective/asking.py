@@ -1,4 +1,4 @@
-"""What members and the lead tell each other of a ballot, read from bytes that anybody on the network may have sent."""
+"""Messages between members and the lead about a ballot, read from bytes that come from the network unchecked."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
 
 
 class BallotMessage(NamedTuple):
-    """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave". hold: seconds for which
-    the answer may be kept back until there is something to tell."""
+    """A member's message to the ballot of an epoch."""
 
     epoch: int
-    verb: str
-    until: float
-    why: str
-    blamed: tuple[str, ...]
-    hold: float
+    verb: str  # one of _VERBS
+    until: float  # of "vote": until when it holds, by the lead's clock
+    why: str  # of "leave"
+    blamed: tuple[str, ...]  # of "leave": members
+    hold: float  # seconds for which the answer may be held back while nothing is decided
 
 
 def read_ballot_message(data: bytes) -> BallotMessage:
-    """Raises ValueError for what no member of ours would say."""
+    """Reads a member's message. Raises ValueError if it is malformed."""
     try:
         fields = load_json(data)
         found = BallotMessage(
@@ -46,7 +45,7 @@ def read_ballot_message(data: bytes) -> BallotMessage:
 
 
 def answer_of(fields: Mapping[str, Any]) -> BallotAnswer:
-    """What the lead answers. Raises ValueError for what no lead of ours would."""
+    """Reads the lead's answer. Raises ValueError if it is malformed."""
     try:
         clock = None if fields["clock"] is None else float(fields["clock"])
         answer = BallotAnswer(

@@ -1,8 +1,8 @@
 """Buckets from CPU to CPU: Gloo's process group as an object of ours, which touches no default group of the process.
 
 Peers find each other through words of the meeting, and connect when the group is made. A wait of Gloo cannot be
-cancelled; but a wait that times out closes every connection of its group, and with them all other waits end. So `abort`
-waits a millisecond for a message that nobody sends. Nothing lands in memory after it.
+cancelled; but a wait that times out closes every connection of its group, which ends all other waits. So `abort` waits
+a millisecond for a message that no peer sends. Nothing lands in memory after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gloo_availability() -> Availability:
 
 
 class _Words(c10d.Store):
-    """The meeting's words as torch wants a store."""
+    """The meeting's words as a store of torch."""
 
     def __init__(self, attendance: Attendance, members: Sequence[str], stop_at: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Words(c10d.Store):
 class GlooGroup:
     """The communicator of one member. rank: its number. Made by all members at once.
 
-    address: of the interface that peers reach this process at. Raises DEADLINE_EXCEEDED, naming who did not come, and
+    address: of the interface at which peers reach this process. Raises DEADLINE_EXCEEDED, naming absent members, and
     UNAVAILABLE.
     """
 
@@ -87,7 +87,7 @@ class GlooGroup:
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> list[tuple[int, Any]]:
-        """Begins both exchanges of a step: (peer, bytes). Waits for nothing. Returns them by peer, for `finish`."""
+        """Begins both exchanges of a step: (peer, bytes). Does not wait. Returns them by peer, for `finish`."""
         exchanges = []
         for peer, ask in ((receive, self._group.recv), (send, self._group.send)):
             if peer is None:
@@ -99,7 +99,7 @@ class GlooGroup:
         return exchanges
 
     def finish(self, exchanges: Sequence[tuple[int, Any]], seconds: float) -> None:
-        """Waits until all of it has happened. Raises UNAVAILABLE, naming the peer; then the group is broken."""
+        """Waits for these exchanges. Raises UNAVAILABLE, naming the peer; then the group is broken."""
         for peer, work in exchanges:
             try:
                 work.wait(timedelta(seconds=seconds))
@@ -107,7 +107,7 @@ class GlooGroup:
                 raise self._loss(peer, error) from error
 
     def abort(self) -> None:
-        """Ends every wait of this group, here and at its peers; another thread's too. Never raises."""
+        """Ends every wait of this group, on any thread here and at its peers. Never raises."""
         nothing = torch.empty(1, dtype=torch.uint8)
         try:
             peer = (self._rank + 1) % len(self._members)

@@ -25,7 +25,7 @@ AHEAD = 6
 """Rounds that are queued at a time: the GPU never waits for the host, and few are left when it is aborted."""
 
 DRAIN_SECONDS = 10.0
-"""How long what was aborted may go on. It ends in milliseconds unless a GPU hangs."""
+"""For aborted work to end. It takes milliseconds unless a GPU hangs."""
 
 _ID = "nccl id"
 _HANDSHAKE_BYTES = 64
@@ -36,7 +36,7 @@ class GpuMember:
     """One member on a GPU. bytes: what one run unpacks, or packs. memory: bytes of its slots. One thread at a time.
 
     places: where its memory is; none: it is bound later. Raises INVALID_ARGUMENT (memory that does not fit the
-    schedule), DEADLINE_EXCEEDED (naming who did not come) and UNAVAILABLE.
+    schedule), DEADLINE_EXCEEDED (naming absent members) and UNAVAILABLE.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class GpuMember:
             self._packs, self._unpacks, self.bytes = copies
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Runs as `HostMember.run` does. Begins after what the current stream was given; all bytes have arrived when it
-        returns."""
+        """Runs as `HostMember.run` does. Begins after the work that is queued on the current stream; all bytes have
+        arrived when it returns."""
         if self._broken:
             raise precondition(f"this collective has ended ({self._broken}); its members have to make a new one")
         if not self._bound:
@@ -134,8 +134,8 @@ class GpuMember:
             raise unavailable(f"{self._names[member]} could not join the collective: {error}") from error
 
     def _connect(self, communicator: Communicator, check: Callable[[], None]) -> None:
-        """Has every pair exchange some bytes that belong to nobody: NCCL connects two members at their first exchange,
-        which should not take the time of an update."""
+        """Exchanges some unused bytes between every pair: NCCL connects two members at their first exchange, which
+        should not take the time of an update."""
         steps = self._part.steps
         sends = sorted({step.send.peer for step in steps if step.send is not None})
         receives = sorted({step.receive.peer for step in steps if step.receive is not None})
@@ -156,7 +156,7 @@ class GpuMember:
             time.sleep(_POLL_SECONDS)
 
     def _drain(self) -> None:
-        """Waits until nothing of this member's is on its way: its memory may be freed or written after it."""
+        """Waits until no transfer or copy of this member is in flight: then its memory may be freed or written."""
         stop_at = time.monotonic() + DRAIN_SECONDS
         with torch.cuda.device(self._device):
             for stream in (self._network, self._copies):
@@ -241,7 +241,7 @@ class _GpuRun:
             raise self._failure(error) from error
 
     def _land(self, most: int) -> None:
-        """Until at most so many rounds are on their way; looks at what may have failed meanwhile."""
+        """Waits until at most so many rounds are in flight; raises for what has failed meanwhile."""
         while len(self._flying) > most:
             event, size, self._watch.waits_for = self._flying[0]
             while not event.query():
@@ -260,7 +260,7 @@ class _GpuRun:
             raise self._failure(error) from error
 
     def _failure(self, error: NcclError) -> CkptEngineError:
-        self._watch.check()  # whoever ended it said why
+        self._watch.check()  # if the collective was ended, that reason counts
         return unavailable(f"NCCL failed while it waited for {self._watch.waits_for} ({error})")
 
     def _queue(self, work: DeviceWork) -> None:

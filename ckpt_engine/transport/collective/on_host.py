@@ -20,7 +20,7 @@ from ckpt_engine.transport.collective.part import MemberPart, Places
 from ckpt_engine.transport.collective.watch import Watch
 
 LATE_SECONDS = 5.0
-"""Beyond its deadline: the watch is to say who was late, and ends all waits of Gloo when it does."""
+"""Beyond the deadline: the watch is to report the late member first, and ends all waits of Gloo then."""
 
 
 class HostMember:
@@ -53,15 +53,15 @@ class HostMember:
         self._group = GlooGroup(attendance, [each.name for each in schedule.members], member, address, seconds)
 
     def bind(self, places: Places | None) -> None:
-        """Prepares the copies of what runs from now on; None: none, and nothing of that memory is kept. Raises
-        INVALID_ARGUMENT for memory that does not fit the schedule."""
+        """Prepares the copies for the next runs; None: forgets the memory that was bound. Raises INVALID_ARGUMENT for
+        memory that does not fit the schedule."""
         self._packs, self._unpacks, self.bytes = {}, {}, 0
         self._bound = places is not None
         if places is not None:
             self._packs, self._unpacks, self.bytes = self._part.copies(TensorCopy, places)
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Sends, passes on and unpacks all of it; returns the bytes unpacked, or packed. Every destination may have
+        """Sends, passes on and unpacks everything; returns the bytes unpacked, or packed. Every destination may have
         been written if it raises.
 
         on_bytes: called in this thread after each bucket; what it raises ends the collective. Raises UNAVAILABLE or

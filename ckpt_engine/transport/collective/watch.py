@@ -1,5 +1,5 @@
-"""What runs beside a member's part: a thread that asks the meeting whether the collective was ended, and ends this
-member's part then, or at its deadline. The part itself may be inside a library meanwhile."""
+"""A thread beside a member's part: it polls the meeting, and ends the part if the collective was ended, or at its
+deadline. The part itself may be inside a library meanwhile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _JOIN_SECONDS = 30.0
 class Watch:
     """A context around one run of a member's part.
 
-    abort: ends whatever the part waits for, from another thread; called at most once. An error that leaves the context
-    ends the collective for all, and comes out as one that says why it ended: the reason that was written first counts,
-    since what follows from a failure fails too.
+    abort: ends any wait of the part, from another thread; called at most once. An error that leaves the context ends
+    the collective for all members, and is raised with the reason why it ended. The first reason that was written
+    counts, since a failure causes others.
     """
 
     def __init__(self, attendance: Attendance, seconds: float, abort: Callable[[], None]) -> None:
@@ -42,12 +42,12 @@ class Watch:
         return max(0.001, self._stop_at - time.monotonic())
 
     def check(self) -> None:
-        """Raises if the collective was ended or its time is over. Asks nobody."""
+        """Raises if the collective was ended or its time is over. Does not ask the lead."""
         if self.why:
             raise self._error(self.why)
 
     def __enter__(self) -> Watch:
-        if why := self._attendance.hear(running=True):  # before anything, so that who stops at once is missed
+        if why := self._attendance.hear(running=True):  # first, so that a member that stops at once is missed
             raise unavailable(f"the collective was ended: {why}")
         self._thread.start()
         return self

@@ -1,8 +1,8 @@
 """The reader's side: a few connections to one slot of one owner, each with a thread that receives into landing memory.
 
-Only those threads write to landing memory, each only what was asked for; when `Lanes.close` has returned they have
-ended. A thread first says all that is to be said, as far as the owner's side takes it, and then receives one answer, so
-that the next question is there before the owner has answered the last one.
+Only those threads write to landing memory, each only what was asked for. They have ended when `SlotConnections.close`
+returns. A thread first sends questions, as many as may be in flight, and then receives one answer, so that the owner
+has the next question before it has answered the last one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LANES = 2
 """Connections to one slot of one owner."""
 
 STALL_SECONDS = 15.0
-"""How long an owner may send nothing of what it was asked for. A host that was stopped for a few seconds goes on."""
+"""How long an owner may send nothing of what it was asked for; a host that was stopped for a few seconds goes on."""
 
 ASK_SECONDS = 10.0
-"""How long it may take to greet, and to lend its slot."""
+"""How long an owner may take to greet, and to lend its slot."""
 
 _WAITING = 2
-"""Questions that are on their way on one connection: more would fill the buffers of an owner that is sending."""
+"""Questions in flight on one connection: more would fill the buffers of an owner that is sending."""
 
 _GATHERED = 256
 """Short runs that are received in one call."""
@@ -52,13 +52,13 @@ _SHORT = 64 << 10
 
 
 class OwnerRequest:
-    """Something that was asked of an owner. landed: bytes of it. Its thread alone writes to it."""
+    """A question to an owner, and what became of it. Only the lane's thread changes it."""
 
     def __init__(self, question: bytes, landing: Sequence[memoryview] = (), expects_answer: bool = True) -> None:
         self.question = question
         self.landing = deque(landing)
         self.expects_answer = expects_answer
-        self.landed = 0
+        self.landed = 0  # bytes
         self.answer = b""
         self.problem: CkptEngineError | None = None
         self.finished = threading.Event()
@@ -77,13 +77,13 @@ class Lane:
         self._queue: queue.SimpleQueue[OwnerRequest | None] = queue.SimpleQueue()
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
-        self.waiting = 0  # bytes that were asked for, less what has landed, as far as the asking thread knows
+        self.waiting = 0  # bytes that were asked for, above those of the least busy lane
         forget_in_children(self)
         self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
         self._thread.start()
 
     def ask(self, request: OwnerRequest) -> None:
-        """Waits for nothing. Once the lane has failed, what is asked has failed, too."""
+        """Queues a request and does not wait. Once the lane has failed, so has the request."""
         with self._lock:
             if self._problem is None:
                 self._queue.put(request)
@@ -91,7 +91,7 @@ class Lane:
         request.fail(self._problem)
 
     def check(self) -> None:
-        """Raises if it has failed, or the owner has hung up, as far as one can tell without waiting."""
+        """Raises if the lane has failed, or the owner has hung up as far as is known without waiting."""
         if self._problem is not None:
             raise self._problem
         if has_hung_up(self._socket):
@@ -108,7 +108,7 @@ class Lane:
         self._thread.join()
 
     def forget(self) -> None:
-        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        """Closes this process's copy of the socket without telling the peer: for a forked child."""
         if self._socket.fileno() >= 0:
             os.close(self._socket.detach())
 
@@ -139,7 +139,7 @@ class Lane:
         self._socket.close()
 
     def _fail(self, problem: CkptEngineError) -> None:
-        """Whatever is asked from now on has failed; what was not said yet, too. The first reason stays."""
+        """Fails the lane: all requests that were not sent yet, and all later ones. The first reason stays."""
         with self._lock:
             if self._problem is None:
                 self._problem = problem
@@ -153,7 +153,7 @@ class Lane:
             self._queue.put(None)
 
     def _send_requests(self, sent: deque[OwnerRequest]) -> bool:
-        """Says what is to be said; waits for something if nothing was. False: it is over."""
+        """Sends questions until enough are in flight; waits for the first if none is. False: the lane has ended."""
         while len(sent) < _WAITING:
             try:
                 request = self._queue.get(block=not sent)
@@ -167,7 +167,7 @@ class Lane:
         return True
 
     def _receive(self, request: OwnerRequest) -> None:
-        """One answer. Raises Silence, HungUp, INVALID_ARGUMENT for what is none."""
+        """Receives one answer. Raises Silence, HungUp, INVALID_ARGUMENT for a malformed one."""
         while True:
             kind, size = wire.read_frame(receive(self._socket, wire.FRAME.size))
             if kind == wire.DATA and request.landing:
@@ -181,7 +181,7 @@ class Lane:
             elif kind == wire.NO:
                 raise HungUp(_words(request.answer))
             elif kind != wire.YES or request.landing:
-                raise HungUp("it sends what nobody asked for")
+                raise HungUp("it sends what was not asked for")
             return
 
     def _land(self, request: OwnerRequest, size: int) -> None:
@@ -198,7 +198,7 @@ class Lane:
             size -= got
 
     def _gather(self, request: OwnerRequest, size: int) -> int:
-        """Several short runs in one call."""
+        """Receives several short runs in one call."""
         parts: list[memoryview] = []
         for view in request.landing:
             parts.append(view[:size])
@@ -231,7 +231,7 @@ def _words(answer: bytes) -> str:
 
 
 def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
-    """A connection whose owner has admitted us. Its addresses are tried in turn."""
+    """A connection to an owner that has admitted us. Tries its addresses in turn."""
     problem = unavailable(f"{owner} told no address")
     for address in locator.addresses:
         remaining = stop_at - time.monotonic()
@@ -275,7 +275,7 @@ def _connect_to(address: str, locator: TcpLocator, owner: str, seconds: float) -
 
 
 def _dial(address: str, owner: str, seconds: float) -> socket.socket:
-    """A connection to the first of the name's addresses that takes one. Raises OSError, DEADLINE_EXCEEDED."""
+    """A connection to the first of the name's addresses that accepts one. Raises OSError, DEADLINE_EXCEEDED."""
     stop_at = time.monotonic() + seconds
     host, port = split_address(address)
     try:

@@ -19,7 +19,7 @@ from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
 REQUEST_BYTES = 8 << 20
-"""Of one question, about: several are on their way at any time."""
+"""Of one question, about: several are in flight at any time."""
 
 
 class SlotConnections:
@@ -48,7 +48,7 @@ class SlotConnections:
             lane.check()
 
     def hold(self, link: TcpLink, seconds: float) -> None:
-        """Asks for the slot, once for all links that read it."""
+        """Asks the owner to lend the slot, once for all links that read it."""
         self.check()
         if not self._holding:
             request = OwnerRequest(wire.question(wire.HOLD))
@@ -64,14 +64,14 @@ class SlotConnections:
         self._holding.add(link)
 
     def rest(self, link: TcpLink) -> None:
-        """The slot may be filled again once nobody reads it."""
+        """Ends a link's hold; without any hold the owner may fill the slot again."""
         self._holding.discard(link)
         if not self._holding and self._lending:
             self._lending = b""
             self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), expects_answer=False))
 
     def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[OwnerRequest]:
-        """Asks for runs of the slot, each to land in its own memory, over the connection that waits for least."""
+        """Asks for runs of the slot, each to land in its own memory, over the least busy connection."""
         if not self._lending:
             raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
         found = []
@@ -88,7 +88,7 @@ class SlotConnections:
         return found
 
     def leave(self, link: TcpLink) -> None:
-        """A link has ended; the last one ends the connections."""
+        """Forgets a link that has ended; the last one ends the connections."""
         self.rest(link)
         self.links.discard(link)
         if not self.links:
@@ -104,7 +104,7 @@ class SlotConnections:
 
 
 class TcpTicket:
-    """Runs that were asked for."""
+    """Requests for runs."""
 
     def __init__(self, requests: Sequence[OwnerRequest]) -> None:
         self._requests = requests
@@ -115,7 +115,7 @@ class TcpTicket:
         return all(each.finished.is_set() for each in self._requests)
 
     def poll(self) -> int:
-        """Bytes that have landed. Raises what became of it if it has failed."""
+        """Bytes that have landed. Raises the problem of a request that has failed."""
         for each in self._requests:
             if each.problem is not None:
                 raise each.problem
@@ -163,7 +163,7 @@ class TcpLink:
         self._lanes.rest(self)
 
     def sever(self) -> None:
-        """See Link. Where something of it may still land, the connections end, and with them those of other links."""
+        """See Link. If bytes may still land, ends the connections, also for other links."""
         if self._severed:
             return
         self._severed = True
@@ -208,7 +208,7 @@ class TcpFetcher:
 
 
 def checked(region: Region) -> TcpLocator:
-    """The region's locator. Raises INVALID_ARGUMENT for one that cannot be."""
+    """The region's locator. Raises INVALID_ARGUMENT for an inconsistent one."""
     locator = locator_of(region, NAME, TcpLocator)
     if not 1 <= len(locator.addresses) <= 8:
         raise invalid(f"the locator of region {region.id} has {len(locator.addresses)} addresses, not 1 to 8")

@@ -1,6 +1,6 @@
-"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to who may read them.
+"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to admitted readers.
 
-A reader that is slow or stopped holds up its own thread and nobody else. Nothing here writes to the arena.
+A reader that is slow or stopped holds up only its own thread. Nothing here writes to the arena.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger("ckpt_engine.relay")
 
 
 MOST_CONNECTIONS = 512
-"""At a time; more are closed at once."""
+"""At a time; further ones are closed at once."""
 
 MOST_STRANGERS = 64
-"""Of them that showed no token yet."""
+"""Of those connections, how many may have shown no token yet."""
 
 FIRST_SECONDS = 10.0
 """From a connection to the end of its greeting, certificates included."""
@@ -49,7 +49,7 @@ SEND_SECONDS = 60.0
 class TcpArenaLender:
     """Lends one arena to other relays. Any thread; it has a thread of its own and one a connection.
 
-    Raises INVALID_ARGUMENT for an address that is none, that others reach though nobody could be told apart there, or
+    Raises INVALID_ARGUMENT for an invalid address, one that other hosts reach without certificates or --insecure, or
     certificates that do not work; UNAVAILABLE if it cannot listen there.
     """
 
@@ -63,7 +63,7 @@ class TcpArenaLender:
             raise invalid(
                 f"--listen {network.listen}: other machines reach that, and what they are sent is not encrypted: set "
                 "CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_CERTIFICATE and CKPT_ENGINE_KEY (docs/security.md), or give "
-                "--insecure where nobody else is on the network"
+                "--insecure where no other machine is on the network"
             )
         self._listener = _listening(host, port)
         self.address = join_address(network.address, self._listener.getsockname()[1])
@@ -79,7 +79,7 @@ class TcpArenaLender:
             log.info("relays of other hosts read it over TCP at %s, encrypted", self.address)
         else:
             log.warning(
-                "listening on %s: relays of other hosts read weights at %s, not encrypted: whoever sees the network "
+                "listening on %s: relays of other hosts read weights at %s, not encrypted: anyone who sees the network "
                 "sees them, and can read as they do",
                 host,
                 self.address,
@@ -126,11 +126,11 @@ class TcpArenaLender:
         self._lendings.lend(slot)
 
     def refuse(self, slot: int) -> None:
-        """Lets nobody else hold the slot from now on."""
+        """Refuses further readers of the slot."""
         self._lendings.refuse(slot)
 
     def retire(self, slot: int) -> int:
-        """Waits for those who hold the slot. Returns how many were overruled."""
+        """Waits for the readers that hold the slot. Returns how many were overruled."""
         return self._lendings.retire(slot)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class TcpArenaLender:
         self._listener.close()
 
     def forget(self) -> None:
-        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        """Closes this process's copies of the sockets without telling their peers: for a forked child."""
         for each in (self._listener, *self._connections):
             with contextlib.suppress(OSError):
                 os.close(each.detach())
@@ -179,7 +179,7 @@ class TcpArenaLender:
                 connection.close()
 
     def _take(self, connection: socket.socket, thread: threading.Thread) -> bool:
-        """Whether there is room for it. Of those that showed no token yet, the oldest makes room."""
+        """Takes a connection in; False: there is no room. The oldest of those without a token makes room."""
         with self._lock:
             if not self._open or len(self._admitted) >= MOST_CONNECTIONS:
                 return False
@@ -232,10 +232,10 @@ class _ServedReader:
         self._sender = sender
 
     def serve(self) -> None:
-        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp."""
         try:
             while True:
-                with contextlib.suppress(Silence):  # of one who has nothing to ask
+                with contextlib.suppress(Silence):  # the reader has no question now
                     self._answer(wire.read_question(receive(self._connection, wire.QUESTION.size)))
         finally:
             self._lendings.release(self._slot, self)
@@ -268,7 +268,7 @@ class _ServedReader:
                     return
                 self._sender.send(self._slot, part)
         else:
-            raise invalid("a chunk is asked for where what is being filled is asked for, not where a slot is read")
+            raise invalid("this connection reads a slot, and cannot ask for a chunk of what is being filled")
 
 
 def _listening(host: str, port: int) -> socket.socket:

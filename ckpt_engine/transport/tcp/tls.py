@@ -1,7 +1,7 @@
 """TLS between relays, from what ckpt_engine/security/ has for this process: both sides show a certificate.
 
-The authority that signed the manager's certificate must have signed the other relay's as well. Which relay it is says
-the locator, with its certificate's digest: it came from the manager, so no name has to stand in the certificate.
+The authority that signed the manager's certificate must have signed the other relay's as well. The locator identifies
+the relay by its certificate's digest. It came from the manager, so the certificate needs no name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, ClientSecur
 
 
 def owners_context(environment: Mapping[str, str] = os.environ) -> tuple[ssl.SSLContext | None, bytes]:
-    """What the owner's side speaks TLS with, and its certificate's digest; None: this process has no certificate.
+    """The TLS context of the owner's side, and its certificate's digest; None: this process has no certificate.
 
     Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read or do not belong together.
     """
@@ -33,14 +33,14 @@ _END = "-----END CERTIFICATE-----\n"
 
 
 def readers_context(environment: Mapping[str, str] = os.environ) -> ssl.SSLContext:
-    """What the reader's side speaks TLS with. Raises INVALID_ARGUMENT if this process has no certificate."""
+    """The TLS context of the reader's side. Raises INVALID_ARGUMENT if this process has no certificate."""
     security = ClientSecurity.from_environment(environment)
     if not security.certificate:
         raise invalid(
             f"that relay speaks TLS and wants a certificate of this one: set {AUTHORITY}, {CERTIFICATE}, {KEY}"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the locator says which certificate it has to be
+    context.check_hostname = False  # the locator has the certificate's digest
     return _load(context, security, environment)
 
 
@@ -56,10 +56,10 @@ def _load(context: ssl.SSLContext, security: ClientSecurity, environment: Mappin
 
 
 def check_certificate(connection: ssl.SSLSocket, expected: bytes) -> None:
-    """Raises UNAVAILABLE unless the other side showed the certificate whose digest is expected."""
+    """Raises UNAVAILABLE unless the other side showed the certificate with the expected digest."""
     certificate = connection.getpeercert(binary_form=True) or b""
     if not hmac.compare_digest(digest_of(certificate), expected):
-        raise unavailable("whoever answers there shows another certificate than that relay's: it is not believed")
+        raise unavailable("the process that answers there shows another certificate than that relay's: refused")
 
 
 def digest_of(certificate: bytes) -> bytes:

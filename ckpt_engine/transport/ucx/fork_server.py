@@ -1,9 +1,9 @@
 """Makes helper processes that have the relay's arena mapped. A process of its own, started before the arena is sealed.
 
-Once the arena is sealed nobody can map it writable, so whoever is to write must have inherited such a mapping. A relay
+Once the arena is sealed no process can map it writable, so a helper that writes must inherit such a mapping. A relay
 cannot fork helpers itself: it has threads, and its own mapping is not for children. This process has one thread and
-loads next to nothing; it maps the arena and then forks one helper for each request. It ends when its socket does, and
-its helpers with it.
+loads next to nothing; it maps the arena and then forks one helper for each request. It ends with its socket, and its
+helpers end with it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckpt_engine.transport.ucx.channel import LENDER, READER
 from ckpt_engine.transport.ucx.memory import die_with_parent, map_shared, unmap
 
 ADDRESSES = struct.Struct("<QQQ")
-"""Its first message: where the arena lies writable, read-only, and where the board of tokens does."""
+"""Its first message: addresses of the writable and the read-only mapping of the arena, and of the board of tokens."""
 
 REQUEST = struct.Struct("<B7x64s256s")
-"""What for, the name of the agent, UCX_NET_DEVICES or nothing; with it the helper's end of a channel. Answered with the
+"""Role, name of the agent, UCX_NET_DEVICES or nothing; the helper's end of a channel comes with it. Answered with the
 process id, that name, and a descriptor of the process (pidfd)."""
 
 STARTED = struct.Struct("<Q64s")
@@ -62,7 +62,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
 
 
 def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
-    """The life of a helper. Does not return."""
+    """Runs a helper. Does not return."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
         if devices:

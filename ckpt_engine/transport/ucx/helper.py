@@ -1,4 +1,4 @@
-"""A helper process: does what its relay asks, with NIXL, and can be killed at any time.
+"""A helper process: carries out its relay's requests with NIXL, and can be killed at any time.
 
 It registers parts of the arena for peers to read, or reads from peers into the arena. It touches no other memory of the
 relay and knows nothing of weights. One thread of its own; a lender's NIXL has one more, which answers peers.
@@ -21,21 +21,21 @@ IN_FLIGHT = 6
 """Reads that are begun at a time; a request has at most some MiB."""
 
 NAP_SECONDS = 50e-6
-"""Between two looks at reads of which none has moved."""
+"""Between two polls of reads none of which has ended."""
 
 PREPARED = 4096
-"""Reads that stay prepared for the next time."""
+"""Reads that stay prepared for repetition."""
 
 _TOKEN_BYTES = 16
 
 _Key = tuple[int, bytes]
-"""Kind and body of what was asked."""
+"""Kind and body of a request."""
 
 
 def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: int, reads: bool) -> None:
-    """Serves one relay until it hangs up, and ends this process then.
+    """Serves one relay until it hangs up, then ends this process.
 
-    base: where the arena of `size` bytes lies. tokens: where the board does. reads: or it lends.
+    base: address of the arena of `size` bytes. tokens: address of the board. reads: it reads; else it lends.
     """
     channel.recv(1)  # until the relay knows this process
     os.dup2(2, 1)  # what libraries print must not go where people read answers
@@ -50,7 +50,7 @@ def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: 
         raise
     channel.send(c.message(c.READY, 0))
     helper.serve()
-    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that nobody waits for any more
+    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that are no longer of use
 
 
 class _Service:
@@ -63,7 +63,7 @@ class _Service:
         self._size = size
 
     def serve(self) -> None:
-        """Until the relay hangs up."""
+        """Answers until the relay hangs up."""
         while data := self._channel.recv(c.MOST_BYTES):
             self._handle(data)
 
@@ -78,7 +78,7 @@ class _Service:
                 self._channel.send(c.message(c.DONE, number, value, answer))
 
     def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
-        """The answer; None: it comes later."""
+        """Carries out a request; returns the answer, or None if it comes later."""
         raise NotImplementedError
 
     def _report_failure(self, number: int, error: Exception) -> None:
@@ -148,7 +148,7 @@ class _HelperReader(_Service):
         if kind not in (c.READ, c.CHECK):
             raise ValueError(f"a reader does not understand message {kind}")
         if not self._peer:
-            raise ValueError("it is connected to nobody")
+            raise ValueError("it is not connected to an owner")
         self._waiting.append((number, (kind, body)))
         self._begin()
         return None
@@ -178,7 +178,7 @@ class _HelperReader(_Service):
                 self._finish(number)
 
     def _take_prepared(self, key: _Key) -> Any:
-        """A read made ready; the one of the last time if that is over."""
+        """A prepared read, the last one of this key if that has ended."""
         if key in self._prepared:
             return self._prepared.pop(key)
         kind, body = key
@@ -191,7 +191,7 @@ class _HelperReader(_Service):
         return self._agent.prepare(self._peer, local, [(remote, length) for remote, _, length in runs])
 
     def _poll_reads(self) -> bool:
-        """Whether any read has ended."""
+        """Finishes reads that have ended, and begins others; returns whether any had."""
         moved = False
         for number, (_, read) in list(self._flying.items()):
             try:

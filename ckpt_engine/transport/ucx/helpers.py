@@ -1,7 +1,7 @@
 """Helper processes as their relay sees them: started, asked, killed. Any thread; nothing here waits without a deadline.
 
-A helper is known by a descriptor of its process (pidfd), so that no other process is ever killed in its place. Killed
-means: the kernel says that it has ended. Its memory is unmapped by then, so it writes nothing any more.
+A helper is identified by a descriptor of its process (pidfd), so that no other process is ever killed in its place. A
+helper counts as killed once the kernel says that it has ended. Its memory is unmapped by then, so it cannot write.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ START_SECONDS = 60.0
 """For a process to start, and for NIXL to find its devices."""
 
 KILL_SECONDS = 30.0
-"""For a process to end once it was killed. A driver may hold it longer; then the relay ends instead of its helper."""
+"""For a killed process to end. A driver may hold it longer; then the relay ends instead of its helper."""
 
 ANSWER_SECONDS = 60.0
 """For a helper to register memory: the kernel may have to pin all of it."""
 
 
 class Helper:
-    """One helper process. name: of its NIXL agent, which no other one has."""
+    """One helper process. name: of its NIXL agent, unique."""
 
     def __init__(self, connection: socket.socket, pid: int, handle: int, name: str) -> None:
         self.pid = pid
@@ -57,7 +57,7 @@ class Helper:
 
     @property
     def ended(self) -> str:
-        """Why nothing can be asked of it any more; empty while it lives."""
+        """Why it cannot be asked any more; empty while it lives."""
         with self._lock:
             self._pump()
             return self._why
@@ -69,13 +69,13 @@ class Helper:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was asked of it has no answer."""
+        """Whether a request has no answer yet."""
         with self._lock:
             self._pump()
             return bool(self._pending)
 
     def ask(self, kind: int, value: int = 0, body: bytes = b"") -> int:
-        """Asks for something; returns the number of the answer. Waits for nothing. Raises UNAVAILABLE."""
+        """Sends a request; returns the number of its answer. Does not wait. Raises UNAVAILABLE."""
         with self._lock:
             self._pump()
             if self._why:
@@ -87,8 +87,8 @@ class Helper:
             return self._number
 
     def answer(self, number: int) -> bytes | None:
-        """The answer, once; None: there is none yet. Waits for nothing. Raises UNAVAILABLE with what the helper said,
-        or if it has ended."""
+        """Takes the answer; None: there is none yet. Does not wait. Raises UNAVAILABLE with the helper's message, or if
+        it has ended."""
         with self._lock:
             self._pump()
             found = self._answers.pop(number, None)
@@ -99,7 +99,7 @@ class Helper:
         return found
 
     def wait(self, number: int, seconds: float) -> bytes:
-        """The answer. Raises UNAVAILABLE as `answer`, DEADLINE_EXCEEDED."""
+        """Waits for the answer. Raises as `answer`, and DEADLINE_EXCEEDED."""
         until = time.monotonic() + seconds
         while (found := self.answer(number)) is None:
             remaining = until - time.monotonic()
@@ -110,7 +110,7 @@ class Helper:
         return found
 
     def register(self, start: int, size: int) -> bytes:
-        """Registers the first `size` bytes of a part of the arena, unless it has; returns the answer.
+        """Registers the first `size` bytes of the part of the arena at `start`; returns the answer.
 
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
@@ -119,8 +119,8 @@ class Helper:
         return found
 
     def kill(self, why: str = "its helper process was ended") -> None:
-        """Ends the process. When it returns, the process has ended: nothing lands in the arena through it any more. May
-        be repeated. Never raises; a process that does not end takes this one with it."""
+        """Ends the process and waits for its end: then nothing lands in the arena through it any more. May be repeated.
+        Never raises; if the helper does not end, this process does."""
         with self._lock:
             handle, self._handle = self._handle, -1
             if handle < 0:
@@ -139,12 +139,12 @@ class Helper:
             self._pending.clear()
 
     def forget(self) -> None:
-        """Closes this process's copies of what leads to it: for a forked child."""
+        """Closes this process's copy of its connection: for a forked child."""
         with contextlib.suppress(OSError):
             self._connection.close()
 
     def _pump(self) -> None:
-        """Sends what could not be sent yet, and takes what has come."""
+        """Sends queued requests as far as the socket takes them, and takes answers that have come."""
         if self._why:
             return
         try:
@@ -191,7 +191,8 @@ def _words(body: bytes) -> str:
 class ForkServer:
     """Makes the helpers of one arena. Made before the arena is sealed.
 
-    arena: its descriptor; size: of it. board: descriptor of the page of tokens. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    arena, size: the arena's descriptor and bytes. board: descriptor of the page of tokens. Raises UNAVAILABLE,
+    DEADLINE_EXCEEDED.
     """
 
     def __init__(self, arena: int, size: int, board: int) -> None:
@@ -266,7 +267,7 @@ class ForkServer:
         return helper
 
     def _await_start(self, name: str) -> tuple[int, int]:
-        """What was made under this name. What is late, made for somebody who has given up, is ended."""
+        """Process id and descriptor of the helper with this name. Ends earlier ones, whose callers have given up."""
         while True:
             reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
             if len(reply) != STARTED.size or not descriptors:
@@ -283,7 +284,7 @@ class ForkServer:
         for helper in list(self._helpers):
             helper.kill()
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # whoever waits for a helper just now is told
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits for a helper
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it holds nothing but its helpers, which have ended
