@@ -1,9 +1,8 @@
-"""Memory of GPUs of this host: a worker maps what a trainer's parameters lie in, and reads it where it lies.
+"""Memory of GPUs of this host: a worker maps a trainer's allocations, and reads parameters where they lie.
 
 Each allocation is mapped once a process and device, however many tensors and plans read from it, and stays mapped from
-plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies, which a lease tells at once
-(transport/cuda_ipc/lease.py): also between updates, and without the engine's help. What was prepared then refuses to
-run.
+plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies. A lease reports that at once
+(transport/cuda_ipc/lease.py), also between updates, and without the engine's help. Prepared copies then refuse to run.
 
 Everything is mapped for the device that reads, wherever the memory is, so tensors over it carry that device. The
 owner's GPU need not be visible here; GPUs are told apart by their UUIDs. A view is valid until its regions are closed.
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class _Owner:
-    """A process whose memory is mapped here."""
+    """Another process, and its memory that is mapped in this one."""
 
     def __init__(self, locator: CudaIpcLocator, on_end: Callable[[], None]) -> None:
         self.pid = locator.pid
@@ -57,7 +56,8 @@ class _Owner:
 
 
 class _MappedRegion:
-    """A region, mapped for one device. users: OpenedRegions that use it. memory: may be shared with other regions."""
+    """A region, mapped for one device. users: OpenedRegions that use it. memory: may belong to other regions too; None
+    once it is unmapped."""
 
     def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported) -> None:
         self.key = key
@@ -93,7 +93,7 @@ class CudaIpcTransport:
         self._handles: dict[tuple[bytes, int], Imported] = {}
 
     def availability(self) -> Availability:
-        """Looks for the driver's library. It starts CUDA in no process that does not use it."""
+        """Looks for the driver's library. Does not start CUDA."""
         if torch.version.cuda is None:
             return Availability(False, f"this torch ({torch.__version__}) is built without CUDA")
         if problem := library_problem():
@@ -103,7 +103,7 @@ class CudaIpcTransport:
         return Availability(True, "an NVIDIA driver is installed")
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> CudaRegions:
-        """Maps the regions for the current device, those already mapped once more at no cost.
+        """Maps the regions for the current device; costs nothing for those that are mapped already.
 
         Raises UNAVAILABLE if an owner is gone or has withdrawn its memory, CannotOpenError if it cannot be mapped here.
         """
@@ -121,12 +121,12 @@ class CudaIpcTransport:
 
     @property
     def mappings(self) -> int:
-        """Regions that are mapped now, each device's counted."""
+        """Regions that are mapped now, counted for each device."""
         with self._lock:
             return sum(len(owner.mapped) for owner in self._owners.values())
 
     def acquire(self, region: Region, device: int) -> _MappedRegion:
-        """The region mapped for `device`, for one more user."""
+        """Maps a region for `device`, if it is not mapped, and counts one user more."""
         with self._lock:
             key = region.locator, device
             locator = CudaIpcLocator.FromString(region.locator)
@@ -145,7 +145,7 @@ class CudaIpcTransport:
             return mapped
 
     def give_back(self, mapped: Sequence[_MappedRegion]) -> None:
-        """One user less of each; what has none is unmapped. Never raises."""
+        """Counts one user less of each, and unmaps those without users. Never raises."""
         with self._lock:
             for each in mapped:
                 each.users -= 1
@@ -155,7 +155,7 @@ class CudaIpcTransport:
 
     @contextlib.contextmanager
     def reading(self, mapped: Sequence[_MappedRegion]) -> Iterator[None]:
-        """Keeps everything mapped within the block. Raises UNAVAILABLE if something was before."""
+        """Keeps these regions mapped within the block. Raises UNAVAILABLE if one was unmapped before."""
         with self._lock:
             for each in mapped:
                 if each.memory is None:
@@ -164,14 +164,14 @@ class CudaIpcTransport:
             yield
 
     def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _MappedRegion:
-        """A driver opens a handle once: two sources of one process that lie in one allocation share its mapping."""
+        """Maps a region. A driver opens a handle once, so sources of one process in one allocation share a mapping."""
         handle = locator.parts[0].handle if locator.parts else b""
         memory_of_handle = self._handles.get((handle, key[1])) if handle else None
         if memory_of_handle is not None and memory_of_handle.is_of(locator):
             return _MappedRegion(key, owner, memory_of_handle)
         if memory_of_handle is not None:
-            # The owner freed an allocation and got another one under the same handle: the driver would give back the
-            # old mapping. Plans that still read it are of an older publication.
+            # The owner freed an allocation and got another one under the same handle: the driver would return the old
+            # mapping. Plans that still read it are of an older publication.
             every = [each for owner in self._owners.values() for each in owner.mapped.values()]
             self._unmap([each for each in every if each.memory is memory_of_handle])
         try:
@@ -185,7 +185,7 @@ class CudaIpcTransport:
         return _MappedRegion(key, owner, memory)
 
     def _lose(self, name: str) -> None:
-        """Notes, on the lease's thread, that the owner has withdrawn its memory, or died."""
+        """Unmaps an owner's memory, on the lease's thread: the owner has withdrawn it, or died."""
         with self._lock:
             owner = self._owners.pop(name, None)
             if owner is not None:
@@ -233,14 +233,14 @@ class CudaRegions:
         self._mapped: dict[tuple[bytes, int], _MappedRegion] = {}
 
     def add(self, region: Region, device: int) -> _MappedRegion:
-        """The region as it is mapped for `device`, opened if it was not."""
+        """The region as it is mapped for `device`; maps it if it is not."""
         key = region.locator, device
         if key not in self._mapped:
             self._mapped[key] = self._transport.acquire(region, device)
         return self._mapped[key]
 
     def prepare(self, moves: Sequence[Move]) -> LeasedCopy:
-        """Checks every move and builds its views; memory that goes to another of this process's GPUs is mapped for that
+        """Checks every move and builds its views. Memory that goes to another of this process's GPUs is mapped for that
         one, too. Raises INVALID_ARGUMENT, UNAVAILABLE."""
         pairs = []
         used: dict[tuple[bytes, int], _MappedRegion] = {}
@@ -290,7 +290,7 @@ class CudaRegions:
 
 
 class LeasedCopy:
-    """PreparedCopy that refuses to run once its memory was let go of."""
+    """PreparedCopy that refuses to run once its memory was unmapped."""
 
     def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_MappedRegion], copy: PreparedCopy) -> None:
         self._transport = transport
@@ -308,14 +308,14 @@ class LeasedCopy:
         return self._copy.notes
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
-        """See PreparedCopy. Raises UNAVAILABLE if an owner has died or withdrawn its memory before it began; one that
-        dies later does no harm: what is mapped stays until this ends."""
+        """See PreparedCopy. Raises UNAVAILABLE if an owner has died or withdrawn its memory before the copy begins. One
+        that dies later does no harm: memory stays mapped until the copy ends."""
         with self._transport.reading(self._mapped):
             return self._copy.run(on_bytes)
 
     def queue(self) -> Queued | None:
-        """See QueueableCopy. Raises as `run`. What is let go of afterwards is unmapped only once the GPU has done what
-        it was given."""
+        """See QueueableCopy. Raises as `run`. Memory is not unmapped before the GPU has carried out the queued
+        copies."""
         if not isinstance(self._copy, QueueableCopy):
             return None
         with self._transport.reading(self._mapped):
