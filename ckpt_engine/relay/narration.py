@@ -1,4 +1,4 @@
-"""What a relay tells people: one plain line for each thing that happened. Pure."""
+"""A relay's log for people: one plain line for each event. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 def lost(manager: str, ended: SessionEnded) -> str:
-    """Why there is no session, and what becomes of that."""
+    """Why there is no session, and what the relay does about it."""
     if ended.patience:
         remedy = f"waiting up to {ended.patience:.0f} s, in case that is a relay that has died"
         return f"refused by the manager at {manager}: {ended.problem.message}; {remedy}"
@@ -17,14 +17,14 @@ def lost(manager: str, ended: SessionEnded) -> str:
 
 
 def failed(task: RelayTask, problem: weights_pb2.Problem) -> str:
-    """What was not done, and why."""
+    """Why a task failed."""
     if isinstance(task, LetGoOf):
         return f"memory that its owner takes back stays mapped: {problem.message}"
     return f"{_version(task)} is not brought: {problem.message}"
 
 
 def done(task: RelayTask, result: object) -> str:
-    """What is so now; empty: nothing that people wait for."""
+    """The outcome of a task; empty: of no interest to people."""
     match task, result:
         case CountSlot(), int(size):
             return f"{_version(task)} is to be brought: {human_bytes(size)}"

@@ -1,7 +1,7 @@
 """A relay as a process: the shell around its machine.
 
-The session and its machine live on one asyncio loop. Counting and filling go on on one thread, one after
-the other; digests for workers who need finer pieces on another, so that nobody waits for a filling. Decides nothing.
+The session and its machine live on one asyncio loop. One thread counts and fills, one task after the other. Another one
+digests for workers that need finer pieces, so that they do not wait for a filling. Decides nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 log = logging.getLogger("ckpt_engine.relay")
 
 PROGRESS_SECONDS = 0.5
-"""At least, between two words about how far a filling is."""
+"""At least, between two reports of a filling's progress."""
 
 LOOKERS_SECONDS = 0.5
-"""How long agents that look whether there is a relay may have the directory."""
+"""How long agents that look for a relay may have the directory's lock."""
 
 
 async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
-    """One relay until `stop` is set: then it says goodbye and takes back what it lends. Nothing of it is left.
+    """Runs one relay until `stop` is set: then it says goodbye and takes back what it lends. Leaves nothing behind.
 
     Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
     machine failed (INTERNAL).
@@ -94,8 +94,8 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 
 class _Relay:
-    """Made on the loop. slots: closed by whoever made them, after this one. reads: the transports that it can read
-    with. state: kept up to date for who scrapes it."""
+    """One relay's session and threads. Made on the loop. slots: closed by the caller, after this. reads: names of
+    transports with which it can read. state: kept up to date for its metrics."""
 
     def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
         self._settings = settings
@@ -106,7 +106,7 @@ class _Relay:
         self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
         self._final_problem: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
         self._closing = False
-        self._disconnect_reason = ""  # why there is no session, as it was said last
+        self._disconnect_reason = ""  # why there is no session, as it was logged last
         self._state = state
         self._blobs: dict[bytes, bytes] = {}
         memory = SLOTS * slots.slot_bytes
@@ -140,7 +140,7 @@ class _Relay:
         )
 
     async def until(self, stop: asyncio.Event) -> weights_pb2.Problem | None:
-        """Serves. None once `stop` is set; else why it cannot go on."""
+        """Serves until `stop` is set (None), or until it cannot go on: then why."""
         stopping = asyncio.ensure_future(stop.wait())
         try:
             self._session.start()
@@ -150,7 +150,7 @@ class _Relay:
         return None if stop.is_set() else self._final_problem.result()
 
     async def close(self, reason: str) -> None:
-        """Says goodbye. What is being filled ends soon."""
+        """Says goodbye and stops a filling."""
         self._closing = True
         await self._session.stop(reason)
         self._work.stop()
@@ -204,7 +204,7 @@ class _Relay:
     # -- on the thread that fills
 
     def _fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
-        """What a version has in common with the one before is not fetched again."""
+        """Fetches blobs from the manager, but not those that the last version had too."""
         by_digest = {ref.digest: ref for ref in refs}
         new = [ref for digest, ref in by_digest.items() if digest not in self._blobs]
         fetching = asyncio.run_coroutine_threadsafe(self._session.fetch(new, seconds), self._loop)
@@ -219,7 +219,7 @@ class _Relay:
         return [self._blobs[ref.digest] for ref in refs]
 
     def _report_rate(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
-        """Hands over from the thread of a reader, whom nobody may keep from ending once the loop has."""
+        """Reports a rate, from the thread of a reader; does nothing once the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._session.feed, ChunksPassed(command.fence, command.attempt, rate))
 

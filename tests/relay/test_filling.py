@@ -126,7 +126,7 @@ def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> No
     opened = RelayMemoryTransport().open(regions)
     opened.check()
     checkpoint.arenas[0].tensor(0, (64,), torch.uint8).zero_()  # whoever reads it again finds other bytes
-    with pytest.raises(CkptEngineError, match="nobody within reach"):
+    with pytest.raises(CkptEngineError, match="no source within reach"):
         slots.fill(0, all_of(recorded, []), 60.0, more=True)
     assert slots.held(0) is part
     assert slots.count(0, all_of(recorded, [second]), 60.0, more=True) == part.layout.bytes
@@ -178,7 +178,7 @@ def test_who_has_nothing_that_is_needed_holds_nothing(slots: Slots) -> None:
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of()
     slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
-    with pytest.raises(CkptEngineError, match=r"nobody within reach holds .* \(no source was asked\)") as caught:
+    with pytest.raises(CkptEngineError, match=r"no source within reach holds .* \(no source was asked\)") as caught:
         slots.fill(0, all_of(recorded, []), 60.0)
     assert caught.value.problem.code == Problem.NOT_FOUND
     held = slots.held(0)
