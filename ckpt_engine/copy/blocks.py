@@ -1,7 +1,8 @@
 """The geometry of a copy: which rows of bytes go from which address to which.
 
-Pure arithmetic over addresses, shapes and strides; it touches no memory and knows no device. What the views of a pair
-have in common is merged, so that a whole tensor is one run of bytes, and a row-parallel slice one block of rows.
+Pure arithmetic over addresses, shapes and strides; it touches no memory and knows no device. Axes that are contiguous
+in both views of a pair are merged, so that a whole tensor is one run of bytes, and a row-parallel slice one block of
+rows.
 """
 
 from __future__ import annotations
@@ -14,24 +15,20 @@ from typing import NamedTuple
 import torch
 
 BLOCKS_LIMIT = 4096
-"""Most blocks of a pair; one that needs more (a transposed matrix, say) is scattered."""
+"""Most blocks of a pair; one that needs more (for example a transposed matrix) is scattered."""
 
 _LANE_BYTES = 16
 _SPLIT_BYTES = 4096
 
 
 class RowBlock(NamedTuple):
-    """`rows` rows of `length` bytes each. destination, source: addresses of the first; pitches: bytes between rows.
+    """Rows of equal length, evenly spaced at both ends."""
 
-    A cast counts in the source's own bytes: `source_pitch` is of the source, `length` and `destination_pitch` are of
-    the destination.
-    """
-
-    destination: int
-    source: int
-    length: int
+    destination: int  # address of the first row
+    source: int  # the same at the source
+    length: int  # bytes of a row at the destination; a cast may have another number at the source
     rows: int = 1
-    destination_pitch: int = 0
+    destination_pitch: int = 0  # bytes from row to row
     source_pitch: int = 0
 
     @property
@@ -84,7 +81,7 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
 
 
 def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
-    """The same with runs that touch each other at both ends made one. In order of destination; for one dtype."""
+    """Joins runs that touch each other at both ends. Returns blocks in order of destination; for one dtype."""
     joined: list[RowBlock] = []
     for block in sorted(blocks):
         last = joined[-1] if joined else None
@@ -103,7 +100,7 @@ def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
 def _merge_axes(
     shape: Sequence[int], destination_strides: Sequence[int], source_strides: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as can be."""
+    """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as possible."""
     axes = sorted(
         (axis for axis in zip(shape, destination_strides, source_strides, strict=True) if axis[0] > 1),
         key=lambda axis: axis[1:],
@@ -119,7 +116,7 @@ def _merge_axes(
 
 
 def aligned(run: RowBlock) -> list[RowBlock]:
-    """A run in up to three parts, the middle one as well aligned as both ends allow, if that is worth a split."""
+    """Splits a run into up to three parts, if worthwhile; the middle one is as well aligned as both ends allow."""
     width = gcd(_LANE_BYTES, run.destination - run.source)
     if run.rows > 1 or run.alignment >= width or run.length < _SPLIT_BYTES:
         return [run]
@@ -134,6 +131,6 @@ def aligned(run: RowBlock) -> list[RowBlock]:
 
 
 def cut(run: RowBlock, most_bytes: int) -> Iterator[RowBlock]:
-    """A run in parts of at most `most_bytes`."""
+    """Splits a run into parts of at most `most_bytes`."""
     for first in range(0, run.length, most_bytes):
         yield RowBlock(run.destination + first, run.source + first, min(most_bytes, run.length - first))

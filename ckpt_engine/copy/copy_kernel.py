@@ -1,9 +1,9 @@
 """One Triton kernel that copies any number of blocks, rows and casts in one launch.
 
-A `CopyTable` is made once: a line for each program of the kernel, which says what it copies. It lies on the GPU, so an
-update is one launch and no Python for each tensor. Addresses may be of the same GPU, of a peer, or of pinned host
-memory. Needs triton, which torch brings along where it has CUDA; `problem()` says what is missing. Compiling takes
-some 0.2 s a variant, the first time on a host: a table does it when it is made.
+A `CopyTable` is made once: a line for each program of the kernel, with what it copies. It lies on the GPU, so an update
+is one launch and no Python for each tensor. Addresses may be of the same GPU, of a peer, or of pinned host memory.
+Needs triton, which comes with CUDA builds of torch; `problem()` says what is missing. Compiling takes some 0.2 s a
+variant, the first time on a host: a table does it when it is made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def can_cast(source: torch.dtype, destination: torch.dtype) -> bool:
 
 
 def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
-    """Compiles what tables of tensors of these dtypes will need, as far as one can know: unless triton is missing."""
+    """Compiles the variants that tables of these dtypes are likely to need; does nothing if triton is missing."""
     if problem():
         return
     for rows, near in product((1, 2), (True, False)):
@@ -60,10 +60,10 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
 
 
 class CopyTable:
-    """Blocks of one kind, ready to be copied by launches of `device`'s current stream.
+    """Blocks of one kind, ready to be copied by launches on `device`'s current stream.
 
-    Of one dtype: all blocks have this `alignment`. cast: (source's dtype, destination's dtype). near: both ends lie on
-    this GPU, whose memory is fastest with twice the warps and no hint for its cache (2,028 instead of 1,973 GB/s on an
+    alignment: of all blocks, if they are of one dtype. cast: (source's dtype, destination's dtype). near: both ends lie
+    on this GPU; its memory is fastest with twice the warps and no hint for its cache (2,028 instead of 1,973 GB/s on an
     H200). `bytes` are counted at the destination. It does not keep the memory alive that it points to.
     """
 
@@ -91,7 +91,7 @@ class CopyTable:
         self.launch(0, 0)
 
     def segments(self, most_bytes: int) -> list[tuple[int, int, int]]:
-        """(first line, end, bytes) of consecutive parts, of about `most_bytes`."""
+        """(first line, end, bytes) of consecutive parts of about `most_bytes`."""
         ends = np.cumsum(self._sizes)
         found = []
         first, before = 0, 0
@@ -102,7 +102,7 @@ class CopyTable:
         return found
 
     def launch(self, first: int, end: int) -> None:
-        """Queues these lines. With none of them it compiles the kernel, unless that was done, and copies nothing."""
+        """Queues these lines. Without lines it only compiles the kernel, unless that was done."""
         source_bytes, destination_bytes = self._source.itemsize * self._per, self._destination.itemsize * self._per
         _kernel()[(max(end - first, 1),)](
             self._table,
@@ -122,7 +122,7 @@ class CopyTable:
 
 
 def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether a cast can take four elements a lane: everything is a multiple of that."""
+    """Whether a cast can take four elements a lane: all addresses, lengths and pitches are multiples of that."""
     destination_parts = (block.destination, block.length, block.destination_pitch)
     source_parts = (block.source, block.source_pitch)
     return not any(part % (4 * destination.itemsize) for part in destination_parts) and not any(
@@ -133,8 +133,8 @@ def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype
 def _lines(
     blocks: Sequence[RowBlock], rows: bool, source_bytes: int, destination_bytes: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The table. Runs: (destination, source, lanes). Rows: those of its first row, the first lane in that row, lanes
-    in a row, and both pitches in lanes. here, there: bytes of a lane at the source and at the destination."""
+    """The table: (destination, source, lanes) a line. Rows have four columns more: the first lane in the line's first
+    row, lanes in a row, and both pitches in lanes. source_bytes, destination_bytes: of a lane."""
     table = np.array([tuple(block) for block in blocks], np.int64).reshape(-1, 6)
     table[:, 2] //= destination_bytes
     most = _most_lanes(source_bytes, destination_bytes)

@@ -1,7 +1,7 @@
-"""Digests of the same boxes, again and again: everything that can be done once is done once.
+"""Repeated digests of the same boxes: everything that can be done once is done once.
 
-Boxes may lie on a CPU and on any number of GPUs. Those on a GPU are digested there (digest/cuda.py) where Triton
-is at hand, and on the host, after a copy, where it is not, which is said in the log once.
+Boxes may lie on a CPU and on any number of GPUs. Those on a GPU are digested there (digest/cuda.py) where Triton is
+installed; else on the host, after a copy, which is logged once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.digest.host import HostDigests, checked_box
 log = logging.getLogger(__name__)
 
 Served = Sequence[torch.dtype | None] | None
-"""Of each box, the dtype that it is digested as; None: its own."""
+"""For each box, the dtype as which it is digested; None: its own."""
 
 _Found = tuple[list[int], list[bool]]
 """Digests of boxes, and which of them hold NaN or infinity."""
@@ -32,7 +32,7 @@ _HOST_BYTES = 256 << 20  # of casts and of copies from a GPU that exist at one t
 
 
 class PreparedDigests:
-    """Boxes, checked and made ready. Keeps the views. Used from one thread at a time."""
+    """Prepared digests of checked boxes. Keeps the views. Used from one thread at a time."""
 
     def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> None:
         self._boxes = list(boxes)
@@ -62,7 +62,7 @@ class PreparedDigests:
 
     @property
     def bytes(self) -> int:
-        """What one run reads."""
+        """Bytes that one run reads."""
         return sum(view.nbytes for view, _, _ in self._boxes)
 
     @property
@@ -71,7 +71,7 @@ class PreparedDigests:
         return sum(digests.launches for _, digests in self._cuda)
 
     def launch(self) -> None:
-        """Enqueues the work of GPUs, each on its current stream, and does that of the host."""
+        """Queues the work of GPUs, each on its current stream, and carries out that of the host."""
         for _, digests in self._cuda:
             digests.launch()
         converted = _of_host([self._boxes[index] for index in self._converted], self._seed, self._finite)
@@ -99,13 +99,12 @@ def prepare_digests(
     served: Served = None,
     finite: bool = False,
 ) -> PreparedDigests:
-    """Makes boxes ready, on the calling thread; the first one of a process, or on a GPU, compiles, which
-    takes seconds.
+    """Prepares digests of boxes, on the calling thread. The first call of a process, or on a GPU, compiles, which takes
+    seconds.
 
-    boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does; of a
-    NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. finite: look for NaN and infinity in
-    what is digested, too. Raises INVALID_ARGUMENT as
-    `digest_box`.
+    boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does. A NaN
+    may become any other NaN, so weights with NaN may differ between a GPU and a CPU. finite: look for NaN and infinity
+    in the values that are digested, too. Raises INVALID_ARGUMENT as `digest_box`.
     """
     return PreparedDigests(_check_boxes(boxes, served), seed, finite)
 
@@ -113,8 +112,8 @@ def prepare_digests(
 def digest_anywhere(
     boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
 ) -> list[int]:
-    """Digests as `digest_boxes` does, for boxes some of which lie on a GPU or are cast. The tables of the last few sets
-    of boxes are kept, by where the boxes lie; they keep no tensor alive."""
+    """Digests as `digest_boxes` does, also for boxes that lie on a GPU or are cast. Caches the tables of the last few
+    sets of boxes, by address; they keep no tensor alive."""
     checked = _check_boxes(boxes, served)
     digests = [0] * len(checked)
     of_device: dict[torch.device, list[int]] = {}
@@ -143,7 +142,7 @@ def _check_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Se
 def _on_gpu(
     device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False
 ) -> digest_cuda.CudaDigests | None:
-    """None, with the reason in the log once, if they have to be digested on the host."""
+    """Prepares digests on a GPU; None, with the reason logged once, if the host has to digest the boxes."""
     why = digest_cuda.missing()
     if not why:
         try:
@@ -180,7 +179,7 @@ def _cached(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -
 
 
 def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> _Found:
-    """Casts, and copies of what lies on a GPU, are made for some boxes at a time."""
+    """Digests on the host; casts, and copies from a GPU, are made for some boxes at a time."""
     digests: list[int] = []
     not_finite: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""What a forked child lets go of: sockets above all, which would hide its parent's death from others if kept."""
+"""What a forked child closes: mainly sockets, which would hide its parent's death from peers if they stayed open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Forgets(Protocol):
     """Something that belongs to the process that made it."""
 
     def forget(self) -> None:
-        """Called in a forked child: closes what came with the fork, and tells nobody. Never raises."""
+        """Called in a forked child: closes inherited copies without telling peers. Never raises."""
         ...
 
 

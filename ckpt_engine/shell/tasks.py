@@ -1,4 +1,4 @@
-"""A machine's task, carried out: one `Done`, at the latest when its seconds have passed."""
+"""Carries out a machine's task: one `Done`, at the latest when its seconds have passed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskFailedError(CkptEngineError):
-    """How a task failed. answered: False if what was asked for may still happen."""
+    """A task has failed. answered: False if the request may still be carried out."""
 
     def __init__(self, problem: weights_pb2.Problem, answered: bool) -> None:
         super().__init__(problem)

@@ -267,7 +267,7 @@ class ForkServer:
         return helper
 
     def _await_start(self, name: str) -> tuple[int, int]:
-        """Process id and descriptor of the helper with this name. Ends earlier ones, whose callers have given up."""
+        """Process id and descriptor of the helper with this name. Ends earlier ones, as their callers have given up."""
         while True:
             reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
             if len(reply) != STARTED.size or not descriptors:
