@@ -41,7 +41,7 @@ class RowBlock(NamedTuple):
         pitches = self[4:] if self.rows > 1 else ()
         return gcd(_LANE_BYTES, *self[:3], *pitches)
 
-    def unrolled(self) -> Iterator[RowBlock]:
+    def unroll(self) -> Iterator[RowBlock]:
         """The rows, each a block."""
         for row in range(self.rows):
             yield RowBlock(
@@ -80,7 +80,7 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
     ]
 
 
-def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
+def merge(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     """Joins runs that touch each other at both ends. Returns blocks in order of destination; for one dtype."""
     joined: list[RowBlock] = []
     for block in sorted(blocks):
@@ -115,7 +115,7 @@ def _merge_axes(
     return found
 
 
-def aligned(run: RowBlock) -> list[RowBlock]:
+def align(run: RowBlock) -> list[RowBlock]:
     """Splits a run into up to three parts, if worthwhile; the middle one is as well aligned as both ends allow."""
     width = gcd(_LANE_BYTES, run.destination - run.source)
     if run.rows > 1 or run.alignment >= width or run.length < _SPLIT_BYTES:

@@ -76,7 +76,7 @@ class CopyTable:
         near: bool = False,
     ) -> None:
         self._warps, self._evict = (16, "") if near else (8, "evict_first")
-        blocks = [part for block in blocks for part in (block.unrolled() if block.length > _ROW_LIMIT else (block,))]
+        blocks = [part for block in blocks for part in (block.unroll() if block.length > _ROW_LIMIT else (block,))]
         self.rows = any(block.rows > 1 for block in blocks)
         if cast is None:
             self._source = self._destination = _BYTES[alignment]

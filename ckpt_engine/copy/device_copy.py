@@ -50,7 +50,7 @@ class DeviceCopy:
                 pageable = source.device.type == "cpu" and not source.is_pinned()
                 device = destination.device if destination.device.type == "cuda" else source.device
                 groups[device][pageable].append((destination, source))
-        self._parts = [_Part(device, *group) for device, group in groups.items()]
+        self._parts = [_GpuCopy(device, *group) for device, group in groups.items()]
         self.bytes = sum(part.bytes for part in self._parts)
         self.launches = sum(part.launches for part in self._parts)
         self.engine_copies = sum(part.engine_copies for part in self._parts)
@@ -113,7 +113,7 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-class _Part:
+class _GpuCopy:
     """The pairs that one GPU copies."""
 
     def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:

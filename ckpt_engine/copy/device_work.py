@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_engine.copy import copy_kernel
-from ckpt_engine.copy.blocks import RowBlock, aligned, blocks_of, cut, merged
+from ckpt_engine.copy.blocks import RowBlock, align, blocks_of, cut, merge
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.elsewhere import lies_elsewhere
 
@@ -123,8 +123,8 @@ class DeviceWork:
             else:
                 small.append(block)
         # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
-        for block in merged(small):
-            for part in aligned(block):
+        for block in merge(small):
+            for part in align(block):
                 tables[part.alignment, part.rows > 1].append(part)
         self.engine_copies += len(runs)
         batch: list[RowBlock] = []

@@ -106,7 +106,7 @@ class HostDigests:
             if plain:
                 self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=True)]
             return
-        from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike, look_for
+        from ckpt_engine.digest.host_jobs import jobs_of, join, lie_alike, look_for
 
         layouts = []
         for index, ((view, start), source) in enumerate(zip(self._boxes, self._sources, strict=True)):
@@ -116,7 +116,7 @@ class HostDigests:
                 self._copies.append((view, source))
                 self._sources[index] = other = None
             layouts.append(jobs_of(shape, strides, other, start, view.itemsize, seed))
-        self._jobs, self._of_job, self._ends = joined(layouts)
+        self._jobs, self._of_job, self._ends = join(layouts)
         look_for(self._jobs, self._of_job, self._rules)
 
     def run(self) -> list[int]:

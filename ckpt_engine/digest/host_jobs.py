@@ -40,7 +40,7 @@ _NO_AXIS = _Axis(0, 1, 0, 0)
 """A single coordinate with factor 1: a hash of 0 is mixed to 0, and made odd."""
 
 
-def joined(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.dtype[np.intp]], Words]:
+def join(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.dtype[np.intp]], Words]:
     """The jobs of all boxes; for each job its box, and the bytes of all jobs up to it."""
     jobs = np.concatenate([np.empty((0, FIELDS), dtype=np.uint64), *layouts])
     of_job = np.repeat(np.arange(len(layouts)), [len(layout) for layout in layouts])

@@ -43,7 +43,7 @@ def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for name, each in found.items() if each.ok and (not only or name in only))
 
 
-def loaded(kind: TransportKind, maker: Maker) -> Any:
+def try_load(kind: TransportKind, maker: Maker) -> Any:
     """Calls a maker; on failure logs it and returns an Availability that says why: a third-party transport must not
     stop a worker or an agent."""
     try:
@@ -55,7 +55,7 @@ def loaded(kind: TransportKind, maker: Maker) -> Any:
 
 def _on_host(kind: TransportKind) -> Availability:
     if kind.on_host is None:
-        reader = loaded(kind, kind.reader)
+        reader = try_load(kind, kind.reader)
         return reader if isinstance(reader, Availability) else reader.availability()
-    found: Availability = loaded(kind, kind.on_host)
+    found: Availability = try_load(kind, kind.on_host)
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ckpt_engine.core.transports import TransportKind, transport_kinds, worker_kinds
 from ckpt_engine.transport.base import Availability, Fetcher, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
-from ckpt_engine.transport.on_host import loaded
+from ckpt_engine.transport.on_host import try_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def transport_rows() -> list[TransportRow]:
 
 
 def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
-    reader: Transport | Fetcher | Availability = loaded(kind, kind.reader)
+    reader: Transport | Fetcher | Availability = try_load(kind, kind.reader)
     return reader
 
 

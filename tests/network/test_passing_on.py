@@ -297,10 +297,10 @@ def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pyte
 
 def test_nothing_lands_any_more_when_a_filling_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`b` is told to stop while `a` passes on to it: the next version may be written to that memory at once."""
-    landing: list[asking.Passed] = []
-    receive = asking.Passed.receive
+    landing: list[asking.ChunkReader] = []
+    receive = asking.ChunkReader.receive
 
-    def noted(self: asking.Passed, *wishes: Any) -> None:
+    def noted(self: asking.ChunkReader, *wishes: Any) -> None:
         landing.append(self)
         world.relays["b"].stop()
         try:
@@ -309,7 +309,7 @@ def test_nothing_lands_any_more_when_a_filling_has_ended(world: World, monkeypat
             time.sleep(0.1)  # as if what has come were still being written
             landing.remove(self)
 
-    monkeypatch.setattr(asking.Passed, "receive", noted)
+    monkeypatch.setattr(asking.ChunkReader, "receive", noted)
     with pytest.raises(CkptEngineError, match="overtaken by a newer command"):
         world.fill("b", world.orders()["b"]).result(60)
     assert not landing
@@ -322,7 +322,7 @@ def test_nothing_is_sent_before_it_is_verified(world: World) -> None:
     key = b"k" * 16
     slots._arena.reserve(0, 4096, "a test")
     memory = slots._arena.tensor(0, 0, (4096,), torch.uint8)
-    connection = asking.Passed(region, "relay a", key, time.monotonic() + 30)
+    connection = asking.ChunkReader(region, "relay a", key, time.monotonic() + 30)
     found = bytearray(1000)
     heard: list[int] = []
 
@@ -392,7 +392,7 @@ def test_what_is_sent_and_received_counts_from_when_it_was_there(world: World) -
     filling = slots._ways.pass_on(0, key, [[(0, size)], [(0, 1)]], passed)
     assert filling is not None
     assert filling.sent is None
-    connection = asking.Passed(region, "relay a", key, time.monotonic() + 60)
+    connection = asking.ChunkReader(region, "relay a", key, time.monotonic() + 60)
     found = memoryview(bytearray(size))
     with ThreadPoolExecutor(1) as threads:
         connection.ask(0)
@@ -439,7 +439,7 @@ def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> Non
     other = Region(transport="tcp", size=region.size, locator=forged.SerializeToString())
     stop_at = time.monotonic() + 30
     with pytest.raises(CkptEngineError, match="a reader of what is being filled has to show the token"):
-        asking.Passed(other, "relay a", b"k" * 16, stop_at)
+        asking.ChunkReader(other, "relay a", b"k" * 16, stop_at)
     socket = connection.connect(locator, "relay a", stop_at)
     socket.sendall(wire.question(wire.HOLD))
     kind, size = wire.read_frame(socket.recv(wire.FRAME.size))

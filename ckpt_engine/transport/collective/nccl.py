@@ -98,7 +98,7 @@ class Nccl:
         self.call("ncclGetVersion", byref(found))
         self.path, self.version = path, found.value
         if self.version < OLDEST:
-            raise NcclError("", -1, f"NCCL {spelled(self.version)} is older than {spelled(OLDEST)}")
+            raise NcclError("", -1, f"NCCL {version_text(self.version)} is older than {version_text(OLDEST)}")
 
     def unique_id(self) -> bytes:
         """A new id, which all members of one communicator must get. The process that makes it answers the others."""
@@ -118,7 +118,7 @@ class Nccl:
         return str(self._library.ncclGetErrorString(code).decode())
 
 
-def spelled(version: int) -> str:
+def version_text(version: int) -> str:
     """A NCCL_VERSION_CODE as people write it: 2.27.5 for 22705."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -141,7 +141,7 @@ def nccl_availability() -> Availability:
         found = nccl()
     except NcclError as error:
         return Availability(False, str(error))
-    return Availability(True, f"NCCL {spelled(found.version)} ({found.path})")
+    return Availability(True, f"NCCL {version_text(found.version)} ({found.path})")
 
 
 def _in_packages() -> list[str]:

@@ -14,7 +14,7 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, unav
 from ckpt_engine.core.rates import Flow
 from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.tcp import connection, wire
-from ckpt_engine.transport.tcp.fetcher import checked
+from ckpt_engine.transport.tcp.fetcher import read_locator
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, receive_some, send, shut, tune, unread
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
@@ -34,7 +34,7 @@ _unreached: dict[bytes, float] = {}
 """By locator, which a relay that starts again changes: until when (monotonic seconds)."""
 
 
-class Passed:
+class ChunkReader:
     """A connection to a relay that is being filled. owner: as messages name it. key: of the filling, 16 bytes. flows:
     bytes received, and when; without those that were in the kernel's memory already.
 
@@ -55,7 +55,7 @@ class Passed:
             )
         until = min(stop_at, now + connection.ASK_SECONDS)
         try:
-            self._socket = connection.connect(checked(region), owner, until)
+            self._socket = connection.connect(read_locator(region), owner, until)
         except CkptEngineError as error:
             if error.problem.code == Problem.DEADLINE_EXCEEDED and until < stop_at:
                 _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS

@@ -191,7 +191,7 @@ class TcpFetcher:
 
     def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> TcpLink:
         """See Fetcher. Links to one slot share their connections."""
-        locator = checked(region)
+        locator = read_locator(region)
         key = TcpLocator(
             addresses=locator.addresses,
             arena=locator.arena,
@@ -207,7 +207,7 @@ class TcpFetcher:
             return TcpLink(self._lanes[key], locator, region.size, landing)
 
 
-def checked(region: Region) -> TcpLocator:
+def read_locator(region: Region) -> TcpLocator:
     """The region's locator. Raises INVALID_ARGUMENT for an inconsistent one."""
     locator = locator_of(region, NAME, TcpLocator)
     if not 1 <= len(locator.addresses) <= 8:

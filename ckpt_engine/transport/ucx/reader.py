@@ -55,7 +55,7 @@ class UcxFetcher:
         Raises as Fetcher.connect; UNAVAILABLE too if the owner does not lend the slot now.
         """
         until = time.monotonic() + seconds
-        locator = checked(region)
+        locator = read_locator(region)
         lanes = lanes_of(landing.data_ptr(), landing.nbytes)
         if lanes is None:
             raise unavailable("UCX reads into a relay's memory only, and only if that was made with --ucx-devices")
@@ -68,7 +68,7 @@ class UcxFetcher:
         return link
 
 
-def checked(region: Region) -> UcxLocator:
+def read_locator(region: Region) -> UcxLocator:
     """The locator of a region, which comes from the network unchecked. Raises INVALID_ARGUMENT for an inconsistent one.
     Only NIXL, in a helper, understands the metadata."""
     locator = locator_of(region, UCX, UcxLocator)
