@@ -80,7 +80,7 @@ class CudaDigests:
             zeros, dtype=np.uint64, count=len(boxes)
         )  # what the kernels' sums are added to
         self.not_finite: list[bool] = []
-        """Of what was collected last: which boxes hold NaN or infinity, if it was looked for."""
+        """Which boxes held NaN or infinity when digests were last collected, if `finite` was set."""
         self._finite = finite
         room = len(boxes) + len(boxes) % 2  # marks lie behind the sums, aligned as these are
         self._sums = torch.zeros(2 * room if finite else room, dtype=torch.int64, device=self._device)

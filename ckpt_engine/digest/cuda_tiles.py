@@ -47,24 +47,23 @@ _PLANES = 1 << 14  # parts of one box that are not evenly spaced rows
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A box in memory. address: of its first element, bytes. stride: in elements. lanes: units an element."""
+    """A box in memory."""
 
-    address: int
+    address: int  # of its first element, bytes
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: tuple[int, ...]
-    lanes: int
+    stride: tuple[int, ...]  # elements
+    start: tuple[int, ...]  # first global coordinate of each axis
+    lanes: int  # units an element
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The work of many boxes. aligned, unaligned, flat: disjoint; flat by the lanes of an element. factors: shared by
-    all."""
+    """The work of many boxes, in disjoint tables."""
 
     aligned: Table
     unaligned: Table
-    flat: dict[int, Table]
-    factors: Words
+    flat: dict[int, Table]  # by the lanes of an element
+    factors: Words  # shared by all tables
 
 
 class NotTileableError(ValueError):
@@ -73,10 +72,10 @@ class NotTileableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one box, or of a part of it. step: units from row to row."""
+    """Rows of one box, or of a part of it."""
 
     address: int
-    step: int
+    step: int  # units from row to row
     rows: int
     columns: int
     outer: int

@@ -116,5 +116,5 @@ def outer_words(seed: int, axes: Sequence[Axis]) -> Words:
 
 
 def element_words(seed: int, lanes: int, axes: Sequence[Axis]) -> Words:
-    """The same with one entry for each of `lanes` 16-bit lanes of an element, elements slowest."""
+    """Factors of a block with one entry for each of `lanes` 16-bit lanes of an element, elements slowest."""
     return outer_words(seed, (*axes, (LANE_AXIS, 0, lanes)))

@@ -13,13 +13,12 @@ from ckpt_engine.core.dtypes import ITEMSIZES
 
 
 class FiniteRule(NamedTuple):
-    """The rule of one dtype. flip, mask, guard: for eight bytes of memory as a little-endian number, for any position
-    of elements in them."""
+    """The rule of one dtype. The first three are for eight bytes of memory, as a little-endian number."""
 
-    flip: int
-    mask: int
-    guard: int
-    least: int
+    flip: int  # bits to invert
+    mask: int  # bits to keep after that
+    guard: int  # bits in memory of which every NaN and infinity has one
+    least: int  # a lane that becomes this or more is NaN or infinite
 
     def of_lane(self, lane: int, bits: int) -> tuple[int, int]:
         """The bits to invert and the bits to keep in this lane of each element; bits: of a lane."""
@@ -48,4 +47,4 @@ RULES = {
     "float8_e5m2fnuz": _rule("float8_e5m2fnuz", 0xFF, 0x80, 0xFF, flip=0x7F),
     "float8_e8m0fnu": _rule("float8_e8m0fnu", 0xFF, 0x80, 0xFF),
 }
-"""Of each dtype that can be NaN or infinite; integers cannot."""
+"""The rule of each dtype that can be NaN or infinite; integers cannot."""

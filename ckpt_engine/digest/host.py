@@ -95,7 +95,7 @@ class HostDigests:
         zeros = (digest_of_zeros(dtype_name(view.dtype), at, tuple(view.shape), seed) for view, at in self._boxes)
         self._zeros: Words = np.fromiter(zeros, dtype=np.uint64, count=len(boxes))  # what the lanes' sums are added to
         self.not_finite: list[bool] = []
-        """Of the last run, if it looked: which boxes hold NaN or infinity."""
+        """Which boxes held NaN or infinity in the last run, if `finite` was set."""
         names = [dtype_name(view.dtype) if finite else "" for view, _ in self._boxes]
         self._rules = [RULES.get(name) for name in names]
         plain = [] if sources is None else _plain_sources(sources, self._boxes)

@@ -19,13 +19,12 @@ _WIDE = 512  # columns that are worth a row
 
 
 class _Axis(NamedTuple):
-    """An axis of a box. hash: the number that `factors.word` mixes for its first coordinate. step: bytes from one
-    coordinate to the next; source_step: the same in the memory that is copied."""
+    """An axis of a box."""
 
-    hash: int
+    hash: int  # the number that `factors.word` mixes for its first coordinate
     length: int
-    step: int
-    source_step: int
+    step: int  # bytes from one coordinate to the next
+    source_step: int  # the same in the memory that is copied
 
     def parts(self, most: int) -> list[tuple[int, _Axis]]:
         """Parts of nearly equal length, `most` at most, each with its first index."""

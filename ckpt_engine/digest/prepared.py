@@ -39,7 +39,7 @@ class PreparedDigests:
         self._seed = seed
         self._finite = finite
         self.not_finite: list[bool] = []
-        """Of what was collected last, if it was looked for: which boxes hold NaN or infinity."""
+        """Which boxes held NaN or infinity when digests were last collected, if `finite` was set."""
         self._converted: list[int] = []  # at each run, before the host digests them
         self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
         self._found: list[tuple[list[int], _Found]] = []

@@ -58,7 +58,7 @@ class _Stage:
 
 
 _stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
-"""Of this process, by GPU: the fillings of both slots share one."""
+"""The stages of this process, by GPU; fillings of both slots share one."""
 
 
 def _stage(gpu: int) -> _Stage:

@@ -13,7 +13,7 @@ Outgoing = TypeVar("Outgoing")
 
 
 class Outbox(Generic[Outgoing]):
-    """Messages on their way to one peer: at most ``limit`` wait; one more, and the peer counts as stuck."""
+    """Messages on their way to one peer. At most ``limit`` wait; with one more the peer counts as stuck."""
 
     def __init__(self, peer: str, limit: int) -> None:
         self.peer = peer

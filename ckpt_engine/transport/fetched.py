@@ -39,7 +39,7 @@ from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SLOT_BYTES = 16 << 20
-"""Of one staging buffer."""
+"""The size of one staging buffer."""
 
 SLOTS = 4
 """Staging buffers: one is copied from while the others are filled."""

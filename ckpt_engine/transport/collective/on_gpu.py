@@ -70,7 +70,7 @@ class GpuMember:
             self._communicator = self._join(member, seconds)
 
     def bind(self, places: Places | None) -> None:
-        """Binds as `HostMember.bind` does. Between runs, so nothing of it is on its way."""
+        """Binds as `HostMember.bind` does. Called between runs, so no copy is in flight."""
         self._packs, self._unpacks, self.bytes = {}, {}, 0
         self._bound = places is not None
         if places is not None:

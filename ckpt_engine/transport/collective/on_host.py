@@ -1,7 +1,7 @@
 """A member's part on a CPU: while Gloo moves a bucket, the next one is packed and the last one is unpacked.
 
-Made when a plan is made ready: slots are allocated and peers are connected; `bind` prepares copies. `run` may be
-repeated for as long as members and plan stay the same, and memory can be bound anew; after an error it is broken, and
+Made when a plan is prepared: slots are allocated and peers are connected; `bind` prepares copies. `run` may be
+repeated as long as members and plan stay the same, and other memory can be bound. After an error it is broken, and
 all members make a new one.
 """
 

@@ -76,7 +76,7 @@ def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[AllocationRun]
 
 
 def run_at(runs: Sequence[AllocationRun], start: int, stop: int) -> int | None:
-    """Which of `runs` (as runs_of gave them) holds these addresses; None: none does wholly."""
+    """The index of the run (of `runs_of`) that holds all of these addresses; None: no run does."""
     index = bisect_right(runs, start, key=lambda run: run.pointer) - 1
     return index if index >= 0 and stop <= runs[index].stop else None
 

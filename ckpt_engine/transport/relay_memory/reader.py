@@ -53,7 +53,7 @@ OPEN, HOLD, RELEASE = range(1, 4)
 hold; not answered."""
 
 ANSWER_BYTES = 1024
-"""Of an answer: 1, or 0 and why not in words."""
+"""The most of an answer: 1, or 0 and the reason in words."""
 
 ASK_SECONDS = 10.0
 """How long a relay may take to answer."""

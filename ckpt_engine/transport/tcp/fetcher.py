@@ -19,7 +19,7 @@ from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
 REQUEST_BYTES = 8 << 20
-"""Of one question, about: several are in flight at any time."""
+"""About the most of one question: several are in flight at any time."""
 
 
 class SlotConnections:

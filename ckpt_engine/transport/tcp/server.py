@@ -37,7 +37,7 @@ MOST_CONNECTIONS = 512
 """At a time; further ones are closed at once."""
 
 MOST_STRANGERS = 64
-"""Of those connections, how many may have shown no token yet."""
+"""How many of those connections may have shown no token yet."""
 
 FIRST_SECONDS = 10.0
 """From a connection to the end of its greeting, certificates included."""

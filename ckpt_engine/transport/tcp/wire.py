@@ -54,16 +54,16 @@ PULSE = struct.Struct("<Q")
 """With WAIT: a number that changes whenever its sender receives bytes of what it is being filled with."""
 
 FRAME_BYTES = 4 << 20
-"""Of one DATA frame, at most. Between two frames the owner checks that the lending still holds."""
+"""The most of one DATA frame. Between two frames the owner checks that the lending still holds."""
 
 WORDS_BYTES = 1024
-"""Of a reason, at most."""
+"""The most of a reason."""
 
 MOST_RUNS = 1024
-"""Of one READ."""
+"""The most runs of one READ."""
 
 MOST_BYTES = 64 << 20
-"""Of the runs of one READ."""
+"""The most that the runs of one READ may have together."""
 
 
 class Hello(NamedTuple):

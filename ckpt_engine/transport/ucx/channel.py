@@ -31,13 +31,13 @@ RUN = struct.Struct("<QQQ")
 """Address in the owner's helper; offset in this relay's arena; length."""
 
 MOST_BYTES = 96 << 10
-"""Of a message; a socket takes twice that by default."""
+"""The most of a message; a socket takes twice that by default."""
 
 MOST_METADATA = MOST_BYTES - 64
-"""Of an agent; it has some hundred bytes for each device."""
+"""The most of an agent's metadata, which has some hundred bytes for each device."""
 
 MOST_RUNS = 2048
-"""Of one READ."""
+"""The most runs of one READ."""
 
 LENDER, LENDER_WRITABLE, READER = range(1, 4)
 """Roles of a helper. LENDER maps the arena read-only. LENDER_WRITABLE maps it writable, since InfiniBand registers only

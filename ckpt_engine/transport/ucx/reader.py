@@ -26,10 +26,10 @@ from ckpt_engine.v1.weights_pb2 import Problem, Region
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 8 << 20
-"""Of one request to a helper: the unit of progress, and what lanes take in turns."""
+"""The most of one request to a helper: the unit of progress, and what lanes take in turns."""
 
 MOST_LANES = 64
-"""Of an owner; a host has no more network devices."""
+"""The most of an owner; a host has no more network devices."""
 
 STALL_SECONDS = 20.0
 """How long an owner may send nothing of what was asked for; one that was stopped for some seconds goes on."""
