@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from ckpt_engine.transport.ucx.memory import mapped, populated
+from ckpt_engine.transport.ucx.memory import map_shared, populate
 from ckpt_engine.transport.ucx.nixl import Agent
 
 NAP_SECONDS = 50e-6
@@ -21,8 +21,8 @@ NAP_SECONDS = 50e-6
 def memory(size: int) -> int:
     descriptor = os.memfd_create("bare")
     os.ftruncate(descriptor, size)
-    address = mapped(descriptor, size, True)
-    populated(address, size, True)
+    address = map_shared(descriptor, size, True)
+    populate(address, size, True)
     return address
 
 
@@ -51,7 +51,7 @@ def main(name: str) -> None:
             over = agent.begin(read)
             while not over:
                 time.sleep(NAP_SECONDS)
-                over = agent.over(read)
+                over = agent.finished(read)
             answer = time.perf_counter() - began
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -44,7 +44,7 @@ ENDED_OTHERWISE = {
         "ckpt_engine/relay/pipeline.py",
         "brought_first.result()",
     ): "bringing looks at the filling's deadline while it waits for a network; else it copies",
-    ("ckpt_engine/relay/process.py", "self._over.result()"): "it is done",
+    ("ckpt_engine/relay/process.py", "self._final_problem.result()"): "it is done",
     ("ckpt_engine/relay/process.py", "stop.wait()"): "a relay serves until it is stopped",
     ("ckpt_engine/words/waiting.py", "self.reading.result()"): "it is done",
     ("ckpt_engine/manager/publishers.py", "process.wait()"): "inside wait_for",

@@ -26,7 +26,7 @@ from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.gloo import GlooGroup
 from ckpt_engine.transport.collective.meeting import Attendance
-from ckpt_engine.transport.collective.nccl import Communicator, nccl, spelled
+from ckpt_engine.transport.collective.nccl import Communicator, nccl, version_text
 
 KEY = bytes(KEY_BYTES)
 LIMIT = 40.0
@@ -187,7 +187,9 @@ def main() -> None:
     if unknown := set(sys.argv[1:]) - SETTINGS.keys():
         sys.exit(f"unknown settings {', '.join(sorted(unknown))}: there are {', '.join(SETTINGS)}")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast can put a shared host's GPUs out of service
-    print(json.dumps({"nccl": spelled(nccl().version) if GPU else "none: over Gloo", "bucket": BUCKET}), flush=True)
+    print(
+        json.dumps({"nccl": version_text(nccl().version) if GPU else "none: over Gloo", "bucket": BUCKET}), flush=True
+    )
     for setting in sys.argv[1:] or list(SETTINGS):
         try:
             print(json.dumps(measure(setting)), flush=True)

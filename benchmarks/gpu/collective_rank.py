@@ -24,7 +24,7 @@ from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.transport.collective import on_gpu
 from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
-from ckpt_engine.transport.collective.nccl import nccl, spelled
+from ckpt_engine.transport.collective.nccl import nccl, version_text
 from ckpt_engine.transport.collective.on_gpu import AHEAD, GpuMember
 from ckpt_engine.transport.collective.part import held_boxes
 
@@ -113,7 +113,7 @@ def main() -> None:
                     "bucket_bytes": schedule.slot_bytes,
                     "buckets": len(schedule.buckets),
                     "memory": [schedule.memory(each) for each in (0, 1)],
-                    "nccl": spelled(nccl().version),
+                    "nccl": version_text(nccl().version),
                     "made_seconds": made,
                     "bare_GB_s": bare_rate,
                     "transfer_and_install_GB_s": our_rate,

@@ -1,7 +1,8 @@
 """The geometry of a copy: which rows of bytes go from which address to which.
 
-Pure arithmetic over addresses, shapes and strides; it touches no memory and knows no device. What the views of a pair
-have in common is merged, so that a whole tensor is one run of bytes, and a row-parallel slice one block of rows.
+Pure arithmetic over addresses, shapes and strides; it touches no memory and knows no device. Axes that are contiguous
+in both views of a pair are merged, so that a whole tensor is one run of bytes, and a row-parallel slice one block of
+rows.
 """
 
 from __future__ import annotations
@@ -14,24 +15,20 @@ from typing import NamedTuple
 import torch
 
 BLOCKS_LIMIT = 4096
-"""Most blocks of a pair; one that needs more (a transposed matrix, say) is scattered."""
+"""Most blocks of a pair; one that needs more (for example a transposed matrix) is scattered."""
 
 _LANE_BYTES = 16
 _SPLIT_BYTES = 4096
 
 
 class RowBlock(NamedTuple):
-    """`rows` rows of `length` bytes each. destination, source: addresses of the first; pitches: bytes between rows.
+    """Rows of equal length, evenly spaced at both ends."""
 
-    A cast counts in the source's own bytes: `source_pitch` is of the source, `length` and `destination_pitch` are of
-    the destination.
-    """
-
-    destination: int
-    source: int
-    length: int
+    destination: int  # address of the first row
+    source: int  # the same at the source
+    length: int  # bytes of a row at the destination; a cast may have another number at the source
     rows: int = 1
-    destination_pitch: int = 0
+    destination_pitch: int = 0  # bytes from row to row
     source_pitch: int = 0
 
     @property
@@ -44,7 +41,7 @@ class RowBlock(NamedTuple):
         pitches = self[4:] if self.rows > 1 else ()
         return gcd(_LANE_BYTES, *self[:3], *pitches)
 
-    def unrolled(self) -> Iterator[RowBlock]:
+    def unroll(self) -> Iterator[RowBlock]:
         """The rows, each a block."""
         for row in range(self.rows):
             yield RowBlock(
@@ -58,7 +55,7 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
     The order of elements within a row is that of the destination's memory.
     """
     wide, narrow = destination.element_size(), source.element_size()
-    axes = _merged(destination.shape, destination.stride(), source.stride())
+    axes = _merge_axes(destination.shape, destination.stride(), source.stride())
     length, outer = 1, axes
     if axes and axes[-1][1:] == (1, 1):
         length, outer = axes[-1][0], axes[:-1]
@@ -69,22 +66,22 @@ def blocks_of(destination: torch.Tensor, source: torch.Tensor) -> list[RowBlock]
     others = [axis for axis in outer if axis is not outer[rows]] if outer else []
     if prod(extent for extent, _, _ in others) > BLOCKS_LIMIT:
         return None
-    count, there, here = outer[rows] if outer else (1, 0, 0)
+    count, destination_stride, source_stride = outer[rows] if outer else (1, 0, 0)
     return [
         RowBlock(
             destination.data_ptr() + wide * sum(i * axis[1] for i, axis in zip(place, others, strict=True)),
             source.data_ptr() + narrow * sum(i * axis[2] for i, axis in zip(place, others, strict=True)),
             length * wide,
             count,
-            there * wide,
-            here * narrow,
+            destination_stride * wide,
+            source_stride * narrow,
         )
         for place in product(*(range(extent) for extent, _, _ in others))
     ]
 
 
-def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
-    """The same with runs that touch each other at both ends made one. In order of destination; for one dtype."""
+def merge(blocks: Sequence[RowBlock]) -> list[RowBlock]:
+    """Joins runs that touch each other at both ends. Returns blocks in order of destination; for one dtype."""
     joined: list[RowBlock] = []
     for block in sorted(blocks):
         last = joined[-1] if joined else None
@@ -100,10 +97,12 @@ def merged(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     return joined
 
 
-def _merged(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as can be."""
+def _merge_axes(
+    shape: Sequence[int], destination_strides: Sequence[int], source_strides: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Axes (extent, destination's stride, source's stride), slowest first in the destination; as few as possible."""
     axes = sorted(
-        (axis for axis in zip(shape, there, here, strict=True) if axis[0] > 1),
+        (axis for axis in zip(shape, destination_strides, source_strides, strict=True) if axis[0] > 1),
         key=lambda axis: axis[1:],
         reverse=True,
     )
@@ -116,8 +115,8 @@ def _merged(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
     return found
 
 
-def aligned(run: RowBlock) -> list[RowBlock]:
-    """A run in up to three parts, the middle one as well aligned as both ends allow, if that is worth a split."""
+def align(run: RowBlock) -> list[RowBlock]:
+    """Splits a run into up to three parts, if worthwhile; the middle one is as well aligned as both ends allow."""
     width = gcd(_LANE_BYTES, run.destination - run.source)
     if run.rows > 1 or run.alignment >= width or run.length < _SPLIT_BYTES:
         return [run]
@@ -132,6 +131,6 @@ def aligned(run: RowBlock) -> list[RowBlock]:
 
 
 def cut(run: RowBlock, most_bytes: int) -> Iterator[RowBlock]:
-    """A run in parts of at most `most_bytes`."""
+    """Splits a run into parts of at most `most_bytes`."""
     for first in range(0, run.length, most_bytes):
         yield RowBlock(run.destination + first, run.source + first, min(most_bytes, run.length - first))

@@ -1,9 +1,9 @@
 """One Triton kernel that copies any number of blocks, rows and casts in one launch.
 
-A `CopyTable` is made once: a line for each program of the kernel, which says what it copies. It lies on the GPU, so an
-update is one launch and no Python for each tensor. Addresses may be of the same GPU, of a peer, or of pinned host
-memory. Needs triton, which torch brings along where it has CUDA; `problem()` says what is missing. Compiling takes
-some 0.2 s a variant, the first time on a host: a table does it when it is made.
+A `CopyTable` is made once: a line for each program of the kernel, with what it copies. It lies on the GPU, so an update
+is one launch and no Python for each tensor. Addresses may be of the same GPU, of a peer, or of pinned host memory.
+Needs triton, which comes with CUDA builds of torch; `problem()` says what is missing. Compiling takes some 0.2 s a
+variant, the first time on a host: a table does it when it is made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def can_cast(source: torch.dtype, destination: torch.dtype) -> bool:
 
 
 def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
-    """Compiles what tables of tensors of these dtypes will need, as far as one can know: unless triton is missing."""
+    """Compiles the variants that tables of these dtypes are likely to need; does nothing if triton is missing."""
     if problem():
         return
     for rows, near in product((1, 2), (True, False)):
@@ -60,10 +60,10 @@ def warm_up(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
 
 
 class CopyTable:
-    """Blocks of one kind, ready to be copied by launches of `device`'s current stream.
+    """Blocks of one kind, ready to be copied by launches on `device`'s current stream.
 
-    Of one dtype: all blocks have this `alignment`. cast: (source's dtype, destination's dtype). near: both ends lie on
-    this GPU, whose memory is fastest with twice the warps and no hint for its cache (2,028 instead of 1,973 GB/s on an
+    alignment: of all blocks, if they are of one dtype. cast: (source's dtype, destination's dtype). near: both ends lie
+    on this GPU; its memory is fastest with twice the warps and no hint for its cache (2,028 instead of 1,973 GB/s on an
     H200). `bytes` are counted at the destination. It does not keep the memory alive that it points to.
     """
 
@@ -76,7 +76,7 @@ class CopyTable:
         near: bool = False,
     ) -> None:
         self._warps, self._evict = (16, "") if near else (8, "evict_first")
-        blocks = [part for block in blocks for part in (block.unrolled() if block.length > _ROW_LIMIT else (block,))]
+        blocks = [part for block in blocks for part in (block.unroll() if block.length > _ROW_LIMIT else (block,))]
         self.rows = any(block.rows > 1 for block in blocks)
         if cast is None:
             self._source = self._destination = _BYTES[alignment]
@@ -91,7 +91,7 @@ class CopyTable:
         self.launch(0, 0)
 
     def segments(self, most_bytes: int) -> list[tuple[int, int, int]]:
-        """(first line, end, bytes) of consecutive parts, of about `most_bytes`."""
+        """(first line, end, bytes) of consecutive parts of about `most_bytes`."""
         ends = np.cumsum(self._sizes)
         found = []
         first, before = 0, 0
@@ -102,40 +102,42 @@ class CopyTable:
         return found
 
     def launch(self, first: int, end: int) -> None:
-        """Queues these lines. With none of them it compiles the kernel, unless that was done, and copies nothing."""
-        here, there = self._source.itemsize * self._per, self._destination.itemsize * self._per
+        """Queues these lines. Without lines it only compiles the kernel, unless that was done."""
+        source_bytes, destination_bytes = self._source.itemsize * self._per, self._destination.itemsize * self._per
         _kernel()[(max(end - first, 1),)](
             self._table,
             first,
             end,
             SOURCE=_triton_dtype(self._source),
             DESTINATION=_triton_dtype(self._destination),
-            SOURCE_BYTES=here,
-            DESTINATION_BYTES=there,
+            SOURCE_BYTES=source_bytes,
+            DESTINATION_BYTES=destination_bytes,
             PER=self._per,
             ROWS=self.rows,
             LANES=_LANES,
-            PARTS=-(-_most_lanes(here, there) // _LANES),
+            PARTS=-(-_most_lanes(source_bytes, destination_bytes) // _LANES),
             EVICT=self._evict,
             num_warps=self._warps,
         )
 
 
 def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether a cast can take four elements a lane: everything is a multiple of that."""
-    there = (block.destination, block.length, block.destination_pitch)
-    here = (block.source, block.source_pitch)
-    return not any(part % (4 * destination.itemsize) for part in there) and not any(
-        part % (4 * source.itemsize) for part in here
+    """Whether a cast can take four elements a lane: all addresses, lengths and pitches are multiples of that."""
+    destination_parts = (block.destination, block.length, block.destination_pitch)
+    source_parts = (block.source, block.source_pitch)
+    return not any(part % (4 * destination.itemsize) for part in destination_parts) and not any(
+        part % (4 * source.itemsize) for part in source_parts
     )
 
 
-def _lines(blocks: Sequence[RowBlock], rows: bool, here: int, there: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The table. Runs: (destination, source, lanes). Rows: those of its first row, the first lane in that row, lanes
-    in a row, and both pitches in lanes. here, there: bytes of a lane at the source and at the destination."""
+def _lines(
+    blocks: Sequence[RowBlock], rows: bool, source_bytes: int, destination_bytes: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table: (destination, source, lanes) a line. Rows have four columns more: the first lane in the line's first
+    row, lanes in a row, and both pitches in lanes. source_bytes, destination_bytes: of a lane."""
     table = np.array([tuple(block) for block in blocks], np.int64).reshape(-1, 6)
-    table[:, 2] //= there
-    most = _most_lanes(here, there)
+    table[:, 2] //= destination_bytes
+    most = _most_lanes(source_bytes, destination_bytes)
     parts = -(-table[:, 2] * table[:, 3] // most)
     owner = np.repeat(np.arange(len(table)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -143,15 +145,17 @@ def _lines(blocks: Sequence[RowBlock], rows: bool, here: int, there: int) -> np.
     first = part * most
     lanes = np.minimum(most, of[:, 2] * of[:, 3] - first)
     if not rows:
-        return np.ascontiguousarray(np.stack([of[:, 0] + first * there, of[:, 1] + first * here, lanes], 1))
+        return np.ascontiguousarray(
+            np.stack([of[:, 0] + first * destination_bytes, of[:, 1] + first * source_bytes, lanes], 1)
+        )
     row, lane = np.divmod(first, of[:, 2])
     addresses = of[:, 0] + row * of[:, 4], of[:, 1] + row * of[:, 5]
-    steps = lane, of[:, 2], of[:, 4] // there, of[:, 5] // here
+    steps = lane, of[:, 2], of[:, 4] // destination_bytes, of[:, 5] // source_bytes
     return np.ascontiguousarray(np.stack([*addresses, lanes, *steps], 1))
 
 
-def _most_lanes(here: int, there: int) -> int:
-    return PROGRAM_BYTES // max(here, there)
+def _most_lanes(source_bytes: int, destination_bytes: int) -> int:
+    return PROGRAM_BYTES // max(source_bytes, destination_bytes)
 
 
 @cache
@@ -200,11 +204,11 @@ def _copy_lines(  # type: ignore[no-untyped-def]
             position = lane_of_first + lane
             row = position // in_a_row
             within = position - row * in_a_row
-            there = row * destination_pitch + within
-            here = row * source_pitch + within
+            write_at = row * destination_pitch + within
+            read_at = row * source_pitch + within
         else:
-            there = lane
-            here = lane
+            write_at = lane
+            read_at = lane
         inside = (lane < lanes) & (element < PER)
-        values = tl.load(source + here * PER + element, mask=inside, eviction_policy=EVICT)
-        tl.store(destination + there * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)
+        values = tl.load(source + read_at * PER + element, mask=inside, eviction_policy=EVICT)
+        tl.store(destination + write_at * PER + element, values.to(DESTINATION), mask=inside, eviction_policy=EVICT)

@@ -21,9 +21,9 @@ class TensorCopy:
     """PreparedCopy of pairs. Elements of one dtype are copied as integers, so that every bit pattern arrives unchanged;
     other dtypes are cast as torch does it.
 
-    What is on a CPU on both sides is copied by several threads, what goes to a GPU, or from one to pinned memory, by
-    `DeviceCopy`, and what goes from one to other memory by the calling thread. keep: what has to live as long as this
-    copy, such as the mappings behind sources.
+    Several threads copy pairs that are on a CPU on both sides. `DeviceCopy` copies to a GPU, and from one to pinned
+    memory. The calling thread copies from a GPU to other memory. keep: objects that must live as long as this copy,
+    such as the mappings behind sources.
     """
 
     def __init__(self, pairs: Iterable[Pair], keep: object = None, notes: Iterable[str] = ()) -> None:
@@ -62,7 +62,7 @@ class TensorCopy:
         return self.bytes
 
     def queue(self) -> Queued | None:
-        """See QueueableCopy. Only what goes to or from GPUs alone can be queued."""
+        """See QueueableCopy. None if some pair is not copied by a GPU."""
         if self._near or self._far or self._device is None:
             return None
         return self._device.queue()

@@ -1,9 +1,9 @@
 """Copies into GPU memory, or out of it to pinned memory: prepared once, replayed in few launches, waited for by
 events.
 
-A copy runs on a stream of its own, after what the current stream was given, and nothing synchronises the device: the
-thread looks at events, tells progress and keeps the deadline in between. Only a few segments are on their way at a
-time, so that a copy can be stopped. Reader's side, one thread.
+A copy runs on a stream of its own, after the work that is queued on the current stream, and nothing synchronises the
+device: the thread polls events, and reports progress and keeps the deadline in between. Only a few segments are in
+flight at a time, so that a copy can be stopped. Reader's side, one thread.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ IN_FLIGHT = 3
 """Segments queued at a time: the next one is there when one ends."""
 
 DRAIN_SECONDS = 10.0
-"""How long a copy that was stopped waits for what is on its way. Such work takes milliseconds unless a GPU hangs."""
+"""How long a stopped copy waits for segments in flight. They take milliseconds unless a GPU hangs."""
 
 _POLL_SECONDS = 20e-6
 _TELL_SECONDS = 2e-3
 
 
 class DeviceCopy:
-    """PreparedCopy of pairs (destination, source) whose destinations are on GPUs.
+    """PreparedCopy of pairs (destination, source) with destinations on GPUs.
 
     Sources: on the same GPU, on a peer GPU that this one can reach, in pinned or in pageable host memory. Any strides.
-    A destination may also be pinned host memory, if its source is on a GPU, which then does the work. Elements of one
-    dtype arrive bit by bit, others are cast as torch casts. launches: kernels an update; engine_copies: copies by the
-    GPU's copy engines. notes: what is slower than it could be, and why.
+    A destination may also be pinned host memory, if its source is on a GPU, which then copies. Elements of one dtype
+    arrive bit by bit, others are cast as torch casts. launches: kernels an update; engine_copies: copies by the GPU's
+    copy engines. notes: what is slower than it could be, and why.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -50,7 +50,7 @@ class DeviceCopy:
                 pageable = source.device.type == "cpu" and not source.is_pinned()
                 device = destination.device if destination.device.type == "cuda" else source.device
                 groups[device][pageable].append((destination, source))
-        self._parts = [_Part(device, *group) for device, group in groups.items()]
+        self._parts = [_GpuCopy(device, *group) for device, group in groups.items()]
         self.bytes = sum(part.bytes for part in self._parts)
         self.launches = sum(part.launches for part in self._parts)
         self.engine_copies = sum(part.engine_copies for part in self._parts)
@@ -66,7 +66,7 @@ class DeviceCopy:
         return self.bytes
 
     def queue(self) -> QueuedCopies | None:
-        """See QueueableCopy: what comes from pageable memory cannot be queued."""
+        """See QueueableCopy. None if a source is in pageable memory."""
         if not all(part.is_queueable for part in self._parts):
             return None
         queued = QueuedCopies()
@@ -81,7 +81,7 @@ class DeviceCopy:
 
 
 class QueuedCopies:
-    """Copies that were queued, by the event at the end of each stream's. See Queued."""
+    """Queued copies, with an event at the end of each stream's. See Queued."""
 
     def __init__(self) -> None:
         self._streams: list[torch.cuda.Stream] = []
@@ -96,25 +96,25 @@ class QueuedCopies:
         end.record(stream)
         self._ends.append(end)
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all of them have arrived."""
         return all(end.query() for end in self._ends)
 
     def drain(self) -> None:
-        """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if a GPU does not end."""
+        """Waits until no copy is in flight: then memory may be freed. Raises INTERNAL if a GPU does not end."""
         for stream in self._streams:
             _drain(stream)
 
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Before digests of the same process, which come from streams of the usual priority. One a GPU, so that what was
-    queued first arrives first."""
+    """The stream of a GPU's copies: one, so that copies arrive in the order in which they are queued. Its priority is
+    above that of digests of the same process."""
     return torch.cuda.Stream(device, priority=-1)
 
 
-class _Part:
-    """What goes to one GPU."""
+class _GpuCopy:
+    """The pairs that one GPU copies."""
 
     def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:
         self._device = device
@@ -124,10 +124,10 @@ class _Part:
             self._feed = StagedFeed(pageable, device) if pageable else None
             # Tables were copied, and kernels loaded, on the current stream.
             torch.cuda.current_stream(device).synchronize()
-        made = (self._work,) if self._feed is None else (self._work, self._feed)
-        self.bytes = sum(work.bytes for work in made)
-        self.launches = sum(work.launches for work in made)
-        self.engine_copies = sum(work.engine_copies for work in made)
+        works = (self._work,) if self._feed is None else (self._work, self._feed)
+        self.bytes = sum(work.bytes for work in works)
+        self.launches = sum(work.launches for work in works)
+        self.engine_copies = sum(work.engine_copies for work in works)
 
     @property
     def is_queueable(self) -> bool:
@@ -163,7 +163,7 @@ class _Flight:
         self._on_bytes = on_bytes
         self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
         self._queued = self._arrived = 0
-        self._told = time.monotonic()
+        self._last_report = time.monotonic()
 
     def queue(self, segment: Segment) -> int:
         self.wait(IN_FLIGHT - 1)
@@ -180,8 +180,8 @@ class _Flight:
             size += self._flying.popleft()[1]
             self._arrived += 1
         now = time.monotonic()
-        if self._on_bytes is not None and (size or now > self._told + _TELL_SECONDS):
-            self._told = now
+        if self._on_bytes is not None and (size or now > self._last_report + _TELL_SECONDS):
+            self._last_report = now
             self._on_bytes(size)
         return self._arrived
 
@@ -189,7 +189,7 @@ class _Flight:
         _pause()
 
     def wait(self, most: int) -> None:
-        """Until at most so many segments are on their way."""
+        """Waits until at most so many segments are in flight."""
         self.arrived()
         while len(self._flying) > most:
             self.pause()
@@ -197,7 +197,7 @@ class _Flight:
 
 
 def _drain(stream: torch.cuda.Stream) -> None:
-    """Waits until nothing is on its way: memory may be freed after it. Raises INTERNAL if the GPU does not end."""
+    """Waits until no copy is in flight: then memory may be freed. Raises INTERNAL if the GPU does not end."""
     stop_at = time.monotonic() + DRAIN_SECONDS
     try:
         event = torch.cuda.Event()

@@ -1,10 +1,10 @@
-"""Copies by one GPU, to its memory or to pinned memory of the host, from memory that it can reach, sorted by who does
-them best and made ready to be queued.
+"""Copies by one GPU, to its memory or to pinned memory of the host, from memory that it can reach: each is assigned to
+the kernel, a copy engine or torch, and prepared for queueing.
 
-It decides by where the bytes lie (this GPU, a peer GPU, pinned host memory) and how. On one GPU everything is done by
-the kernel, in as few launches as tables: the copy engines would pause between hundreds of tensors. Across NVLink and
-PCIe the engines reach the link's speed without a multiprocessor, so long runs are theirs; small tensors and rows, such
-as a row-parallel worker's slices, are the kernel's. What neither can do is left to torch.
+It decides by where the bytes lie (this GPU, a peer GPU, pinned host memory) and how. Within one GPU the kernel copies
+everything, in as few launches as tables: the copy engines would pause between hundreds of tensors. Across NVLink and
+PCIe the engines reach the link's speed without a multiprocessor, so they copy long runs; the kernel copies small
+tensors and rows, such as a row-parallel worker's slices. The rest is left to torch.
 
 It queues and does not wait; `DeviceCopy` does. Reader's side, one thread.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_engine.copy import copy_kernel
-from ckpt_engine.copy.blocks import RowBlock, aligned, blocks_of, cut, merged
+from ckpt_engine.copy.blocks import RowBlock, align, blocks_of, cut, merge
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.elsewhere import lies_elsewhere
 
@@ -28,7 +28,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Side(Enum):
-    """Where the bytes of a source lie, as seen from the GPU that copies; or, of what goes to the host, that it does."""
+    """Where the bytes of a source lie, as seen from the GPU that copies; or that the destination is on the host."""
 
     SAME = "the same GPU"
     PEER = "a peer GPU"
@@ -37,10 +37,10 @@ class Side(Enum):
 
 
 ENGINE_BYTES = {Side.SAME: 1 << 62, Side.PEER: 1 << 20, Side.HOST: 64 << 10, Side.TO_HOST: 16 << 10}
-"""From which length on a run is given to a copy engine: where a launch costs less than the kernel would lose."""
+"""Bytes from which on a run goes to a copy engine: there a launch costs less than the kernel would lose."""
 
 SEGMENT_BYTES = {Side.SAME: 4 << 30, Side.PEER: 512 << 20, Side.HOST: 128 << 20, Side.TO_HOST: 128 << 20}
-"""What is queued at once: a few milliseconds of work, after which a run can be stopped."""
+"""Bytes of a segment: a few milliseconds of work, after which a run can be stopped."""
 
 
 class Segment(NamedTuple):
@@ -51,11 +51,11 @@ class Segment(NamedTuple):
 
 
 class DeviceWork:
-    """Pairs (destination, source) with all destinations on `device`, or in pinned memory of the host, and sources that
-    it can reach.
+    """Copies of pairs (destination, source), all destinations on `device` or in pinned memory of the host, and sources
+    that it can reach.
 
-    segments: all of the work. launches: kernels (ours and torch's) an update; engine_copies: by copy engines.
-    Keeps the sources' tensors. A CPU `device` is served by the kernel's interpreter, for tests.
+    segments: all of the work. launches: kernels (ours and torch's) an update; engine_copies: by copy engines. Keeps the
+    sources' tensors. On a CPU `device` the kernel's interpreter copies, for tests.
     """
 
     def __init__(self, pairs: Iterable[Pair], device: torch.device) -> None:
@@ -123,8 +123,8 @@ class DeviceWork:
             else:
                 small.append(block)
         # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
-        for block in merged(small):
-            for part in aligned(block):
+        for block in merge(small):
+            for part in align(block):
                 tables[part.alignment, part.rows > 1].append(part)
         self.engine_copies += len(runs)
         batch: list[RowBlock] = []

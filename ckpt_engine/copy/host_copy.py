@@ -1,8 +1,8 @@
 """Copies within a CPU, as work for threads: cut into pieces that torch copies within one thread.
 
-Torch's own way, one parallel loop a tensor, waits for its slowest thread after each of them. On a host where anything
-else runs, that wait is a scheduling quantum, and hundreds of tensors take seconds. So the threads take batches of
-pieces until none is left: they wait for each other once, at the end.
+Torch runs one parallel loop a tensor, and waits for its slowest thread after each. On a busy host that wait is a
+scheduling quantum, and hundreds of tensors take seconds. So our threads take batches of pieces until none is left, and
+wait for each other once, at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECE_ELEMENTS = 32_704
 """Most elements of a piece. Torch spreads an operation over threads from 32,768 on; whole cache lines."""
 
 BATCH_BYTES = 4 << 20
-"""Bytes that a thread takes at once, some 0.5 ms of work; also how often progress can be told."""
+"""Bytes that a thread takes at once, some 0.5 ms of work; also the unit of progress."""
 
 BATCH_PIECES = 1024
 """Pieces that a thread takes at once, when they are small."""
@@ -48,7 +48,7 @@ def host_work(pairs: Iterable[Pair]) -> list[Work]:
 
 
 class CopyBatch:
-    """What a thread takes at once: copied by one call, outside of the interpreter's lock."""
+    """Pairs that a thread takes at once, and copies by one call outside of the interpreter's lock."""
 
     __slots__ = ("_destinations", "_sources", "bytes")
 
@@ -62,22 +62,22 @@ class CopyBatch:
 
 
 Work = CopyBatch | Rows
-"""What a thread takes at once: `copy` and `bytes`."""
+"""A unit of work for a thread: `copy` and `bytes`."""
 
 
 class HostRun:
-    """One run over batches: who takes which, how much is done, and how it stops."""
+    """One run over batches, which this thread and its helpers share: hands them out, counts bytes, and stops."""
 
     def __init__(self, batches: Sequence[Work]) -> None:
         self._waiting = iter(batches)
         self._lock = threading.Lock()
         self._done = 0
-        self._told = 0
+        self._reported_bytes = 0
         self._failures: list[Exception] = []
         self._helpers = min(torch.get_num_threads(), THREADS_LIMIT, len(batches)) - 1
 
     def finish(self, on_bytes: Callable[[int], None] | None) -> None:
-        """Copies all batches in this thread and its helpers, none of which outlives the call."""
+        """Copies all batches in this thread and its helpers, which end before it returns."""
         helpers = [
             threading.Thread(target=self._help, name=f"ckpt-engine copy {number}", daemon=True)
             for number in range(self._helpers)
@@ -122,14 +122,14 @@ class HostRun:
     def _tell(self, size: int, on_bytes: Callable[[int], None] | None) -> None:
         with self._lock:
             self._done += size
-            new = self._done - self._told
-            self._told = self._done
+            new = self._done - self._reported_bytes
+            self._reported_bytes = self._done
         if on_bytes is not None and new:
             on_bytes(new)
 
 
 def _lanes(destination: torch.Tensor, source: torch.Tensor) -> Pair:
-    """Both as the widest integers that either can be viewed as: fewer elements, so fewer pieces."""
+    """The pair as the widest integers that both can be viewed as: fewer elements, so fewer pieces."""
     if destination.is_contiguous() and source.is_contiguous():
         destination, source = destination.view(-1), source.view(-1)
     for width in (8, 4, 2, 1) if destination.dtype == source.dtype else ():
@@ -163,7 +163,7 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Pair]:
 
 
 def batches_of(pairs: Sequence[Pair]) -> list[CopyBatch]:
-    """The pairs, in what a thread takes at once."""
+    """The pairs in batches that a thread takes at once."""
     batches: list[CopyBatch] = []
     batch: list[Pair] = []
     size = 0

@@ -1,7 +1,7 @@
 """Copies of long rows out of longer ones, such as a row-parallel worker's half of each row.
 
 It decides which pairs are such copies, and copies a row as one opaque element: the C library moves it at nearly the
-speed of a contiguous copy, where torch's strided loop reaches two thirds of it. It does not decide who copies when.
+speed of a contiguous copy, where torch's strided loop reaches two thirds of it. It does not decide which thread copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy
 import torch
 
 ROW_BYTES = 2048
-"""Shorter rows are left to torch, which is the faster one there."""
+"""Shorter rows are left to torch, which is faster there."""
 
 Array = numpy.ndarray[Any, Any]
 
@@ -33,7 +33,7 @@ class Rows:
         numpy.copyto(self._destination, self._source)
 
     def parts(self, most_bytes: int) -> Iterator[Rows]:
-        """The same in parts of about `most_bytes`, cut along the first axis."""
+        """Splits the rows along the first axis into parts of about `most_bytes`."""
         step = max(1, most_bytes * len(self._destination) // max(1, self.bytes))
         for first in range(0, len(self._destination), step):
             yield Rows(self._destination[first : first + step], self._source[first : first + step])

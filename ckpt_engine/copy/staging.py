@@ -1,8 +1,8 @@
 """Copies from pageable host memory to a GPU, through a ring of pinned buffers.
 
 The driver moves pageable memory at a sixth of the link's speed, through one small buffer of its own. Here several
-threads fill pinned buffers, while the GPU takes those that are full: files come at the speed of the page cache. It is
-for memory that cannot be pinned where it lies; see `transport/mapped.py` for what can.
+threads fill pinned buffers, while the GPU reads full ones: files come at the speed of the page cache. It is for memory
+that cannot be pinned where it lies; see `transport/mapped.py` for memory that can.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckpt_engine.copy.device_work import DeviceWork, Pair, Segment
 from ckpt_engine.copy.host_copy import Work, host_work
 
 SLOT_BYTES = 16 << 20
-"""Of one buffer: 1.5 ms of a thread's copying, 0.3 ms of the link's."""
+"""Bytes of one buffer: 1.5 ms of a thread's copying, 0.3 ms of the link's."""
 
 SLOTS = 24
-"""Buffers of a process, so that every thread has one to fill and the GPU some to take."""
+"""Buffers of a process, so that every thread has one to fill and the GPU some to read."""
 
 THREADS_LIMIT = 16
 """A thread fills at 5 GB/s, rows of a matrix at half of that; PCIe 5 takes 55."""
@@ -31,14 +31,14 @@ _ALIGNMENT = 64
 
 
 class Flight(Protocol):
-    """Who queues segments and knows which have arrived; see device_copy.py."""
+    """Queues segments and knows which have arrived; see device_copy.py."""
 
     def queue(self, segment: Segment) -> int:
-        """Queues it; returns its number, counted from 1."""
+        """Queues a segment; returns its number, counted from 1."""
         ...
 
     def arrived(self) -> int:
-        """The number of the last segment that has arrived; tells progress and keeps the deadline."""
+        """The number of the last segment that has arrived; reports progress and keeps the deadline."""
         ...
 
     def pause(self) -> None:
@@ -85,8 +85,8 @@ class StagedFeed:
         self._batches.append(_StagedBatch(host_work(filled), DeviceWork(taken, device)))
 
     def run(self, flight: Flight) -> None:
-        """Fills and queues everything; what was queued may still be on its way when it returns. Raises what filling or
-        `flight` raises, and leaves no thread behind."""
+        """Fills and queues everything; segments may still be in flight when it returns. Raises what filling or `flight`
+        raises, and leaves no thread behind."""
         threads = min(THREADS_LIMIT, len(os.sched_getaffinity(0)), max(1, len(self._batches)))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-engine staging")
         fills: list[Future[None]] = []
@@ -106,7 +106,7 @@ class StagedFeed:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _is_free(self, number: int, tickets: Sequence[int], arrived: int) -> bool:
-        """Whether the buffer of batch `number` may be filled: what was in it has arrived."""
+        """Whether the buffer of batch `number` may be filled: its former content has arrived."""
         before = number - SLOTS
         return before < 0 or (before < len(tickets) and tickets[before] <= arrived)
 

@@ -21,7 +21,8 @@ class CudaArena:
     """`size` bytes of one GPU."""
 
     def __init__(self, device: int, size: int) -> None:
-        """Raises UNAVAILABLE if that would take more than half of what the GPU has left: an engine may need it."""
+        """Takes the memory. Raises UNAVAILABLE if that is more than half of what the GPU has left: an engine may need
+        it."""
         self.device = device
         self.size = size
         try:
@@ -47,7 +48,7 @@ class CudaArena:
         return self._bytes[offset : offset + size].view(dtype).view(tuple(shape))
 
     def close(self) -> None:
-        """Frees the memory; a process that still maps it keeps it from being given to others. May be repeated."""
+        """Frees the memory, which stays taken while another process maps it. May be repeated."""
         if self._bytes is not None:
             self._bytes = None
             with driver().on(self.device):
@@ -57,8 +58,8 @@ class CudaArena:
 def device_bytes(pointer: int, size: int, device: int) -> torch.Tensor:
     """Memory of the driver as uint8[size] on `device`, not owned by the tensor.
 
-    Torch's public ways ask the driver which device a pointer is of; of another process's memory that may be one that
-    this process cannot see.
+    Torch's public functions ask the driver for a pointer's device; for another process's memory that may be a device
+    that this process cannot see.
     """
     where = torch.device("cuda", device)
     storage = torch._C._construct_storage_from_data_pointer(pointer, where, size)

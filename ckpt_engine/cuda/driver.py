@@ -32,7 +32,7 @@ HOST_REGISTER_PORTABLE, HOST_REGISTER_READ_ONLY = 1, 8
 """CU_MEMHOSTREGISTER_PORTABLE, _READ_ONLY."""
 
 NOT_FOUND, OUT_OF_MEMORY = 500, 2
-"""CUresult codes that callers tell apart."""
+"""CUresult codes that callers distinguish."""
 
 _BUFFER_ID, _DEVICE_ORDINAL, _LEGACY_CAPABLE, _ALLOWED_HANDLES = 7, 9, 10, 14
 _ON_DEVICE, _READ_WRITE = 1, 3
@@ -141,7 +141,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Driver:
-    """Get it from `driver()`."""
+    """The driver's functions; get it from `driver()`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -166,7 +166,7 @@ class Driver:
         return found.value
 
     def uuid(self, device: int) -> bytes:
-        """16 bytes that name the GPU in every process of the host."""
+        """16 bytes that identify the GPU in every process of the host."""
         found = _Uuid()
         self.call("cuDeviceGetUuid_v2", byref(found), self._device(device))
         return bytes(found.bytes)
@@ -183,7 +183,7 @@ class Driver:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Makes the device's primary context the thread's current one, for the block."""
+        """Makes the device's primary context the thread's current one within the block."""
         with self._lock:
             context = self._contexts.get(device)
             if context is None:
@@ -198,12 +198,13 @@ class Driver:
             self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def synchronize(self) -> None:
-        """Waits until the current device has done everything that was asked of it."""
+        """Waits until the current device has finished all its work."""
         self.call("cuCtxSynchronize")
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """Calls of this thread in the block neither disturb nor are refused by another thread's graph capture."""
+        """Keeps calls of this thread within the block from disturbing, or being refused by, another thread's graph
+        capture."""
         mode = c_int(_RELAXED_CAPTURE)
         self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
@@ -226,33 +227,33 @@ class Driver:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Frees what `allocate` gave."""
+        """Frees memory of `allocate`."""
         self.call("cuMemFree_v2", pointer)
 
     def allocation(self, pointer: int) -> Allocation:
-        """The allocation that `pointer` lies in; of memory that was mapped in pieces, the piece."""
+        """The allocation in which `pointer` lies; the piece, if memory was mapped in pieces."""
         base, size = c_uint64(), c_size_t()
         self.call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
         return Allocation(base.value, size.value)
 
     def generation(self, pointer: int) -> int:
-        """A number that no other allocation of this process has or had; 0 if the driver does not tell."""
+        """A number that no other allocation of this process has or had; 0 if the driver has none."""
         found = c_ulonglong()
         return found.value if self._attribute(found, _BUFFER_ID, pointer) else 0
 
     def device_of(self, pointer: int) -> int:
-        """The ordinal of the device whose memory it is."""
+        """The ordinal of the device on which a pointer's memory lies."""
         found = c_int()
         self.call("cuPointerGetAttribute", byref(found), _DEVICE_ORDINAL, pointer)
         return found.value
 
     def legacy_capable(self, pointer: int) -> bool:
-        """Whether the driver would give a legacy handle (`ipc_handle`) of it. Whether one opens is another matter."""
+        """Whether the driver would give a legacy handle (`ipc_handle`) of the memory; it may still fail to open."""
         found = c_int()
         return self._attribute(found, _LEGACY_CAPABLE, pointer) and bool(found.value)
 
     def descriptor_capable(self, pointer: int) -> bool:
-        """Whether the driver would give a file descriptor (`export_descriptor`) of it."""
+        """Whether the driver would give a file descriptor (`export_descriptor`) of the memory."""
         found = c_ulonglong()
         return self._attribute(found, _ALLOWED_HANDLES, pointer) and bool(found.value & POSIX_DESCRIPTOR)
 
@@ -290,31 +291,31 @@ class Driver:
         return descriptor.value
 
     def import_descriptor(self, descriptor: int) -> int:
-        """A handle of the memory behind another process's descriptor; `release_handle` gives it back."""
+        """A handle of the memory behind another process's descriptor; end it with `release_handle`."""
         handle = c_ulonglong()
         self.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), POSIX_DESCRIPTOR)
         return handle.value
 
     def release_handle(self, handle: int) -> None:
-        """Gives a handle back; memory that is mapped stays until it is unmapped."""
+        """Releases a handle; mapped memory stays until it is unmapped."""
         self.call("cuMemRelease", handle)
 
     def reserve(self, size: int) -> int:
-        """Addresses without memory."""
+        """Reserves addresses without memory; returns the first."""
         pointer = c_uint64()
         self.call("cuMemAddressReserve", byref(pointer), size, 0, 0, 0)
         return pointer.value
 
     def unreserve(self, pointer: int, size: int) -> None:
-        """Gives addresses back; nothing may be mapped there."""
+        """Releases reserved addresses; nothing may be mapped there."""
         self.call("cuMemAddressFree", pointer, size)
 
     def map(self, pointer: int, size: int, handle: int) -> None:
-        """Puts the whole memory of a handle at reserved addresses. `allow` it before use."""
+        """Maps the whole memory of a handle at reserved addresses. Call `allow` before use."""
         self.call("cuMemMap", pointer, size, 0, handle, 0)
 
     def unmap(self, pointer: int, size: int) -> None:
-        """Undoes `map`. The caller makes sure that nothing still uses the memory."""
+        """Undoes `map`. Nothing may use the memory any more."""
         self.call("cuMemUnmap", pointer, size)
 
     def allow(self, pointer: int, size: int, device: int) -> None:
@@ -346,7 +347,7 @@ class Driver:
         return found.value
 
     def _attribute(self, found: Any, attribute: int, pointer: int) -> bool:
-        """Fills `found`; False if this driver does not know the attribute, or not of this memory."""
+        """Fills `found`; returns False if the driver does not have the attribute for this memory."""
         try:
             self.call("cuPointerGetAttribute", byref(found), attribute, pointer)
         except CudaDriverError:

@@ -1,7 +1,7 @@
-"""Which addresses of this process are memory of another GPU than the one that they were mapped for.
+"""Which addresses of this process are memory of another GPU than the one for which they were mapped.
 
-Of the memory of a GPU that this process cannot see, nothing promises that the driver tells. So whoever maps memory
-notes it here, and whoever copies looks. Any thread: a lease may end on another one than the copying.
+For memory of a GPU that this process cannot see, the driver does not promise to tell. So code that maps memory notes it
+here, and code that copies looks it up. Any thread: a lease may end on another thread than the copying.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def forget_elsewhere(span: Span) -> None:
 
 
 def lies_elsewhere(pointer: int) -> bool:
-    """Whether it is an address in a noted span."""
+    """Whether an address lies in a noted span."""
     with _lock:
         index = bisect_right(_spans, (pointer, 1 << 64)) - 1
         return index >= 0 and pointer < _spans[index][1]

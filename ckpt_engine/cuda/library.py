@@ -8,9 +8,9 @@ from typing import Any
 
 
 def load_library(name: str, signatures: Mapping[str, Sequence[Any]]) -> ctypes.CDLL:
-    """A library whose functions have these types of arguments and return an int.
+    """Loads a library and declares functions with these types of arguments, which return an int.
 
-    Raises OSError, also if it is too old and lacks one of them.
+    Raises OSError, also if the library is too old and lacks one of them.
     """
     found = ctypes.CDLL(name)
     for function, arguments in signatures.items():

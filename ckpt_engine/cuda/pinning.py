@@ -1,4 +1,4 @@
-"""Host memory that was mapped by this process, registered with the driver: GPUs then reach it at their link's speed."""
+"""Registers host memory that this process has mapped with the driver: GPUs then reach it at their link's speed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class Pin:
-    """What was registered. `release` may be repeated."""
+    """Memory that is registered. `release` may be repeated."""
 
     def __init__(self, finalizer: weakref.finalize[..., object]) -> None:
         self._finalizer = finalizer
 
     def release(self) -> None:
-        """Undoes it; nothing may be on its way to or from there. Never raises."""
+        """Undoes the registration; no copy to or from the memory may be in flight. Never raises."""
         self._finalizer()
 
 
 def pin(owner: object, memory: object, address: int, size: int, device: int, read_only: bool = False) -> Pin:
-    """Registers whole pages for all GPUs of this process, until `owner` is gone. Some 0.1 s a GB.
+    """Registers whole pages for all GPUs of this process, until `owner` is gone. Takes some 0.1 s a GB.
 
-    memory: what keeps them mapped; held until they are unregistered. device: one on which CUDA was started.
+    memory: the object that keeps them mapped; held until they are unregistered. device: one on which CUDA was started.
     Raises CudaDriverError.
     """
     found = driver()

@@ -1,7 +1,7 @@
-"""Digests of memory of this host that arrives while it is digested, such as what a GPU writes.
+"""Digests of memory of this host that arrives while it is digested, such as memory that a GPU writes.
 
-Threads take what has arrived piece by piece, in order, and stay outside of the interpreter's lock until all of it is
-done: no thread is woken for a part, and none waits for another one.
+Threads digest pieces in the order of their arrival, and stay outside of the interpreter's lock until all are done: no
+thread is woken for a part, and none waits for another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ArrivingDigests:
-    """Boxes of this host's memory in the order in which they arrive, made ready. Keeps the views.
+    """Prepared digests of boxes of this host's memory, in the order in which they arrive. Keeps the views.
 
     Raises as HostDigests; ImportError where Numba is missing.
     """
@@ -34,7 +34,7 @@ class ArrivingDigests:
         self.count = len(boxes)
 
     def start(self) -> Arrival:
-        """Begins to wait for them, on as many threads as torch would use. `Arrival.end` must follow."""
+        """Begins to wait for the boxes, on as many threads as torch would use. `Arrival.end` must follow."""
         return Arrival(self._kernel, self._digests)
 
 
@@ -62,11 +62,11 @@ class Arrival:
             raise
 
     def arrived(self, boxes: int) -> None:
-        """So many boxes, from the first on, hold what they are to hold."""
+        """Notes that so many boxes, from the first on, have arrived."""
         self._state[self._ready] = self._first[boxes]
 
     def values(self, first: int, end: int) -> Words | None:
-        """The digests of these boxes, once all of them are known."""
+        """The digests of these boxes; None until all of them are known."""
         jobs = slice(int(self._first[first]), int(self._first[end]))
         if not self._finished[jobs].all():
             return None
@@ -75,7 +75,7 @@ class Arrival:
         return values
 
     def end(self) -> None:
-        """Ends: nothing more arrives, and nothing is read any more when it returns."""
+        """Ends the run: no thread reads memory any more when it returns."""
         self._state[self._ended] = 1
         wait([each for each in self._running if not each.cancel()])
 
@@ -89,5 +89,5 @@ def _kernel() -> ArrivingKernel:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """process: threads do not survive a fork. Apart from that of other digests, which must not wait for arrivals."""
+    """The threads of a process (they do not survive a fork); others digest at once, and must not wait for arrivals."""
     return ThreadPoolExecutor(threads, thread_name_prefix="ckpt-engine-arriving")

@@ -30,10 +30,10 @@ def digest_boxes(
 ) -> list[int]:
     """The digest of each box, in order; see `digest_box`. Meant for thousands of them.
 
-    served: of each box the dtype that it is digested as (see digest/prepared.py, which is also for boxes that are
-    digested again and again); None: its own. What lies on a GPU is digested there. On a CPU, uses as many threads as
-    torch does in the calling one (`torch.get_num_threads()`), but not torch's, and holds the interpreter's lock for
-    microseconds only. A process's first call compiles, which takes a second or two, unless `digest_host.warm_up` has.
+    served: the dtype as which each box is digested; None: its own. digest/prepared.py explains it, and is for boxes
+    that are digested repeatedly. Boxes on a GPU are digested there. On a CPU, uses as many threads as torch does in the
+    calling one (`torch.get_num_threads()`), but not torch's, and holds the interpreter's lock for microseconds only. A
+    process's first call compiles for a second or two, unless `digest_host.warm_up` has.
     """
     if served is None and all(view.device.type == "cpu" for view, _ in boxes):
         return digest_host_boxes(boxes, seed)

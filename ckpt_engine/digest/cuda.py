@@ -1,7 +1,7 @@
 """Digests of boxes on one GPU, all in a few launches; equal to the bit to those of digest/host.py.
 
-Tables are made once for a set of boxes and kept; a run only launches. What the kernel cannot take as it lies is copied
-to contiguous memory of the same GPU at each run. Needs Triton; `missing` says why it cannot be used.
+Tables are made once for a set of boxes and kept; a run only launches. Boxes that the kernel cannot read where they lie
+are copied to contiguous memory of the same GPU at each run. Needs Triton; `missing` says why it cannot be used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckpt_engine.torch_dtypes import dtype_name
 log = logging.getLogger(__name__)
 
 Box = tuple[torch.Tensor, tuple[int, ...], torch.dtype]
-"""View, first global coordinate of each axis, and the dtype that it is digested as."""
+"""View, first global coordinate of each axis, and the dtype as which it is digested."""
 
 HANG_SECONDS = 120.0
-"""How long a digest may take. It takes milliseconds, and what was queued on the stream before it is waited for, too."""
+"""How long a digest may take, with earlier work on its stream; it takes milliseconds itself."""
 
 _POLL_SECONDS = 20e-6
 _ROWS = 8
@@ -63,15 +63,15 @@ def missing() -> str:
 
 
 class CudaDigests:
-    """Boxes of one device, made ready. Keeps the views, and tables of about 1/2000 of their size.
+    """Prepared digests of boxes on one device. Keeps the views, and tables of about 1/2000 of their size.
 
     Making one compiles the kernel, which takes seconds the first time. Used from one thread at a time; several
     instances may be used at once.
     """
 
     def __init__(self, boxes: Sequence[Box], seed: int, finite: bool = False) -> None:
-        """boxes: on one device, at least one. finite: look for NaN and infinity, too. Raises whatever Triton or CUDA
-        raises, having launched nothing else."""
+        """boxes: on one device, at least one. finite: look for NaN and infinity, too. Raises what Triton or CUDA
+        raises, before anything else is launched."""
         self._device = boxes[0][0].device
         self._boxes = list(boxes)
         self.bytes = sum(view.nbytes for view, _, _ in boxes)
@@ -80,7 +80,7 @@ class CudaDigests:
             zeros, dtype=np.uint64, count=len(boxes)
         )  # what the kernels' sums are added to
         self.not_finite: list[bool] = []
-        """Of what was collected last: which boxes hold NaN or infinity, if it was looked for."""
+        """Which boxes held NaN or infinity when digests were last collected, if `finite` was set."""
         self._finite = finite
         room = len(boxes) + len(boxes) % 2  # marks lie behind the sums, aligned as these are
         self._sums = torch.zeros(2 * room if finite else room, dtype=torch.int64, device=self._device)
@@ -98,7 +98,7 @@ class CudaDigests:
 
     @property
     def launches(self) -> int:
-        """Kernels of ours that one run launches; copies and clearing the sums not counted."""
+        """Our kernels that one run launches; without copies and the clearing of sums."""
         return len(self._launches)
 
     def launch(self) -> None:
@@ -114,7 +114,7 @@ class CudaDigests:
                 self._done.record()
 
     def collect(self) -> list[int]:
-        """Waits for what was launched, and no more; the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
+        """Waits only for what was launched; returns the digests, in order. Raises DEADLINE_EXCEEDED if a GPU hangs."""
         self._wait()
         count = len(self._zeros)
         found: list[int] = (self._found[:count].numpy().view(np.uint64) + self._zeros).tolist()
@@ -122,8 +122,8 @@ class CudaDigests:
         self.not_finite = [bool(mark) for mark in marks[:count].tolist()]
         for place in self._on_host:
             view, start, served = self._boxes[place]
-            there = HostDigests([(view.to(device="cpu", dtype=served), start)], self._seed, finite=self._finite)
-            (found[place],), (self.not_finite[place],) = there.run(), there.not_finite
+            digests = HostDigests([(view.to(device="cpu", dtype=served), start)], self._seed, finite=self._finite)
+            (found[place],), (self.not_finite[place],) = digests.run(), digests.not_finite
         return found
 
     def run(self) -> list[int]:
@@ -143,7 +143,7 @@ class CudaDigests:
             time.sleep(_POLL_SECONDS)
 
     def forget(self) -> bool:
-        """Lets the views go, if tables alone are enough to run; who keeps this must know where the boxes lie."""
+        """Drops the views, if tables alone are enough to run; returns whether. Boxes must stay where they are."""
         if self._copies or self._on_host:
             return False
         self._boxes.clear()
@@ -189,7 +189,7 @@ class CudaDigests:
         seed: int,
         origin: torch.Tensor,
     ) -> str:
-        """Puts a box to the table of its kind, or says why that cannot be."""
+        """Adds a box to the table of its kind, or returns why that is impossible."""
         kind = _kind(view, served)
         if kind is None:
             return f"{view.dtype} digested as {served}"
@@ -205,8 +205,8 @@ class CudaDigests:
         return ""
 
     def _copy_first(self, tables: dict[_Kind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
-        """Puts a copy of a box to the tables; or, if there is no room for it or even that cannot be digested here, the
-        box itself to those for the host."""
+        """Adds a copy of a box to the tables. If there is no room for it, or it cannot be digested here either, the
+        host will digest the box."""
         view, start, served = self._boxes[place]
         try:
             scratch = torch.empty(view.shape, dtype=served, device=self._device)
@@ -281,7 +281,7 @@ class _Launch:
 
 
 def _kind(view: torch.Tensor, served: torch.dtype) -> _Kind | None:
-    """What to load of a view; None if it has to be copied, or cast by torch, first."""
+    """How to load a view; None if it must be copied, or cast by torch, first."""
     if view.is_conj() or view.is_neg():
         return None
     if view.dtype == served:

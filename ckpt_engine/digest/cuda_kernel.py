@@ -50,8 +50,8 @@ def _suspects(words, FLIP: tl.constexpr, STEP: tl.constexpr, BOTH: tl.constexpr)
     """The highest bit of each byte in which NaN or infinity is found, for four bytes in a word.
 
     Adding STEP carries into a byte's highest bit if its lower seven are great enough: all of them for STEP 1. BOTH:
-    the highest bit has to be set, too, so that it must carry out of the byte. What a carry does to the byte above is
-    of no matter: where one comes from, something was found.
+    the highest bit must be set, too, so that it carries out of the byte. A carry may spoil the byte above, which does
+    not matter: the byte from which it comes was found already.
     """
     flipped = words ^ (FLIP * 0x01010101)
     added = flipped + STEP * 0x01010101
@@ -60,8 +60,8 @@ def _suspects(words, FLIP: tl.constexpr, STEP: tl.constexpr, BOTH: tl.constexpr)
 
 
 @triton.jit
-def _kept(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
-    """Of each column, the bits of its lanes in which NaN and infinity are looked for: those of a number's last lane."""
+def _keep_mask(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
+    """For each column, the bits of its lanes in which to look for NaN and infinity: those of a number's last lane."""
     return tl.where(columns % LANES_OF_NUMBER == LANES_OF_NUMBER - 1, KEEP, 0)
 
 
@@ -82,13 +82,13 @@ def digest_tiles(
     LEAST: tl.constexpr,  # noqa: N803
     LANES_OF_NUMBER: tl.constexpr,  # noqa: N803
 ):
-    """One program a tile of digest/cuda_tiles.py. work, factors, sums: int64; unsigned numbers, modulo 2^64.
+    """Digests tiles of digest/cuda_tiles.py, one a program. work, factors, sums: int64; unsigned numbers, modulo 2^64.
 
-    origin: a pointer to what is loaded, which addresses in `work` count from: the compiler must know that it is aligned
-    to make loads of 16 bytes. VECTOR: 1, or units of 16 bytes if addresses, steps and widths are multiples of it.
-    ROWS rows are loaded at a time, STAGES such loads are on their way at once. Integer addition is associative, so the
-    order in which programs add to `sums` does not matter. FLIP, KEEP, LEAST: of the last one of the lanes of a number,
-    as digest/finite.py has them; where one is found, the box's place in `marks` becomes 1. LEAST is 0: it is not asked.
+    origin: a pointer from which addresses in `work` count; the compiler must know its alignment to make loads of 16
+    bytes. VECTOR: 1, or units of 16 bytes if addresses, steps and widths are multiples of it. ROWS rows are loaded at a
+    time, STAGES such loads are in flight at once. Integer addition is associative, so the order in which programs add
+    to `sums` does not matter. FLIP, KEEP, LEAST: for the last of a number's lanes, as in digest/finite.py. If NaN or
+    infinity is found, the box's place in `marks` becomes 1. LEAST of 0: do not look.
     """
     entry = work + tl.program_id(0).to(tl.int64) * 8
     first = origin + tl.load(entry) // VECTOR * VECTOR
@@ -103,19 +103,19 @@ def digest_tiles(
     pointers = first + together.to(tl.int64)[:, None] * step + columns[None, :]
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
     greatest = tl.zeros([BLOCK], dtype=tl.int32)
-    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
+    keep = _keep_mask(columns, KEEP, LANES_OF_NUMBER)
     whole = rows // ROWS * ROWS
     for row in tl.range(0, whole, ROWS, num_stages=STAGES):
         lanes = _lanes(pointers + row * step, inside[None, :], KIND)
         row_factors = tl.load(outer + row + together).to(tl.uint64)[:, None]
         sum_of_column += tl.sum(lanes.to(tl.uint64) * row_factors, axis=0)
         if LEAST != 0:
-            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & kept[None, :], axis=0))
+            greatest = tl.maximum(greatest, tl.max((lanes.to(tl.int32) ^ FLIP) & keep[None, :], axis=0))
     for row in range(whole, rows):
         lane = _lanes(first + row * step + columns, inside, KIND)
         sum_of_column += lane.to(tl.uint64) * tl.load(outer + row).to(tl.uint64)
         if LEAST != 0:
-            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & kept)
+            greatest = tl.maximum(greatest, (lane.to(tl.int32) ^ FLIP) & keep)
     sum_of_column *= tl.load(inner + columns, mask=inside, other=0).to(tl.uint64)
     total = tl.sum(sum_of_column, axis=0).to(tl.int64) * tl.load(entry + 6)
     tl.atomic_add(sums + tl.load(entry + 7), total, sem="relaxed")
@@ -138,10 +138,10 @@ def digest_words(
     STEP: tl.constexpr,  # noqa: N803
     BOTH: tl.constexpr,  # noqa: N803
 ):
-    """Digests as `digest_tiles` does, and looks for NaN and infinity as `_suspects` says.
+    """Digests as `digest_tiles` does, and looks for NaN and infinity as `_suspects` does.
 
-    One program a tile of one-byte numbers whose rows all lie in units of 16 bytes. They are taken as words of four:
-    `origin` points to these, BLOCK and `work` count bytes.
+    One program a tile of one-byte numbers with all rows in units of 16 bytes. They are read as words of four bytes:
+    `origin` points to words, BLOCK and `work` count bytes.
     """
     entry = work + tl.program_id(0).to(tl.int64) * 8
     first = origin + tl.load(entry) // 16 * 4
@@ -219,7 +219,7 @@ def digest_flat(
     pointers = first + columns
     sum_of_column = tl.zeros([BLOCK], dtype=tl.uint64)
     greatest = tl.zeros([BLOCK], dtype=tl.int32)
-    kept = _kept(columns, KEEP, LANES_OF_NUMBER)
+    keep = _keep_mask(columns, KEEP, LANES_OF_NUMBER)
     for _ in tl.range(0, rows):
         x = (hashed ^ (hashed >> 30)) * _MIX_1
         x = (x ^ (x >> 27)) * _MIX_2
@@ -227,7 +227,7 @@ def digest_flat(
         lanes = _lanes(pointers, inside, KIND)
         sum_of_column += lanes.to(tl.uint64) * x
         if LEAST != 0:
-            greatest = tl.maximum(greatest, (lanes.to(tl.int32) ^ FLIP) & kept)
+            greatest = tl.maximum(greatest, (lanes.to(tl.int32) ^ FLIP) & keep)
         hashed += stride
         pointers += BLOCK
     sum_of_column *= tl.load(factors + tl.load(entry + 2) + columns % LANES_OF_ELEMENT).to(tl.uint64)

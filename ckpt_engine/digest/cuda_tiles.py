@@ -1,10 +1,10 @@
 """How a GPU walks through boxes to digest them: boxes in, a table of tiles out. Pure; numpy only.
 
-A box becomes rows of units that lie next to each other in memory; a unit is what becomes one lane. A tile is a few rows
-of at most `block` units. A kernel sums lane * factor of its row down each column, multiplies each column's sum by the
+A box becomes rows of units that lie next to each other in memory; a unit becomes one lane. A tile is a few rows of at
+most `block` units. A kernel sums lane * factor of its row down each column, multiplies each column's sum by the
 column's factor and all by the tile's scale, and adds that to the box's digest. So the inner loop needs one multiply-add
-a lane, and few factors. Rows so long that their factors would fill the memory are cut into rows of their own, whose
-factors the kernel computes: flat tiles.
+a lane, and few factors. Rows so long that their factors would fill the memory are cut into flat tiles, for which the
+kernel computes factors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy.typing as npt
 from ckpt_engine.digest.factors import INDEX_STEP, ONE, Axis, Words, element_words, hashed, outer_words, word
 
 BLOCK_BYTES = 2048
-"""Of a tile's row, at most: one load of 16 bytes for each of 128 threads, where rows are aligned."""
+"""The most of a tile's row: one load of 16 bytes for each of 128 threads, where rows are aligned."""
 
 ALIGNMENT = 16
-"""Bytes. A tile all of whose rows start at a multiple of it, and are one long, is read in loads of that width."""
+"""Bytes. A tile is read in loads of that width if all its rows start at, and have the length of, a multiple of it."""
 
 FIELDS = 8
 """A tile in 64-bit words: units from the origin to its first one, units from row to row, its first row's and its first
@@ -47,36 +47,35 @@ _PLANES = 1 << 14  # parts of one box that are not evenly spaced rows
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A box in memory. address: of its first element, bytes. stride: in elements. lanes: units an element."""
+    """A box in memory."""
 
-    address: int
+    address: int  # of its first element, bytes
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: tuple[int, ...]
-    lanes: int
+    stride: tuple[int, ...]  # elements
+    start: tuple[int, ...]  # first global coordinate of each axis
+    lanes: int  # units an element
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The work of many boxes. aligned, unaligned, flat: disjoint; flat by the lanes of an element. factors: what all of
-    them refer to."""
+    """The work of many boxes, in disjoint tables."""
 
     aligned: Table
     unaligned: Table
-    flat: dict[int, Table]
-    factors: Words
+    flat: dict[int, Table]  # by the lanes of an element
+    factors: Words  # shared by all tables
 
 
 class NotTileableError(ValueError):
-    """A box that does not lie in rows of neighbouring elements, or in too many."""
+    """A box does not lie in rows of neighbouring elements, or in too many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one box, or of a part of it. step: units from row to row."""
+    """Rows of one box, or of a part of it."""
 
     address: int
-    step: int
+    step: int  # units from row to row
     rows: int
     columns: int
     outer: int
@@ -86,8 +85,8 @@ class _Rows:
 
 
 class TileTable:
-    """Collects boxes of one unit (bytes). origin: the address that addresses count from, a multiple of ALIGNMENT.
-    A box that is refused leaves nothing behind."""
+    """Collects boxes of one unit (bytes). origin: the address from which addresses count, a multiple of ALIGNMENT. A
+    box that is refused leaves nothing behind."""
 
     def __init__(self, seed: int, unit: int, origin: int) -> None:
         self._seed = seed
@@ -100,7 +99,7 @@ class TileTable:
         self._length = 1
 
     def add(self, box: Strided, place: int) -> None:
-        """`place`: where the box's digest is summed up. Raises NotTileableError."""
+        """Adds a box. place: where its digest is summed up. Raises NotTileableError."""
         if 0 not in box.shape:
             self._found += [(place, rows) for rows in self._rows(box)]
 
@@ -126,7 +125,7 @@ class TileTable:
         return Tiles(table[aligned], table[~aligned], long, np.concatenate(self._factors))
 
     def _cut_flat(self, row: _Rows, place: int, most: int) -> Table:
-        """The tiles of one long row: at most `most` rows of a block each, and what is left in one of its own."""
+        """The tiles of one long row: at most `most` rows of a block each, and one more for the rest."""
         whole, rest = divmod(row.columns, self._block)
         first_block = np.arange(0, whole, most, dtype=np.uint64)
         blocks = np.minimum(np.uint64(whole) - first_block, np.uint64(most))
@@ -145,7 +144,7 @@ class TileTable:
         return table
 
     def _cut(self, alike: Sequence[tuple[int, _Rows]], most: int) -> Table:
-        """The tiles of rows that differ in address, scale and place alone, each of at most `most`."""
+        """The tiles of rows that differ only in address, scale and place; each of at most `most` rows."""
         rows = alike[0][1]
         first_row = np.arange(0, rows.rows, most, dtype=np.uint64)[:, None]
         first_column = np.arange(0, rows.columns, self._block, dtype=np.uint64)[None, :]

@@ -10,12 +10,12 @@ Every implementation (digest/host.py on a CPU, digest/cuda.py on a GPU) agrees o
 - The lanes of an element are its bytes in memory order as unsigned little-endian 16-bit numbers; an element of one byte
   is one lane of that byte, zero-extended. bfloat16 has 1 lane, float32 2, complex64 4.
 - word(a, i) is an odd 64-bit hash: a = 0 for lanes, a = d + 1 for axis d.
-- digest_of_zeros adds up over disjoint boxes, too, and no element changes it. Without it zeros of any shape and dtype,
-  and nothing at all, would have the digest 0.
+- digest_of_zeros adds up over disjoint boxes, too, and no element changes it. Without it, zeros of any shape and dtype
+  would have the digest 0, as an empty box has.
 
 An element's factor depends on its coordinates only, not on dtype, device or strides. As every factor is odd, a change
 of one lane always changes the digest; other changes escape with a probability of about 2^-48 or less (two flipped top
-bits of lanes have most). It guards against faults, not against an adversary who chooses weights.
+bits of lanes have the highest). It guards against faults, not against an adversary who chooses weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def word(seed: int, axis: int, index: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def digest_of_zeros(dtype: str, start: tuple[int, ...], shape: tuple[int, ...], seed: int = SEED) -> int:
-    """The digest of a box whose bytes are all zero; 0 if it has no element. dtype: its name, such as "bfloat16".
+    """The digest of a box of zero bytes; 0 if it has no element. dtype: its name, such as "bfloat16".
 
     kind(dtype) * (edge(0, stop0) - edge(0, start0)) * (edge(1, stop1) - edge(1, start1)) * ... modulo 2^64, where kind
     is the first 8 bytes of SHA-256 of the name, little-endian, made odd, and edge(d, i) is what `word(-(d + 1), i)` is
@@ -71,7 +71,7 @@ def digest_of_zeros(dtype: str, start: tuple[int, ...], shape: tuple[int, ...], 
 
 
 def mix(x: int) -> int:
-    """The odd number that splitmix64's finaliser makes of one."""
+    """The result of splitmix64's finaliser, made odd."""
     return _mixed(x) | 1
 
 
@@ -82,19 +82,19 @@ def _mixed(x: int) -> int:
 
 
 def hashed(seed: int, axis: int, index: int) -> int:
-    """What `word` mixes; INDEX_STEP more for the next coordinate."""
+    """The number that `word` mixes; for the next coordinate it is INDEX_STEP more."""
     return (seed + axis * _AXIS_STEP + (index + 1) * INDEX_STEP) & MASK
 
 
 def widened(digest: int, start: tuple[int, ...], shape: tuple[int, ...], seed: int = SEED) -> int:
-    """The digest of a box of bfloat16 values once they lie as float32: each value in the upper lane of its element, and
-    zeros in the lower one. No other lanes have it, as far as a digest can tell."""
-    zeros, kept = (digest_of_zeros(dtype, start, shape, seed) for dtype in ("bfloat16", "float32"))
-    return (digest - zeros) * pow(word(seed, LANE_AXIS, 0), -1, MASK + 1) * word(seed, LANE_AXIS, 1) + kept & MASK
+    """The digest of a box of bfloat16 values after a cast to float32: each value is in the upper lane of its element,
+    and zero in the lower one."""
+    zeros, wide_zeros = (digest_of_zeros(dtype, start, shape, seed) for dtype in ("bfloat16", "float32"))
+    return (digest - zeros) * pow(word(seed, LANE_AXIS, 0), -1, MASK + 1) * word(seed, LANE_AXIS, 1) + wide_zeros & MASK
 
 
 def words(first: int, length: int) -> Words:
-    """`word` of `length` coordinates, of which the first is hashed to `first`."""
+    """`word` of `length` coordinates; `first` is the hash of the first one."""
     x = np.arange(length, dtype=np.uint64)
     x *= np.uint64(INDEX_STEP)
     x += np.uint64(first)
@@ -116,5 +116,5 @@ def outer_words(seed: int, axes: Sequence[Axis]) -> Words:
 
 
 def element_words(seed: int, lanes: int, axes: Sequence[Axis]) -> Words:
-    """The same with one entry for each of `lanes` 16-bit lanes of an element, elements slowest."""
+    """Factors of a block with one entry for each of `lanes` 16-bit lanes of an element, elements slowest."""
     return outer_words(seed, (*axes, (LANE_AXIS, 0, lanes)))

@@ -1,8 +1,8 @@
-"""How NaN and infinity are found among bits, for each dtype, while they are digested. Pure.
+"""How NaN and infinity are found while bits are digested, for each dtype. Pure.
 
-In each lane (digest/factors.py) some bits are inverted, then some are kept; an element is NaN or infinite if what a
-lane of it becomes is as great as `least`. So a greatest lane tells of a whole box. It is looked for only where a bit of
-`guard` is set in memory, as in every NaN and infinity, and in few other weights: floats of 2 and more.
+In each lane (digest/factors.py) some bits are inverted, then some are kept. An element is NaN or infinite if a lane of
+it becomes at least `least`, so the greatest lane decides for a whole box. It is computed only where a bit of `guard` is
+set in memory, as in every NaN and infinity, and in few other weights: floats of 2 and more.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from ckpt_engine.core.dtypes import ITEMSIZES
 
 
 class FiniteRule(NamedTuple):
-    """Of one dtype. flip, mask, guard: of eight bytes of memory, as a little-endian number, however its elements lie in
-    them."""
+    """The rule of one dtype. The first three are for eight bytes of memory, as a little-endian number."""
 
-    flip: int
-    mask: int
-    guard: int
-    least: int
+    flip: int  # bits to invert
+    mask: int  # bits to keep after that
+    guard: int  # bits in memory of which every NaN and infinity has one
+    least: int  # a lane that becomes this or more is NaN or infinite
 
     def of_lane(self, lane: int, bits: int) -> tuple[int, int]:
-        """The bits to invert and those to keep in this lane, of so many bits, of each element."""
+        """The bits to invert and the bits to keep in this lane of each element; bits: of a lane."""
         return self.flip >> lane * bits & (1 << bits) - 1, self.mask >> lane * bits & (1 << bits) - 1
 
 
 def _rule(dtype: str, mask: int, guard: int, least: int, flip: int = 0) -> FiniteRule:
-    """mask, guard: of the last lane of an element, or of half a complex one, in which sign and exponent are."""
+    """The rule of a dtype. mask, guard, least, flip: for the lane with sign and exponent, the last one of an element
+    or of half a complex one."""
     size = 4 if dtype == "complex64" else ITEMSIZES[dtype]
     shift = 8 * (size - min(size, 2))
     places = range(0, 64, 8 * size)
@@ -47,4 +47,4 @@ RULES = {
     "float8_e5m2fnuz": _rule("float8_e5m2fnuz", 0xFF, 0x80, 0xFF, flip=0x7F),
     "float8_e8m0fnu": _rule("float8_e8m0fnu", 0xFF, 0x80, 0xFF),
 }
-"""Of each dtype that can be NaN or infinite; integers cannot."""
+"""The rule of each dtype that can be NaN or infinite; integers cannot."""

@@ -1,7 +1,7 @@
 """Digests of boxes in the memory of this host, by the formula of digest/factors.py.
 
-Boxes become jobs (digest/host_jobs.py) for a kernel that Numba compiles (digest/host_kernel.py). Threads
-share the jobs out, outside of the interpreter's lock. Where Numba is missing numpy digests, at a tenth of the speed.
+Boxes become jobs (digest/host_jobs.py) for a kernel that Numba compiles (digest/host_kernel.py). Threads share the
+jobs, outside of the interpreter's lock. Without Numba, numpy digests at a tenth of the speed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NUMPY_LANES = 1 << 17  # whose 64-bit products exist at one time
 
 
 def digest_host_boxes(boxes: Sequence[HostBox], seed: int = SEED) -> list[int]:
-    """Digests as `digest_boxes` does, of boxes in the host's memory and as they are."""
+    """Digests as `digest_boxes` does, for boxes in the host's memory, without casts."""
     return HostDigests(boxes, seed).run()
 
 
 def warm_up() -> str:
-    """Loads or compiles what digests of host memory need: a second or two in a process's first call, then nothing.
-    Returns why they come from numpy, slowly; empty if they do not. Any thread. Never raises."""
+    """Loads or compiles the kernel for host memory: a second or two in a process's first call, then no time. Returns
+    why digests come from numpy, slowly; empty if they do not. Any thread. Never raises."""
     return _loaded()[1]
 
 
@@ -53,7 +53,7 @@ def _kernel() -> Kernel | None:
 
 @cache
 def _loaded() -> tuple[Kernel | None, str]:
-    """The kernel, or why there is none in this process, which is in the log once."""
+    """The kernel, or why this process has none, which is logged once."""
     try:
         from ckpt_engine.digest.host_kernel import compiled
 
@@ -77,7 +77,7 @@ def checked_box(view: torch.Tensor, start: Sequence[int], served: torch.dtype | 
 
 
 class HostDigests:
-    """Boxes of this host's memory, made ready. Keeps the views. Used from any thread."""
+    """Prepared digests of boxes of this host's memory. Keeps the views. Used from any thread."""
 
     def __init__(
         self,
@@ -86,16 +86,16 @@ class HostDigests:
         sources: Sequence[torch.Tensor] | None = None,
         finite: bool = False,
     ) -> None:
-        """sources: of each box, what a run copies to it first, in one pass over memory: of the same shape and dtype,
-        and not overlapping with any box. finite: look for NaN and infinity, too. A lazily conjugated or negated view
-        is worked out here, once. Raises as `digest_box`, and INVALID_ARGUMENT for what is not strided memory of this
-        host or does not fit together."""
+        """sources: for each box, the memory that a run copies to it first, in one pass over memory; of the same shape
+        and dtype, overlapping with no box. finite: look for NaN and infinity, too. A lazily conjugated or negated view
+        is resolved here, once. Raises as `digest_box`, and INVALID_ARGUMENT for views that are not strided memory of
+        this host, or a source that does not fit its box."""
         self._seed = seed
         self._boxes = [(_plain(view, start), tuple(start)) for view, start in boxes]
         zeros = (digest_of_zeros(dtype_name(view.dtype), at, tuple(view.shape), seed) for view, at in self._boxes)
         self._zeros: Words = np.fromiter(zeros, dtype=np.uint64, count=len(boxes))  # what the lanes' sums are added to
         self.not_finite: list[bool] = []
-        """Of the last run, if it looked: which boxes hold NaN or infinity."""
+        """Which boxes held NaN or infinity in the last run, if `finite` was set."""
         names = [dtype_name(view.dtype) if finite else "" for view, _ in self._boxes]
         self._rules = [RULES.get(name) for name in names]
         plain = [] if sources is None else _plain_sources(sources, self._boxes)
@@ -106,7 +106,7 @@ class HostDigests:
             if plain:
                 self._copies = [(view, source) for (view, _), source in zip(self._boxes, plain, strict=True)]
             return
-        from ckpt_engine.digest.host_jobs import jobs_of, joined, lie_alike, look_for
+        from ckpt_engine.digest.host_jobs import jobs_of, join, lie_alike, look_for
 
         layouts = []
         for index, ((view, start), source) in enumerate(zip(self._boxes, self._sources, strict=True)):
@@ -116,7 +116,7 @@ class HostDigests:
                 self._copies.append((view, source))
                 self._sources[index] = other = None
             layouts.append(jobs_of(shape, strides, other, start, view.itemsize, seed))
-        self._jobs, self._of_job, self._ends = joined(layouts)
+        self._jobs, self._of_job, self._ends = join(layouts)
         look_for(self._jobs, self._of_job, self._rules)
 
     def run(self) -> list[int]:
@@ -164,7 +164,7 @@ def _share_out(kernel: Kernel, jobs: Words, found: Words, greatest: Words, ends:
         for part in parts:  # the interpreter's lock gives each to one thread
             kernel(jobs[part], found[part], greatest[part])
 
-    # Waking a thread takes as long as half a share, so each is woken once and then helps itself.
+    # Waking a thread takes as long as half a share, so each is woken once and then takes further jobs.
     helping = [_pool(os.getpid(), threads).submit(work) for _ in range(min(threads, shares) - 1)]
     work()
     for each in helping:
@@ -206,7 +206,7 @@ def _by_numpy(view: torch.Tensor, start: tuple[int, ...], seed: int) -> int:
     """The sum of the formula, axis by axis."""
     lanes = _lanes_of(view)
     axes = zip((*range(1, view.dim() + 1), 0), (*start, 0), lanes.shape, strict=True)
-    return _contracted(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
+    return _contract(lanes, [words(hashed(seed, axis, first), length) for axis, first, length in axes])
 
 
 def _lanes_of(view: torch.Tensor) -> npt.NDArray[Any]:
@@ -217,7 +217,7 @@ def _lanes_of(view: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _greatest(lanes: npt.NDArray[Any], rule: FiniteRule) -> int:
-    """The greatest lane as digest/finite.py has it."""
+    """The greatest lane, as digest/finite.py defines it."""
     if lanes.size > _NUMPY_LANES and max(lanes.shape[:-1]) > 1:
         return max(_greatest(half, rule) for half in np.array_split(lanes, 2, int(np.argmax(lanes.shape[:-1]))))
     bits = 8 * lanes.itemsize
@@ -225,12 +225,12 @@ def _greatest(lanes: npt.NDArray[Any], rule: FiniteRule) -> int:
     return int(((lanes ^ flip) & mask).max(initial=0))
 
 
-def _contracted(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:
+def _contract(lanes: npt.NDArray[Any], factors: Sequence[Words]) -> int:
     """The sum of lanes times the factor of each of their axes, modulo 2^64."""
     if lanes.size > _NUMPY_LANES:
         axis = int(np.argmax(lanes.shape))
         halves = zip(np.array_split(lanes, 2, axis), np.array_split(factors[axis], 2), strict=True)
-        return sum(_contracted(half, [*factors[:axis], its, *factors[axis + 1 :]]) for half, its in halves) & MASK
+        return sum(_contract(half, [*factors[:axis], its, *factors[axis + 1 :]]) for half, its in halves) & MASK
     sums = lanes.astype(np.uint64)
     for each in reversed(factors):
         sums = sums @ each

@@ -19,13 +19,12 @@ _WIDE = 512  # columns that are worth a row
 
 
 class _Axis(NamedTuple):
-    """hash: what `factors.word` mixes for its first coordinate. step: bytes from one to the next; source_step: those in
-    what is copied."""
+    """An axis of a box."""
 
-    hash: int
+    hash: int  # the number that `factors.word` mixes for its first coordinate
     length: int
-    step: int
-    source_step: int
+    step: int  # bytes from one coordinate to the next
+    source_step: int  # the same in the memory that is copied
 
     def parts(self, most: int) -> list[tuple[int, _Axis]]:
         """Parts of nearly equal length, `most` at most, each with its first index."""
@@ -37,11 +36,11 @@ class _Axis(NamedTuple):
 
 
 _NO_AXIS = _Axis(0, 1, 0, 0)
-"""A single coordinate with factor 1: what is hashed to 0 is mixed to 0, and made odd."""
+"""A single coordinate with factor 1: a hash of 0 is mixed to 0, and made odd."""
 
 
-def joined(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.dtype[np.intp]], Words]:
-    """The jobs of all boxes; of each, its box, and the bytes of all up to it."""
+def join(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.dtype[np.intp]], Words]:
+    """The jobs of all boxes; for each job its box, and the bytes of all jobs up to it."""
     jobs = np.concatenate([np.empty((0, FIELDS), dtype=np.uint64), *layouts])
     of_job = np.repeat(np.arange(len(layouts)), [len(layout) for layout in layouts])
     return jobs, of_job, np.cumsum(jobs[:, field.ROWS] * jobs[:, field.WIDTH] * jobs[:, field.UNIT])
@@ -50,14 +49,14 @@ def joined(layouts: Sequence[Words]) -> tuple[Words, np.ndarray[tuple[int], np.d
 def look_for(
     jobs: Words, of_job: np.ndarray[tuple[int], np.dtype[np.intp]], rules: Sequence[FiniteRule | None]
 ) -> None:
-    """Has the greatest lanes of these boxes found, by their rules; None: not of this one."""
+    """Sets the jobs of these boxes to find greatest lanes, by the boxes' rules; None: not of this box."""
     if any(rules):
         of_box = np.array([rule[:3] if rule else (0, 0, 0) for rule in rules], dtype=np.uint64)
         jobs[:, field.FLIP : field.GUARD + 1] = of_box[of_job]
 
 
 def lie_alike(shape: Sequence[int], strides: Sequence[int], source_strides: Sequence[int], itemsize: int) -> bool:
-    """Whether neighbours in a box are neighbours in what is copied to it, so that rows can be copied."""
+    """Whether neighbours in a box are neighbours in the memory that is copied to it, so that rows can be copied."""
     steps = [
         (stride, other) for length, stride, other in zip(shape, strides, source_strides, strict=True) if length > 1
     ]
@@ -75,7 +74,7 @@ def jobs_of(
 ) -> Words:
     """The jobs of a box, addresses counting from its first element's. Not to be written to.
 
-    strides: in elements. source_strides: of what is copied to the box first, if anything is; see `lie_alike`.
+    strides: in elements. source_strides: of memory that is copied to the box first, if any; see `lie_alike`.
     """
     if 0 in shape:
         return np.empty((0, FIELDS), dtype=np.uint64)
@@ -88,12 +87,12 @@ def jobs_of(
         else:
             axes.append(_Axis(hashed(seed, number, first), length, stride * itemsize, other * itemsize))
     axes.sort(key=lambda axis: -axis.step)
-    beside = unit if source_strides is not None else 0
+    source_unit = unit if source_strides is not None else 0
     if lanes > 1:
-        axes.append(_Axis(hashed(seed, LANE_AXIS, 0), lanes, unit, beside))
+        axes.append(_Axis(hashed(seed, LANE_AXIS, 0), lanes, unit, source_unit))
     else:
         scale = scale * word(seed, LANE_AXIS, 0) & MASK
-    axes = axes or [_NO_AXIS._replace(step=unit, source_step=beside)]
+    axes = axes or [_NO_AXIS._replace(step=unit, source_step=source_unit)]
     place, most = _columns(axes)
     (slowest, *columns), outer = axes[place:], axes[:place]
     rows = outer.pop(max(range(place), key=lambda at: outer[at].length)) if place else _NO_AXIS

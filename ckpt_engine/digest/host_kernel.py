@@ -1,8 +1,8 @@
 """The digest of memory of this host, compiled by Numba. Importing this needs Numba; digest/host.py makes the jobs.
 
 A job is evenly spaced rows of evenly spaced lanes. Each lane is multiplied by its column's factor, each row's sum by
-the row's factor, all by the job's scale. What is compiled stands in this file alone, since Numba looks at no other file
-to see whether the code that it kept is stale.
+the row's factor, all by the job's scale. All compiled code is in this file, since Numba checks no other file to see
+whether its cached code is stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.digest import factors
 from ckpt_engine.digest.numba_cache import may_cache
 
 COLUMNS = 32768
-"""Lanes of a row, at most; their factors take 256 KiB, which stay in a core's second cache."""
+"""Lanes of a row, at most; their factors take 256 KiB, which fit a core's second cache."""
 
 COLUMN_AXES = 4
 """Axes that a row spans, at most."""
@@ -31,26 +31,27 @@ ADDRESS, SOURCE, SCALE, ROWS, ROW_STEP, SOURCE_ROW_STEP, ROW_HASH, UNIT, COLUMN_
     range(14)
 )
 """Fields of a job. Addresses and row steps are in bytes, the column step in lanes, UNIT is the bytes of a lane. SOURCE:
-what is copied to ADDRESS first, or 0; columns lie side by side then. FLIP, MASK, GUARD: how the
+the address of memory that is copied to ADDRESS first, or 0; columns are then contiguous. FLIP, MASK, GUARD: how the
 greatest lane is found (digest/finite.py); a MASK of 0: it is not. After these come, for each of AXES axes of a row,
-slowest first, what `factors.word` hashes for its first coordinate, and its length."""
+slowest first, the hash of its first coordinate (see `factors.word`), and its length."""
 
 FIRST_AXIS = AXES + 1
 FIELDS = FIRST_AXIS + 2 * COLUMN_AXES
 
 Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
-"""(jobs, uint64 [jobs, FIELDS]; found and greatest, uint64 [jobs], what it writes: the digest, and the greatest lane as
-digest/finite.py has it, or less where no lane is as great as matters). Runs outside of the interpreter's lock."""
+"""Takes (jobs, uint64 [jobs, FIELDS]; found, greatest, uint64 [jobs]) and writes the last two: the digest, and the
+greatest lane as digest/finite.py defines it, or less if that is below `least`. Runs outside of the interpreter's
+lock."""
 
 ArrivingKernel = Callable[
     [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None
 ]
-"""(jobs; found; finished, uint8 [jobs], 1 where found is written; state, int64 [STATE]). Several threads run it at
-once, and share the jobs out; each ends when none is left, or at state[ENDED]."""
+"""Takes (jobs; found; finished, uint8 [jobs], 1 where found is written; state, int64 [STATE]). Several threads run it
+at once and share the jobs; each ends when no job remains, or at state[ENDED]."""
 
 NEXT, READY, ENDED, STATE = 0, 8, 16, 24
-"""Of a state, each on a cache line of its own: the next job that nobody has taken, how many jobs have their memory, and
-whether no more will."""
+"""Indices of a state, each on a cache line of its own: the next free job, how many jobs have their memory, and whether
+no more will."""
 
 # Two rows at once halve the loads of factors. What will be read soon is fetched ahead, one row after the other: without
 # that, rows and factors come too late, and a core reaches half of this (of a copy: seven eighths).
@@ -68,17 +69,17 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 def compiled() -> Kernel:
     """The kernel. Takes about a second, or a tenth where an earlier process could keep what it compiled."""
-    kernel: Kernel = _compiled(digest_jobs, "void(uint64[:, ::1], uint64[::1], uint64[::1])")
+    kernel: Kernel = _compile(digest_jobs, "void(uint64[:, ::1], uint64[::1], uint64[::1])")
     return kernel
 
 
 def compiled_arriving() -> ArrivingKernel:
-    """The same for what arrives while it is digested."""
-    kernel: ArrivingKernel = _compiled(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
+    """The kernel for memory that arrives while it is digested."""
+    kernel: ArrivingKernel = _compile(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
     return kernel
 
 
-def _compiled(function: Callable[..., None], signature: str) -> Any:
+def _compile(function: Callable[..., None], signature: str) -> Any:
     if may_cache(Path(__file__).parent):
         with contextlib.suppress(Exception):  # no room, a damaged file: compiled for this process alone then
             return njit(signature, nogil=True, cache=True)(function)
@@ -105,7 +106,7 @@ _byte, _lane, _factor = _loads(8), _loads(16), _loads(64)
 
 @intrinsic
 def _fetch(context, address):
-    """Brings a line of memory near; any address will do."""
+    """Prefetches a line of memory; any address is allowed."""
 
     def build(context, builder, signature, arguments):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -134,7 +135,7 @@ _EIGHT, _NUMBER = ir.VectorType(ir.IntType(64), 8), ir.IntType(64)
 
 
 def _everywhere(builder, value):
-    """A line of memory of which each eight bytes hold this."""
+    """A line of memory with this number in each eight bytes."""
     nothing, zeros = ir.Constant(_EIGHT, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
     first = builder.insert_element(nothing, value, ir.IntType(32)(0))
     return builder.shuffle_vector(first, nothing, zeros)
@@ -165,15 +166,15 @@ def _gathers(bits: int, combined):
         def build(context, builder, signature, arguments):
             address, size, flip, mask, into = arguments
             flips, masks = _everywhere(builder, flip), _everywhere(builder, mask)
-            there, found = builder.inttoptr(into, lines.as_pointer()), cgutils.alloca_once(builder, lines)
-            builder.store(builder.load(there, align=8), found)
+            target, found = builder.inttoptr(into, lines.as_pointer()), cgutils.alloca_once(builder, lines)
+            builder.store(builder.load(target, align=8), found)
 
             def take(each):
                 value = builder.bitcast(builder.and_(builder.xor(each, flips), masks), lines)
                 builder.store(combined(builder, value, builder.load(found)), found)
 
             _walk(builder, address, size, take)
-            builder.store(builder.load(found), there, align=8)
+            builder.store(builder.load(found), target, align=8)
             return context.get_dummy_value()
 
         return types.void(*[types.uint64] * 5), build
@@ -188,7 +189,7 @@ _note = _gathers(64, lambda on, one, other: on.or_(one, other))
 
 @intrinsic
 def _take(context, address):
-    """Adds one to the number at an address; what it was before."""
+    """Adds one to the number at an address; returns the former number."""
 
     def build(context, builder, signature, arguments):
         number = ir.IntType(64)
@@ -199,8 +200,8 @@ def _take(context, address):
 
 
 @intrinsic
-def _seen(context, address):
-    """The number at an address, which another thread may write; and what that one wrote before it."""
+def _peek(context, address):
+    """Loads a number that another thread may write, with acquire order: that thread's earlier writes are visible."""
 
     def build(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -211,7 +212,7 @@ def _seen(context, address):
 
 @intrinsic
 def _tell(context, address):
-    """Writes 1 to a byte, after everything that was written before."""
+    """Writes 1 to a byte, with release order: after all earlier writes."""
 
     def build(context, builder, signature, arguments):
         byte = ir.IntType(8)
@@ -260,18 +261,18 @@ def _fill(job, table):
 
 
 @njit
-def _emptied(lines, which, guard):
-    """Whether a line of memory had a bit of `guard`; it has none afterwards."""
-    seen = _NONE
+def _empty(lines, which, guard):
+    """Clears a line of memory; returns whether it had a bit of `guard`."""
+    bits = _NONE
     for place in range(which * _LINE // 8, (which + 1) * _LINE // 8):
-        seen |= lines[place]
+        bits |= lines[place]
         lines[place] = _NONE
-    return seen & guard != _NONE
+    return bits & guard != _NONE
 
 
 @njit
 def _greatest(address, count, step, unit, flip, mask, greatest):
-    """The greatest of `count` lanes, `step` apart; 0 if it went into the line at `greatest`."""
+    """The greatest of `count` lanes, `step` apart; 0 if it was merged into the line at `greatest`."""
     size, most = np.uint64(count) * unit, _NONE
     if step == 1 and size >= np.uint64(_LINE):
         if unit == _TWO:
@@ -289,20 +290,20 @@ def _greatest(address, count, step, unit, flip, mask, greatest):
 
 @njit
 def _rows(job, table, lines):
-    """The sum of a job, without its scale, and its greatest lane. table: the address of the columns' factors.
-    lines: two of memory, for this alone."""
+    """The sum of a job, without its scale, and its greatest lane. table: the address of the columns' factors. lines:
+    two lines of memory, for its own use."""
     rows, width, column_step = np.int64(job[ROWS]), np.int64(job[WIDTH]), np.int64(job[COLUMN_STEP])
     unit, step, copies = job[UNIT], job[ROW_STEP], job[SOURCE] != _NONE
     flip, mask, guard = job[FLIP], job[MASK], job[GUARD]
     total, most = _NONE, _NONE
     greatest = np.uint64(lines.ctypes.data)
-    seen = greatest + np.uint64(_LINE)
+    union = greatest + np.uint64(_LINE)
     noted = mask != _NONE and column_step == 1 and np.uint64(width) * unit >= np.uint64(_LINE)
-    _emptied(lines, 0, guard)
-    _emptied(lines, 1, guard)
+    _empty(lines, 0, guard)
+    _empty(lines, 1, guard)
     for row in range(0, rows, 2):
         index = np.uint64(row)
-        paired = row + 1 < rows  # the last of an odd number is its own neighbour, with a factor of 0
+        paired = row + 1 < rows  # the last one of an odd number pairs with itself, with a factor of 0
         first = job[ADDRESS] + index * step
         second = first + step if paired else first
         source = job[SOURCE] + index * job[SOURCE_ROW_STEP]
@@ -315,7 +316,7 @@ def _rows(job, table, lines):
             count = _SEGMENT if width - begin > _SEGMENT else width - begin
             skipped, size = np.uint64(begin * column_step) * unit, count * np.int64(unit)
             one, other, part = first + skipped, second + skipped, table + np.uint64(8 * begin)
-            # While a copied pair of rows is digested nothing else is loaded: the next pair is.
+            # While a copied pair of rows is digested, nothing else is loaded, so the next pair is fetched.
             near = source + _TWO * job[SOURCE_ROW_STEP] + skipped if copies else one + _AHEAD
             far = near + job[SOURCE_ROW_STEP] if copies else other + _AHEAD
             for line in range(0, size, _LINE):
@@ -339,10 +340,10 @@ def _rows(job, table, lines):
                     second_sum += _byte(other, column) * factor
             if noted:
                 more = np.uint64(_LINE - size if size < _LINE else 0)  # of the segment before
-                _note(one - more, np.uint64(size) + more, _NONE, _ALL, seen)
+                _note(one - more, np.uint64(size) + more, _NONE, _ALL, union)
                 if paired:
-                    _note(other - more, np.uint64(size) + more, _NONE, _ALL, seen)
-        if mask != _NONE and (not noted or _emptied(lines, 1, guard)):
+                    _note(other - more, np.uint64(size) + more, _NONE, _ALL, union)
+        if mask != _NONE and (not noted or _empty(lines, 1, guard)):
             most = max(most, _greatest(first, width, column_step, unit, flip, mask, greatest))
             if paired:
                 most = max(most, _greatest(second, width, column_step, unit, flip, mask, greatest))
@@ -375,7 +376,7 @@ def digest_jobs(jobs, found, greatest):
 
 
 def digest_arriving(jobs, found, finished, state):
-    """Writes the digest of each job that this thread takes, once its memory is there."""
+    """Writes the digest of each job that this thread takes, once its memory has arrived."""
     table = np.empty(COLUMNS, dtype=np.uint64)
     lines = np.empty(2 * _LINE // 8, dtype=np.uint64)
     at = np.uint64(state.ctypes.data)
@@ -385,11 +386,11 @@ def digest_arriving(jobs, found, finished, state):
         index = _take(at + np.uint64(8 * NEXT))
         if index >= jobs.shape[0]:
             return
-        while _seen(at + np.uint64(8 * READY)) <= index:
-            if _seen(at + np.uint64(8 * ENDED)) != 0:
+        while _peek(at + np.uint64(8 * READY)) <= index:
+            if _peek(at + np.uint64(8 * ENDED)) != 0:
                 return
             _rest()
-        if _seen(at + np.uint64(8 * ENDED)) != 0:
+        if _peek(at + np.uint64(8 * ENDED)) != 0:
             return
         if last < 0 or not _alike(jobs[index], jobs[last]):
             _fill(jobs[index], table)

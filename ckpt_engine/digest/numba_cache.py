@@ -1,4 +1,4 @@
-"""Whether Numba may keep what it compiles: decides who else could write there, and not what is compiled."""
+"""Whether Numba may cache compiled code: decides whether other users could write there, and not what is compiled."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def may_cache(folder: Path) -> bool:
-    """Whether the place that Numba would keep compiled code in is one that only this user, or who installed this, can
-    write to: it is loaded as code. Numba takes NUMBA_CACHE_DIR, else `folder`, else one in the user's home."""
+    """Whether only this user, or the one that installed this package, can write to Numba's cache, which is loaded as
+    code. Numba takes NUMBA_CACHE_DIR, else `folder`, else a directory in the user's home."""
     if os.environ.get("NUMBA_CACHE_DIR") or os.access(folder, os.W_OK):
         return True
     try:

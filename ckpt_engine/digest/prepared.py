@@ -1,7 +1,7 @@
-"""Digests of the same boxes, again and again: everything that can be done once is done once.
+"""Repeated digests of the same boxes: everything that can be done once is done once.
 
-Boxes may lie on a CPU and on any number of GPUs. Those on a GPU are digested there (digest/cuda.py) where Triton
-is at hand, and on the host, after a copy, where it is not, which is said in the log once.
+Boxes may lie on a CPU and on any number of GPUs. Those on a GPU are digested there (digest/cuda.py) where Triton is
+installed; else on the host, after a copy, which is logged once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.digest.host import HostDigests, checked_box
 log = logging.getLogger(__name__)
 
 Served = Sequence[torch.dtype | None] | None
-"""Of each box, the dtype that it is digested as; None: its own."""
+"""For each box, the dtype as which it is digested; None: its own."""
 
 _Found = tuple[list[int], list[bool]]
 """Digests of boxes, and which of them hold NaN or infinity."""
@@ -32,14 +32,14 @@ _HOST_BYTES = 256 << 20  # of casts and of copies from a GPU that exist at one t
 
 
 class PreparedDigests:
-    """Boxes, checked and made ready. Keeps the views. Used from one thread at a time."""
+    """Prepared digests of checked boxes. Keeps the views. Used from one thread at a time."""
 
     def __init__(self, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> None:
         self._boxes = list(boxes)
         self._seed = seed
         self._finite = finite
         self.not_finite: list[bool] = []
-        """Of what was collected last, if it was looked for: which boxes hold NaN or infinity."""
+        """Which boxes held NaN or infinity when digests were last collected, if `finite` was set."""
         self._converted: list[int] = []  # at each run, before the host digests them
         self._cuda: list[tuple[list[int], digest_cuda.CudaDigests]] = []
         self._found: list[tuple[list[int], _Found]] = []
@@ -54,15 +54,15 @@ class PreparedDigests:
                 as_they_are.append(index)
         self._host = as_they_are, HostDigests([self._boxes[index][:2] for index in as_they_are], seed, finite=finite)
         for device, indices in on_device.items():
-            made = _on_gpu(device, [self._boxes[index] for index in indices], seed, finite)
-            if made is None:
+            digests = _on_gpu(device, [self._boxes[index] for index in indices], seed, finite)
+            if digests is None:
                 self._converted += indices
             else:
-                self._cuda.append((indices, made))
+                self._cuda.append((indices, digests))
 
     @property
     def bytes(self) -> int:
-        """What one run reads."""
+        """Bytes that one run reads."""
         return sum(view.nbytes for view, _, _ in self._boxes)
 
     @property
@@ -71,7 +71,7 @@ class PreparedDigests:
         return sum(digests.launches for _, digests in self._cuda)
 
     def launch(self) -> None:
-        """Enqueues the work of GPUs, each on its current stream, and does that of the host."""
+        """Queues the work of GPUs, each on its current stream, and carries out that of the host."""
         for _, digests in self._cuda:
             digests.launch()
         converted = _of_host([self._boxes[index] for index in self._converted], self._seed, self._finite)
@@ -99,37 +99,36 @@ def prepare_digests(
     served: Served = None,
     finite: bool = False,
 ) -> PreparedDigests:
-    """Makes boxes ready, on the calling thread; the first one of a process, or on a GPU, compiles, which
-    takes seconds.
+    """Prepares digests of boxes, on the calling thread. The first call of a process, or on a GPU, compiles, which takes
+    seconds.
 
-    boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does; of a
-    NaN, any that is a NaN, so weights with NaN may differ between a GPU and a CPU. finite: look for NaN and infinity in
-    what is digested, too. Raises INVALID_ARGUMENT as
-    `digest_box`.
+    boxes: as in `digest_boxes`. served: digests are of `view.to(dtype)`, rounded to nearest even as torch does. A NaN
+    may become any other NaN, so weights with NaN may differ between a GPU and a CPU. finite: look for NaN and infinity
+    in the values that are digested, too. Raises INVALID_ARGUMENT as `digest_box`.
     """
-    return PreparedDigests(_checked(boxes, served), seed, finite)
+    return PreparedDigests(_check_boxes(boxes, served), seed, finite)
 
 
 def digest_anywhere(
     boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], seed: int = SEED, served: Served = None
 ) -> list[int]:
-    """Digests as `digest_boxes` does, for boxes some of which lie on a GPU or are cast. The tables of the last few sets
-    of boxes are kept, by where the boxes lie; they keep no tensor alive."""
-    checked = _checked(boxes, served)
+    """Digests as `digest_boxes` does, also for boxes that lie on a GPU or are cast. Caches the tables of the last few
+    sets of boxes, by address; they keep no tensor alive."""
+    checked = _check_boxes(boxes, served)
     digests = [0] * len(checked)
     of_device: dict[torch.device, list[int]] = {}
     for index, (view, _, _) in enumerate(checked):
         of_device.setdefault(view.device, []).append(index)
     for device, indices in of_device.items():
         part = [checked[index] for index in indices]
-        found = _kept(device, part, seed) if device.type == "cuda" else None
+        found = _cached(device, part, seed) if device.type == "cuda" else None
         values = _of_host(part, seed)[0] if found is None else found.run()
         for index, value in zip(indices, values, strict=True):
             digests[index] = value
     return digests
 
 
-def _checked(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served) -> list[digest_cuda.Box]:
+def _check_boxes(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served) -> list[digest_cuda.Box]:
     dtypes = [None] * len(boxes) if served is None else served
     if len(dtypes) != len(boxes):
         raise invalid(f"{len(dtypes)} dtypes for {len(boxes)} boxes; give one, or None, for each")
@@ -143,7 +142,7 @@ def _checked(boxes: Sequence[tuple[torch.Tensor, Sequence[int]]], served: Served
 def _on_gpu(
     device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False
 ) -> digest_cuda.CudaDigests | None:
-    """None, with the reason in the log once, if they have to be digested on the host."""
+    """Prepares digests on a GPU; None, with the reason logged once, if the host has to digest the boxes."""
     why = digest_cuda.missing()
     if not why:
         try:
@@ -163,24 +162,24 @@ _lock = threading.Lock()
 _prepared: OrderedDict[Hashable, digest_cuda.CudaDigests] = OrderedDict()
 
 
-def _kept(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
+def _cached(device: torch.device, boxes: Sequence[digest_cuda.Box], seed: int) -> digest_cuda.CudaDigests | None:
     key = (device, seed, *((v.data_ptr(), v.shape, v.stride(), v.dtype, start, served) for v, start, served in boxes))
     with _lock:
         found = _prepared.get(key)
         if found is not None:
             _prepared.move_to_end(key)
             return found
-    made = _on_gpu(device, boxes, seed)
-    if made is not None and made.forget():
+    digests = _on_gpu(device, boxes, seed)
+    if digests is not None and digests.forget():
         with _lock:
-            _prepared[key] = made
+            _prepared[key] = digests
             while len(_prepared) > _KEPT:
                 _prepared.popitem(last=False)
-    return made
+    return digests
 
 
 def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) -> _Found:
-    """Casts, and copies of what lies on a GPU, are made for some boxes at a time."""
+    """Digests on the host; casts, and copies from a GPU, are made for some boxes at a time."""
     digests: list[int] = []
     not_finite: list[bool] = []
 
@@ -192,9 +191,9 @@ def _of_host(boxes: Sequence[digest_cuda.Box], seed: int, finite: bool = False) 
     waiting: list[tuple[torch.Tensor, tuple[int, ...]]] = []
     size = 0
     for view, start, served in boxes:
-        there = view.to(device="cpu", dtype=served)
-        size += there.nbytes if there is not view else 0
-        waiting.append((there, start))
+        host_view = view.to(device="cpu", dtype=served)
+        size += host_view.nbytes if host_view is not view else 0
+        waiting.append((host_view, start))
         if size > _HOST_BYTES:
             digest()
             waiting, size = [], 0

@@ -1,4 +1,4 @@
-"""Which machine this process runs on, told by facts that only its processes share."""
+"""Identifies the machine on which this process runs, by facts that only its processes share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckpt_engine.v1.weights_pb2 import Host
 def this_host(advertise: str = "") -> Host:
     """The Host of this process. `advertise` is the address at which other hosts reach it; it may be empty.
 
-    Two processes with equal `boot_id` and `pid_namespace` can find each other under /proc. A fact that the kernel does
-    not tell stays empty; an empty fact never counts as shared. GPUs are told if this process uses some already.
+    Two processes with equal `boot_id` and `pid_namespace` can find each other under /proc. A fact that the kernel hides
+    stays empty; an empty fact never counts as shared. GPUs are listed if this process uses some already.
     """
     return Host(
         boot_id=_read(Path("/proc/sys/kernel/random/boot_id")),

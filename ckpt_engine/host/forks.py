@@ -1,4 +1,4 @@
-"""What a forked child lets go of: sockets above all, which would hide its parent's death from others if kept."""
+"""What a forked child closes: mainly sockets, which would hide its parent's death from peers if they stayed open."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ class Forgets(Protocol):
     """Something that belongs to the process that made it."""
 
     def forget(self) -> None:
-        """Called in a forked child: closes what came with the fork, and tells nobody. Never raises."""
+        """Called in a forked child: closes inherited copies without telling peers. Never raises."""
         ...
 
 
-_known: weakref.WeakSet[Forgets] = weakref.WeakSet()
+_registered: weakref.WeakSet[Forgets] = weakref.WeakSet()
 
 
 def forget_in_children(thing: Forgets) -> None:
     """Has every child that is forked from now on call `forget`, for as long as `thing` lives. Any thread."""
-    _known.add(thing)
+    _registered.add(thing)
 
 
 def _after_fork() -> None:
-    for each in list(_known):
+    for each in list(_registered):
         each.forget()
 
 

@@ -1,7 +1,7 @@
 """Which GPUs hold the weights of this process, and which others they reach: facts for the choice of a transport.
 
-Starts CUDA in no process that does not use it. Never raises: what nothing tells stays out, and a GPU that is not listed
-is one of which nobody knows.
+Does not start CUDA in a process that does not use it. Never raises: unknown facts are left out, and so is the link to a
+GPU of which nothing is known.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _gpu(uuid: bytes, name: str) -> Gpu:
 
 
 def _visible(uuid: bytes) -> list[GpuReach]:
-    """What the driver tells of the GPUs that this process sees."""
+    """The links to the GPUs that this process sees, as the driver has them."""
     reach = []
     own = driver().device_of_uuid(uuid)
     for other in range(driver().device_count()):

@@ -1,7 +1,7 @@
 """Nodes of the host's memory: those that exist, and memory spread over them.
 
-A page lies where the thread that first takes it runs, unless it is told otherwise: a relay that fills a slot from one
-thread would put all of it beside one socket, and the GPUs of the other one would read through the link between them.
+By default a page lies on the node of the thread that first takes it. A relay that fills a slot from one thread would
+put all of it beside one socket, and the GPUs of the other socket would read through the link between them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def memory_nodes(path: Path = _NODES) -> list[int]:
 
 
 def spread(address: int, size: int, path: Path = _NODES) -> list[int]:
-    """Pages of a mapping that nobody has touched yet are taken from all nodes in turns, by whoever touches them, if
-    there are two nodes or more. Returns those nodes; empty where that cannot be, which is in the log."""
+    """Has untouched pages of a mapping taken from all nodes in turns, by any thread, if there are two nodes or more.
+    Returns the nodes; empty if the kernel refuses, which is logged."""
     nodes = memory_nodes(path)
     if len(nodes) < 2:
         return nodes
@@ -46,7 +46,7 @@ def spread(address: int, size: int, path: Path = _NODES) -> list[int]:
 
 
 def interleave(address: int, size: int, nodes: list[int]) -> str:
-    """Asks the kernel for it. Why it does not do that; empty if it does."""
+    """Asks the kernel to interleave pages over nodes. Returns why it refuses; empty if it does not."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"mbind is not known for {platform.machine()}"
@@ -57,7 +57,7 @@ def interleave(address: int, size: int, nodes: list[int]) -> str:
         mask[node // word] |= 1 << node % word
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    failed = call(
+    status = call(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_ulong(size),
@@ -66,4 +66,4 @@ def interleave(address: int, size: int, nodes: list[int]) -> str:
         ctypes.c_ulong(bits),
         ctypes.c_ulong(0),
     )
-    return os.strerror(ctypes.get_errno()) if failed else ""
+    return os.strerror(ctypes.get_errno()) if status else ""

@@ -1,7 +1,6 @@
-"""What NVIDIA's management library tells of the GPUs of this host: their links, also of GPUs that CUDA hides here.
+"""The GPUs of this host as NVIDIA's management library has them: their links, also of GPUs that CUDA hides here.
 
-It starts CUDA in no process and holds no GPU memory, so any process may ask. A missing library is a reason, not
-a crash.
+It does not start CUDA and holds no GPU memory, so any process may ask. A missing library raises NvmlError.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class NvmlError(RuntimeError):
-    """The library is missing, or a call of it failed; says so in its own words."""
+    """The library is missing, or a call of it failed; with the library's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU. uuid: 16 bytes. memory: bytes."""
+    """A GPU."""
 
-    uuid: bytes
+    uuid: bytes  # 16 bytes
     name: str
-    pci: str
-    memory: int
+    pci: str  # its address on the PCI bus
+    memory: int  # bytes
 
 
 @functools.cache
@@ -72,19 +71,19 @@ def devices() -> tuple[Device, ...]:
 
 @functools.cache
 def link(uuid: bytes, other: bytes) -> GpuReach.Link:
-    """How one GPU reaches the memory of another one. Raises NvmlError, also for a GPU that it does not show."""
+    """How one GPU reaches the memory of another one. Raises NvmlError, also for a GPU that the library hides."""
     library = _library()
-    known = {device.uuid: index for index, device in enumerate(devices())}
-    if uuid not in known or other not in known:
-        raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in known else uuid)}")
-    one, two = _handle(library, known[uuid]), _handle(library, known[other])
+    indices = {device.uuid: index for index, device in enumerate(devices())}
+    if uuid not in indices or other not in indices:
+        raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in indices else uuid)}")
+    one, two = _handle(library, indices[uuid]), _handle(library, indices[other])
     if not _can(library, one, two, _READ):
         return GpuReach.NONE
     return GpuReach.NVLINK if _can(library, one, two, _NVLINK) else GpuReach.PCIE
 
 
 def used_bytes(uuid: bytes) -> int:
-    """Memory of a GPU that is taken now, by whomever. Raises NvmlError, also for a GPU that it does not show."""
+    """Bytes of a GPU's memory that any process has taken. Raises NvmlError, also for a GPU that the library hides."""
     library = _library()
     for index, device in enumerate(devices()):
         if device.uuid == uuid:

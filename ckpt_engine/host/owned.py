@@ -1,4 +1,4 @@
-"""Who owns a directory that this process cannot write in, and what to do about it."""
+"""Explains why this process cannot write in a directory, with its owner, and what to do about it."""
 
 from __future__ import annotations
 

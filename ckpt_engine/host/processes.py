@@ -1,4 +1,4 @@
-"""Which process is which, also when pids are used again, and whose the one at the other end of a socket is."""
+"""Identifies processes, also when pids are reused, and the process and user at the other end of a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 def process_start_time(pid: int) -> int:
     """Clock ticks between boot and the start of ``pid``, 0 if there is no such process (or it is a zombie).
 
-    Together with the pid it names one process for ever: field 22 of /proc/<pid>/stat, see proc_pid_stat(5).
+    Together with the pid it identifies one process for ever: field 22 of /proc/<pid>/stat, see proc_pid_stat(5).
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -33,5 +33,5 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def is_ours(user: int) -> bool:
-    """Whether a user may have what this process's user has: it is the same one, or root."""
+    """Whether a user is trusted like this process's own: it is the same one, or root."""
     return user in (os.geteuid(), 0)

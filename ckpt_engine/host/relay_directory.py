@@ -1,4 +1,4 @@
-"""Where relays of this host have their sockets, and what names that directory."""
+"""The directory in which relays of this host have their sockets, and its identity."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DIRECTORY = "CKPT_ENGINE_RELAY_DIRECTORY"
 
 def relay_directory() -> Path:
     """Where relays of this host have their sockets, as this process sees it."""
-    told = os.environ.get(DIRECTORY)
-    if told:
-        return Path(told)
+    path = os.environ.get(DIRECTORY)
+    if path:
+        return Path(path)
     user = os.geteuid()
     return Path("/run/ckpt-engine") if user == 0 else Path(f"/tmp/ckpt-engine-{user}")
 
 
 def directory_identity() -> str:
-    """What names that directory on this host, whatever its path is; empty if there is none."""
+    """Identifies that directory on this host under any path; empty if there is none."""
     try:
         status = os.stat(relay_directory())
     except OSError:
@@ -33,7 +33,7 @@ def directory_identity() -> str:
 
 
 def made_directory(shared: bool) -> Path:
-    """The relays' directory, made if it is missing. shared: other users are to reach the sockets in it.
+    """Makes the relays' directory if it is missing; returns it. shared: other users are to reach the sockets in it.
 
     Raises UNAVAILABLE if there can be none, FAILED_PRECONDITION if others could put their sockets in a relay's place.
     """
@@ -52,14 +52,14 @@ def made_directory(shared: bool) -> Path:
     if status.st_uid not in (os.geteuid(), 0) or writable:
         raise precondition(
             f"{folder} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: others could put "
-            "their sockets in a relay's place; give it to root or to this user, and let nobody else write to it"
+            "their sockets in a relay's place; give it to root or to this user, and let no other user write to it"
         )
     return folder
 
 
 @contextlib.contextmanager
 def socket_address(name: str) -> Iterator[str]:
-    """An address for a socket of that directory: short enough for the kernel, however long the path is."""
+    """An address of a socket in that directory that is short enough for the kernel, even if the path is not."""
     folder = os.open(relay_directory(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{name}"

@@ -1,4 +1,4 @@
-"""Files whose bytes are really there, and what is said where there is no room for them."""
+"""Files with all their blocks allocated, and the error where there is no room for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt_engine.core.problems import precondition
 
 
 def reserve(descriptor: int, path: Path, size: int) -> None:
-    """Makes the open file `path` at least `size` bytes long, all of them on blocks of its own.
+    """Makes the open file `path` at least `size` bytes long, with all blocks allocated.
 
-    A file that is only said to be that long ends whoever touches a mapping of it (SIGBUS) once its file system is full.
+    A sparse file ends a process that touches a mapping of it (SIGBUS) once its file system is full.
 
     Raises:
         CkptEngineError: there is no room for them.
@@ -26,7 +26,7 @@ def reserve(descriptor: int, path: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def room_for(size: int, directory: Path) -> Iterator[None]:
-    """Around the writing of files of `size` bytes in all into `directory`.
+    """A context for writing files of `size` bytes in all into `directory`.
 
     Raises:
         CkptEngineError: instead of the OSError of a full file system or a quota that is used up.

@@ -1,8 +1,8 @@
 """How much memory this process may still take.
 
 Reserving more shared memory than there is does not fail: the kernel fills what it can and then kills some process of
-this host. So room is looked at first. Two processes that look at the same time may both see it; nobody can prevent
-that, and the reservation is then as dangerous as any other allocation.
+this host. So the room is checked first. Two processes that check at the same time may both see it; that cannot be
+prevented, and the reservation is then as dangerous as any other allocation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One relay a directory: whoever has the lock on it, which goes with the process."""
+"""One relay a directory: the process that has the directory's lock, which ends with the process."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from ckpt_engine.host.relay_directory import DIRECTORY, socket_address
 
 
 class TakenError(CkptEngineError):
-    """Another relay has the directory. Says which, and what to do."""
+    """Another relay has the directory. The message says which, and what to do."""
 
 
 @contextmanager
 def alone(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Has the directory's lock; nothing is left on the disk. Raises TakenError if another relay has it for so long.
+    """Holds the directory's lock; leaves nothing on the disk. Raises TakenError if another process keeps it.
 
-    patience: seconds; above 0 for who is to have it, since whoever only looks has it for a moment.
+    patience: seconds to wait for the lock; above 0 for a relay, since processes that only look for one take the lock
+    for a moment.
     """
     until = time.monotonic() + patience
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        while not _locked(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() < until:
                 time.sleep(0.05)
                 continue
-            taken = precondition(
-                f"{folder} has a relay already{_who(folder)}: replicas of this host use that one. For a second one "
-                f"name another directory with --directory, and give its replicas the same with {DIRECTORY}"
+            error = precondition(
+                f"{folder} has a relay already{_listening_process(folder)}: replicas of this host use that one. For a "
+                f"second one name another directory with --directory, and give its replicas the same with {DIRECTORY}"
             )
-            raise TakenError(taken.problem)
+            raise TakenError(error.problem)
         yield
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -50,12 +51,12 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _who(folder: Path) -> str:
-    """The process that listens there, if one answers."""
+def _listening_process(folder: Path) -> str:
+    """Names the relay's process in the directory, if one answers."""
     for path in sorted(folder.glob("relay-*.sock")):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked, suppress(OSError):
-            asked.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe, suppress(OSError):
+            probe.setblocking(False)
             with socket_address(path.name) as address:
-                asked.connect(address)
-            return f" (process {peer(asked)[0]})"
+                probe.connect(address)
+            return f" (process {peer(probe)[0]})"
     return ""

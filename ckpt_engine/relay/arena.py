@@ -1,9 +1,9 @@
 """A relay's memory: one anonymous file with two slots, which the relay writes and others can only read.
 
-The file's size is sealed, and so is writing by whoever gets its descriptor (F_SEAL_FUTURE_WRITE): what this process
-mapped before stays writable, nothing else ever is. Memory is taken slot by slot, as far as a version needs it, after
-it was counted; it stays the relay's until the relay ends. Nothing is left on the disk whoever dies. One other process
-may map it writable, if a transport needs that: it maps the memory before that is sealed (`ArenaWriter`).
+The file's size is sealed, and so is writing by processes that get its descriptor (F_SEAL_FUTURE_WRITE): only mappings
+made before stay writable. Memory is taken slot by slot, as far as a version needs it, after it was counted; it stays
+the relay's until the relay ends. Nothing is left on the disk if a process dies. One other process may map it writable,
+if a transport needs that: it maps the memory before it is sealed (`ArenaWriter`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _HUGE_2MB = 21 << 26  # MFD_HUGE_2MB
 
 
 class Arena:
-    """Two slots of equal size. Written by its relay alone; any thread. nodes: of the host's memory, over which its
-    pages are spread evenly; fewer than two: they are where the thread that takes them runs.
+    """Two slots of equal size. Written by its relay alone; any thread. nodes: NUMA nodes over which its pages are
+    spread evenly; fewer than two: pages lie where the thread that takes them runs.
 
-    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. writers: make what else may
-    write to it (TransportKind.writer); none: no other process ever does.
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. writers: makers of processes
+    that may write to it too (TransportKind.writer); none: no other process ever does.
 
-    Raises INVALID_ARGUMENT if that is too little for anything, UNAVAILABLE if the kernel gives no such memory, and what
-    writers raise: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Raises INVALID_ARGUMENT if memory is too small for two slots, UNAVAILABLE if the kernel refuses it, and what writers
+    raise: UNAVAILABLE, DEADLINE_EXCEEDED.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Arena:
             raise invalid(f"a relay needs {SLOTS * GROUP_BYTES} bytes of memory or more, and {memory} were given")
         self.id = secrets.token_bytes(16)
         self._reserved = [0] * SLOTS
-        self._pins: dict[int, tuple[int, Pin]] = {}  # slots to how much of them is pinned
+        self._pins: dict[int, tuple[int, Pin]] = {}  # by slot: how many bytes are pinned
         reserved = free_huge_pages(huge_pages) * _HUGE >= self.size
         self.pages = "2 MiB pages" if reserved else "pages as the kernel gives them: no 2 MiB pages are reserved for it"
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | ((os.MFD_HUGETLB | _HUGE_2MB) if reserved else 0)
@@ -69,7 +69,7 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
-            self.writers = self._made(self._memory, writers) if writers else ()
+            self.writers = self._make_writers(self._memory, writers) if writers else ()
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
@@ -86,7 +86,7 @@ class Arena:
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
 
-    def _made(
+    def _make_writers(
         self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]]
     ) -> tuple[ArenaWriter, ...]:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -115,9 +115,9 @@ class Arena:
             writer.reserved[slot] = size
 
     def pin(self, slot: int, gpu: int) -> None:
-        """Registers what was reserved of a slot with the driver of GPUs, for all of them, so that they write to it at
-        the speed of their link. Some 0.1 s a GB, once. gpu: the ordinal of one that CUDA was started on. Raises
-        CudaDriverError; INVALID_ARGUMENT after `close`."""
+        """Registers the reserved part of a slot with the GPU driver, so that all GPUs write to it at the speed of their
+        link. Takes some 0.1 s a GB, once. gpu: the ordinal of a GPU on which CUDA was started. Raises CudaDriverError;
+        INVALID_ARGUMENT after `close`."""
         size = -(-self._reserved[slot] // mmap.PAGESIZE) * mmap.PAGESIZE
         pinned = self._pins.get(slot)
         if not size or (pinned is not None and pinned[0] == size):
@@ -135,7 +135,7 @@ class Arena:
 
     def tensor(self, slot: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Writable memory of a slot, contiguous, from `offset` bytes of it. Raises INVALID_ARGUMENT if it does not fit
-        in what was reserved, or after `close`."""
+        in the reserved part, or after `close`."""
         count = 1
         for extent in shape:
             count *= extent
@@ -152,14 +152,14 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
 
     def lendable(self) -> ArenaMemory:
-        """What lenders between relays read. Raises INVALID_ARGUMENT after `close`."""
+        """The memory as lenders between relays read it. Raises INVALID_ARGUMENT after `close`."""
         if self._memory is None:
             raise invalid("the relay's memory was closed")
         whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.size)
         return ArenaMemory(self.id, whole, self.descriptor, self.slot_bytes)
 
     def close(self) -> None:
-        """Gives its descriptor to nobody from now on. The memory goes when nobody maps it any more. May be repeated."""
+        """Closes the descriptor. The memory is freed when no process maps it any more. May be repeated."""
         self._memory = None
         for writer in self.writers:
             writer.close()
@@ -167,7 +167,7 @@ class Arena:
 
 
 def free_huge_pages(folder: Path) -> int:
-    """Pages that are reserved and that nobody has taken or been promised; 0 where the kernel has none."""
+    """Reserved pages that are neither taken nor promised; 0 where the kernel has none."""
     try:
         return int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
     except (OSError, ValueError):

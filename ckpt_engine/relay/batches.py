@@ -1,9 +1,9 @@
 """Pieces of a version that are brought together, and digested as they then lie in the slot.
 
-Memory of this host, as it is served, is copied and digested in one pass, on the threads that digests of host memory
-use. All else is brought first: what comes over a network, what lies on a GPU, and what must be cast. Then processors
-digest it (of what GPUs bring, as it arrives), or, where these are few, the GPU that brought it, which reads it back. A
-digest of what was sent would prove nothing.
+Memory of this host, as it is served, is copied and digested in one pass, on the threads that digest host memory. All
+else is brought first: bytes from a network or a GPU, and those that must be cast. Then processors digest it (what GPUs
+bring, as it arrives). Where processors are few, the GPU that brought it reads it back and digests it. A digest of what
+was sent would prove nothing.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from ckpt_engine.transport.fetched import FetchedRegions
 from ckpt_engine.transport.landing import Landing
 
 BATCH_BYTES = 256 << 20
-"""At most, between two looks at the clock; also the most of a tensor that is read at once."""
+"""The most between two looks at the clock; also the most of a tensor that is read at once."""
 
 GPU_BATCH_BYTES = 512 << 20
-"""The same of what lies on a GPU that reads it back: 10 ms of its link, beside which starting one costs little."""
+"""The same for pieces on a GPU that reads them back: 10 ms of its link, next to which the start of a batch costs
+little."""
 
 GPU_PIECE_BYTES = 64 << 20
-"""The same of what a GPU brings and processors digest as it arrives. Also the most of a tensor on a GPU that is read at
-once, and of what is read last: nothing is copied beside its digest."""
+"""The same for pieces that a GPU brings and processors digest as they arrive. Also the most of a tensor on a GPU that
+is read at once, and of the last batches, whose digests overlap with no further copy."""
 
 LANDING_BYTES = 16 << 20
-"""The same of what comes over a network: several are on their way at a time."""
+"""The same for pieces from a network: several batches are in flight at a time."""
 
 LANDINGS_AHEAD = 3
-"""Batches that are asked for over a network behind the one that is waited for."""
+"""Batches requested over a network beyond the one that is waited for."""
 
 AHEAD_BYTES = 512 << 20
-"""What a GPU is given behind the batch that is waited for: its link never waits for this process."""
+"""Queued on a GPU beyond the batch that is waited for, so that its link never waits for this process."""
 
 READ_BACK: int | None = None
-"""Of batches that a GPU brings, every so many-th one is digested by that GPU, which reads it back over its link: 0
-none, 1 all. That slows down what arrives meanwhile. None: 2 where processors cannot keep up with a link, else 0."""
+"""Every n-th batch that a GPU brings is digested by that GPU, which reads it back over its link: 0 none, 1 all. That
+slows down copies that arrive meanwhile. None: 2 where processors cannot keep up with a link, else 0."""
 
 ENOUGH_THREADS = 12
-"""That digest as fast as a link brings."""
+"""Threads that digest as fast as a link brings."""
 
 _POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 1e-3
@@ -63,15 +64,14 @@ Cells = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ReadPiece:
-    """A part of an atom that one read brings. holders: who has it, in the order in which they are asked. ends: whether
-    it ends where its atom does."""
+    """A part of an atom that one read brings."""
 
     cell: int
     tensor: int
     box: Box
     destination: torch.Tensor
-    holders: tuple[Reading, ...]
-    ends: bool
+    holders: tuple[Reading, ...]  # in the order in which they are asked
+    ends: bool  # whether it ends where its atom does
 
     @property
     def bytes(self) -> int:
@@ -79,7 +79,7 @@ class ReadPiece:
 
 
 class PieceBatch:
-    """Pieces that are brought together. readings: from whom each comes. All of them land over a network, or none.
+    """Pieces that are brought together. readings: the source of each. All of them land over a network, or none.
 
     `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
     """
@@ -122,7 +122,7 @@ class PieceBatch:
 
     @property
     def ahead(self) -> int:
-        """How many batches behind this one are to be started while it is waited for."""
+        """How many of the next batches to start while this one is waited for."""
         if self._landings:
             return LANDINGS_AHEAD
         return 1 + AHEAD_BYTES // max(self.bytes, LANDING_BYTES) if self._copies and self._on_gpus else 0
@@ -134,8 +134,8 @@ class PieceBatch:
         return self._boxes(range(len(self.pieces))) if ours else None
 
     def start(self) -> None:
-        """Asks for what comes over a network, and queues what a GPU copies, if that was not done yet. Waits for
-        nothing. Raises what a transport raises."""
+        """Asks for pieces from a network, and queues a GPU's copies, if that was not done yet. Does not wait. Raises
+        what a transport raises."""
         for landing in self._landings:
             if not landing.started:
                 landing.start()
@@ -147,20 +147,20 @@ class PieceBatch:
                     self._queued.append(queued)
 
     def bring(self, carry_on: Callable[[], None]) -> None:
-        """Brings what must be there before it can be digested. carry_on: called while it waits; what it raises ends
-        the batch. Raises what a transport raises."""
+        """Brings the pieces that must arrive before they can be digested. carry_on: called while this waits; an
+        exception of it ends the batch. Raises what a transport raises."""
         self.start()
         for landing in self._landings:
-            _await(landing.over, carry_on, _LONGEST_POLL_SECONDS)
+            _await(landing.finished, carry_on, _LONGEST_POLL_SECONDS)
         for queued in self._queued or ():
-            _await(queued.over, carry_on, _LONGEST_COPY_POLL_SECONDS)
+            _await(queued.finished, carry_on, _LONGEST_COPY_POLL_SECONDS)
         if len(self._queued or ()) < len(self._copies):
             for copy in self._copies:
                 copy.run()
         self._queued = None
 
     def digest(self) -> Words:
-        """Brings the rest; the digest of each piece as it has arrived."""
+        """Brings the rest, and returns the digest of each piece as it has arrived."""
         found = np.zeros(len(self.pieces), dtype=np.uint64)
         read_back = [value for digests in self._read_back for value in digests.run()]
         found[self._order] = np.array([*self._plain.run(), *self._near.run(), *read_back], dtype=np.uint64)
@@ -176,7 +176,7 @@ class PieceBatch:
             each.drain()
 
     def _by_gpu(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """The pieces that a GPU brings into pinned memory."""
+        """Pieces that a GPU brings into pinned memory, by GPU."""
         found: dict[int, list[int]] = {}
         for index in indices:
             gpu = self.readings[index].gpu
@@ -188,9 +188,9 @@ class PieceBatch:
         return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
 
 
-def _await(over: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
+def _await(finished: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
     pause = _POLL_SECONDS
-    while not over():
+    while not finished():
         carry_on()
         time.sleep(pause)
         pause = min(2 * pause, longest)
@@ -215,7 +215,7 @@ def _copies(pairs: Sequence[tuple[ReadPiece, Reading]]) -> list[PreparedCopy]:
 
 
 def parts_of(piece: ReadPiece) -> list[ReadPiece]:
-    """The piece, cut along its longest axis so that no part takes much longer than a batch."""
+    """The parts of a piece, cut along its longest axis so that none takes much longer than a batch."""
     most = _most(piece.holders[0], 0)
     count = -(-piece.bytes // most)
     if count <= 1:
@@ -235,13 +235,13 @@ def parts_of(piece: ReadPiece) -> list[ReadPiece]:
     return found
 
 
-def _most(reading: Reading, left: int) -> int:
-    """Bytes of a batch of which so many are left to be brought, itself included."""
+def _most(reading: Reading, remaining: int) -> int:
+    """The most bytes of a batch. remaining: bytes still to be brought, with those of the batch."""
     if reading.lands:
         return LANDING_BYTES
     if reading.gpu is None:
         return BATCH_BYTES
-    most = left // 2 if _read_back() else 0
+    most = remaining // 2 if _read_back() else 0
     return min(GPU_BATCH_BYTES, max(GPU_PIECE_BYTES, most))
 
 
@@ -252,18 +252,17 @@ def _read_back() -> int:
 
 
 def in_batches(pieces: Sequence[tuple[ReadPiece, Reading]]) -> list[PieceBatch]:
-    """Batches in their order; what comes over a network apart from what does not. What comes last from GPUs is
-    small."""
+    """Batches in order; pieces from a network never share a batch with others. The last batches of GPUs are small."""
     parts: list[list[tuple[ReadPiece, Reading]]] = []
     size, most = 0, 0
-    left = sum(piece.bytes for piece, _ in pieces)
+    remaining = sum(piece.bytes for piece, _ in pieces)
     for piece, reading in pieces:
         if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
             parts.append([])
-            size, most = 0, _most(reading, left)
+            size, most = 0, _most(reading, remaining)
         parts[-1].append((piece, reading))
         size += piece.bytes
-        left -= piece.bytes
+        remaining -= piece.bytes
     staged = (
         sum(staged_bytes(piece.destination) for piece, reading in part if reading.gpu is not None) for part in parts
     )

@@ -1,4 +1,4 @@
-"""What can be read in a slot once it was filled: a table, and the memory of each of its shards."""
+"""What can be read in a filled slot: a table, and the memory of each of its shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from ckpt_engine.v1.weights_pb2 import OfferedRegion, Shard, SourceTable
 
 @dataclass(frozen=True)
 class Contents:
-    """Equal from version to version of one layout. listed: a table without its regions. sealed: the memory of each of
-    its shards."""
+    """What can be read in a slot; equal from version to version of one layout."""
 
-    listed: SourceTable
-    sealed: Sequence[torch.Tensor]
+    listed: SourceTable  # without its regions
+    sealed: Sequence[torch.Tensor]  # the memory of each of its shards
 
     def table(self, regions: Iterable[OfferedRegion]) -> SourceTable:
-        """A table with the regions, of all groups, in which something lies."""
+        """The table with those of the groups' regions in which shards lie."""
         found = SourceTable()
         found.CopyFrom(self.listed)
         used = {shard.region for shard in found.shards}
@@ -35,8 +34,8 @@ class Contents:
 def contents_of(
     source: SourceTable, recorded: ProvenRecord, layout: SlotLayout, missing: Collection[int], memory: Memory
 ) -> Contents:
-    """What can be read of a version in a slot. source: who has it. missing: cells of the record that nobody brought.
-    memory: of the slot."""
+    """What can be read of a version in a slot. source: a table with the relay's facts. missing: cells of the record
+    that could not be brought. memory: of the slot."""
     specs = recorded.record.manifest.tensors
     atoms = [atom for atom in layout.atoms if atom.cell not in missing and atom.box.volume]
     tensors = sorted({atom.tensor for atom in atoms})

@@ -1,10 +1,9 @@
-"""Where a relay lends its arena: a Unix socket in a shared directory, and a thread that waits for nobody.
+"""Where a relay lends its arena: a Unix socket in a shared directory, and a thread that never blocks on a reader.
 
 The other side is `transport/relay_memory/reader.py`. A reader's connection is its lease. It gets the arena's
-descriptor, says which slot it is about to read and when it has read it. Whoever does not ask, does not listen or is
-stopped holds up neither the relay nor other readers: nothing here blocks on a peer, and a slot is waited for until its
-readers are done or have had it for `slot_grace`, whichever comes first. What a reader that was overruled has copied no
-longer hashes."""
+descriptor, and reports which slot it is about to read and when it has read it. A reader that is silent, deaf or stopped
+holds up neither the relay nor other readers: a slot is waited for until its readers are done or have had it for
+`slot_grace`, whichever comes first. What an overruled reader has copied no longer hashes."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ from ckpt_engine.v1.weights_pb2 import Region
 log = logging.getLogger(__name__)
 
 MOST_READERS = 1024
-"""Connections at a time; more are closed at once."""
+"""Connections at a time; further ones are closed at once."""
 
 _FIRST_SECONDS = 10.0
-"""From a connection to its first question; who asks nothing is no reader."""
+"""From a connection to its first question; a silent peer is no reader."""
 
 
 @dataclass(eq=False)
 class _DoorReader:
     connection: socket.socket
     since: float
-    asked: bool = False
-    held: dict[int, float] = field(default_factory=dict)  # slot to since when
+    opened: bool = False  # it has the arena's descriptor
+    held: dict[int, float] = field(default_factory=dict)  # by slot: since when
 
 
 class ArenaDoor:
@@ -98,10 +97,11 @@ class ArenaDoor:
     def readers(self) -> int:
         """Connections that have the arena now."""
         with self._changed:
-            return sum(reader.asked for reader in self._readers.values())
+            return sum(reader.opened for reader in self._readers.values())
 
     def regions(self, slot: int, groups: Collection[Group]) -> list[Region]:
-        """A region for each group of a slot, numbered as they are. Bytes are the same from version to version."""
+        """A region for each group of a slot, with the group's number as id. Bytes are the same from version to
+        version."""
         found = []
         for number, group in enumerate(groups):
             locator = RelayMemoryLocator(
@@ -121,8 +121,8 @@ class ArenaDoor:
             self._lent[slot] = True
 
     def retire(self, slot: int) -> int:
-        """Lends the slot to nobody any more and waits for those that hold it, each for as long as it may keep it.
-        Returns how many were overruled; the slot may be written then."""
+        """Refuses further readers of the slot and waits for those that hold it, for at most `slot_grace` each. Returns
+        how many were overruled; the slot may be written then."""
         with self._changed:
             self._lent[slot] = False
             while True:
@@ -137,7 +137,7 @@ class ArenaDoor:
             return len(holding)
 
     def close(self) -> None:
-        """Ends all leases: readers forget what they do not use. May be repeated."""
+        """Ends all leases: readers unmap what they do not use. May be repeated."""
         with self._changed:
             if not self._open:
                 return
@@ -150,7 +150,7 @@ class ArenaDoor:
             self._path.unlink()
 
     def forget(self) -> None:
-        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        """Closes this process's copies of the sockets without telling their peers: for a forked child."""
         for each in (self._listener, self._waker, self._woken, *self._readers):
             with contextlib.suppress(OSError):
                 each.close()
@@ -159,14 +159,14 @@ class ArenaDoor:
         while True:
             for key, _ in self._selector.select(_FIRST_SECONDS):
                 try:
-                    self._heard(key.fileobj)
+                    self._handle(key.fileobj)
                 except Exception:  # of one reader; the others are served
                     log.exception("ckpt-engine: a reader of the relay could not be answered")
             with self._changed:
                 if not self._open:
                     break
-                late = time.monotonic() - _FIRST_SECONDS
-                silent = [each for each in self._readers.values() if not each.asked and each.since < late]
+                cutoff = time.monotonic() - _FIRST_SECONDS
+                silent = [each for each in self._readers.values() if not each.opened and each.since < cutoff]
             for reader in silent:
                 self._drop(reader)
         for reader in list(self._readers.values()):
@@ -175,7 +175,7 @@ class ArenaDoor:
         for each in (self._listener, self._waker, self._woken):
             each.close()
 
-    def _heard(self, found: object) -> None:
+    def _handle(self, found: object) -> None:
         if found is self._listener:
             self._accept()
         elif found is not self._woken and isinstance(found, socket.socket):
@@ -186,7 +186,7 @@ class ArenaDoor:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: whoever waits is served when one is, and this thread must not spin
+        except OSError:  # no descriptor is left: the peer is served when one is, and this thread must not spin
             time.sleep(0.05)
             return
         connection.setblocking(False)
@@ -201,13 +201,13 @@ class ArenaDoor:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _why_not(self, connection: socket.socket) -> str:
-        """Why the process at the other end can be no reader; empty if it can."""
+        """Why the process at the other end may not read; empty: it may."""
         if len(self._readers) >= MOST_READERS:
             return f"{MOST_READERS} readers have it already"
         try:
             user = peer_user(connection)
         except OSError as error:
-            return f"who is there cannot be told: {error}"
+            return f"the user of the process at the other end is unknown: {error}"
         return "" if user in self._users else f"it lends to users {sorted(self._users)}, and this one is {user}"
 
     def _hear(self, connection: socket.socket) -> None:
@@ -229,7 +229,7 @@ class ArenaDoor:
     def _answer(self, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
         why = "this relay has another arena by now" if arena != self._arena.id else ""
         if kind == OPEN and not why:
-            reader.asked = True
+            reader.opened = True
             packed = array.array("i", [self._arena.descriptor])
             reader.connection.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
             return
@@ -238,8 +238,8 @@ class ArenaDoor:
                 reader.held.pop(slot, None)
                 self._changed.notify_all()
                 return
-            if not why and (kind != HOLD or slot >= SLOTS or not reader.asked):
-                why = f"nobody can ask {kind} of slot {slot}"
+            if not why and (kind != HOLD or slot >= SLOTS or not reader.opened):
+                why = f"there is no question {kind} about slot {slot}"
             elif not why and not self._lent[slot]:
                 why = "another version is brought into it, or none is in it yet; the next plan has another slot"
             if not why:
@@ -255,7 +255,7 @@ class ArenaDoor:
 
 
 def _directory(shared: bool) -> Path:
-    """The relays' directory without the sockets of relays that died. Raises as `made_directory`."""
+    """Makes the relays' directory, and removes sockets of relays that died. Raises as `made_directory`."""
     folder = made_directory(shared)
     for path in folder.glob("*relay-*.sock"):
         with contextlib.suppress(OSError):
@@ -265,12 +265,12 @@ def _directory(shared: bool) -> Path:
 
 
 def _answers(name: str) -> bool:
-    """Whether some process listens there; one that is stopped counts."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as asked:
-        asked.setblocking(False)
+    """Whether a process listens at a socket; one that is stopped counts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
         try:
             with socket_address(name) as address:
-                asked.connect(address)
+                probe.connect(address)
         except ConnectionRefusedError:
             return False
         except OSError:

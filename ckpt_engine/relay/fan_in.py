@@ -1,8 +1,8 @@
-"""Fills a slot along with other relays: some chunks from those who hold the version, the others from each other.
+"""Fills a slot along with other relays: some chunks from holders of the version, the others from each other.
 
-A chunk is digested as it lies in the slot, compared with the sealed record, and only then said to be there, so nothing
-is passed on that was not sealed. Who loses whom it reads, or is sent something else, goes on with the next alternate by
-itself; what none of them passes on is read from those who hold the version, as ever. A thread for each tree.
+A chunk is digested as it lies in the slot and compared with the sealed record before it is passed on, so nothing is
+passed on that was not sealed. A relay that loses its parent, or receives wrong bytes, goes on with the next alternate
+by itself. Chunks that none of them passes on are read from the holders. A thread for each tree.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 AHEAD = 2
-"""Chunks of a tree that are asked for at a time: one comes while the next one is on its way."""
+"""Chunks of a tree that are requested at a time: one comes while the next one is requested."""
 
 LOOK_SECONDS = 0.2
-"""Between two looks whether a filling goes on, while others pass on to it."""
+"""Between two checks of a filling while others pass on to it."""
 
 SLOW_SECONDS = 10.0
-"""Once half of the trees are there, a parent is left for an alternate if the rest of its tree would take longer than
-this, and longer than everything has taken by then."""
+"""Once half of the trees are complete, a parent is left for an alternate if the rest of its tree would take longer than
+this, and longer than the filling has taken so far."""
 
 PassOn = Callable[[bytes, Sequence[Sequence[tuple[int, int]]]], Passing | None]
-"""(key, runs of each chunk): the slot's filling begins, for those who wait for it; None: it cannot be passed on."""
+"""From (key, runs of each chunk) to a filling that readers can wait for; None: it cannot be passed on."""
 
 
 class FanIn:
-    """A slot's chunks, made ready; kept as long as its layout and sources are the same."""
+    """A slot's chunks, prepared; kept as long as its layout and sources are the same."""
 
     def __init__(self, layout: SlotLayout, memory: Memory, sources: Sources) -> None:
         self._layout = layout
@@ -64,13 +64,13 @@ class FanIn:
         cancelled: Callable[[], bool],
         progress: Progress = lambda done, total: None,
     ) -> FillResult:
-        """Fills the slot, as `SlotFilling.run`. When it returns or raises, nothing can land any more."""
+        """Fills the slot, as `SlotFilling.run` does. When it returns or raises, nothing can land any more."""
         began = time.monotonic()
         key = filling_key(fan_out.plan, recorded.root, self.chunks)
         passing = pass_on(key, [each.runs for each in self.chunks])
         try:
             trees = _Trees(self, fan_out, key, passing, recorded, stop_at)
-            missing, brought, again, faults = trees.run(cancelled, progress)
+            missing, bytes_by_source, again, faults = trees.run(cancelled, progress)
         except BaseException as error:
             if passing is not None:
                 why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
@@ -80,28 +80,34 @@ class FanIn:
         if passing is not None:
             passing.finish()
             sent = passing.sent
-        told = {fault.message: fault for fault in faults}
+        unique_faults = {fault.message: fault for fault in faults}
         return FillResult(
-            missing, brought, again, tuple(told.values())[:NAMED], time.monotonic() - began, sent, trees.received
+            missing,
+            bytes_by_source,
+            again,
+            tuple(unique_faults.values())[:NAMED],
+            time.monotonic() - began,
+            sent,
+            trees.received,
         )
 
     def direct(self, chunks: Collection[int]) -> SlotFilling:
-        """Reads these chunks from those who hold the version, and whatever is in none."""
+        """A filling that reads these chunks, and cells outside all chunks, from holders of the version."""
         key = frozenset(chunks)
         if self._direct is None or self._direct[0] != key:
             self._direct = key, self._filling(chunks, others=True)
         return self._direct[1]
 
     def rest(self, chunks: Collection[int]) -> SlotFilling:
-        """Reads these chunks alone, once."""
+        """A filling that reads only these chunks."""
         return self._filling(chunks, others=False)
 
     def landing(self, number: int) -> list[memoryview]:
-        """Where a chunk's runs belong."""
+        """The memory of a chunk's runs."""
         return [self._bytes[offset : offset + length] for offset, length in self.chunks[number].runs]
 
     def wrong(self, number: int, recorded: ProvenRecord) -> list[int]:
-        """The cells of a chunk that are not as they were sealed, as they lie there now."""
+        """The cells of a chunk that now differ from the sealed record."""
         chunk = self.chunks[number]
         if number not in self._digests:
             self._digests[number] = HostDigests([self._box(atom) for atom in chunk.atoms])
@@ -122,10 +128,12 @@ class FanIn:
         return self._memory(atom.offset, atom.box.shape, dtype), atom.box.start
 
     def _filling(self, chunks: Collection[int], others: bool) -> SlotFilling:
-        wanted = {cell for number in chunks for cell in self.chunks[number].cells}
+        cells = {cell for number in chunks for cell in self.chunks[number].cells}
         in_chunks = {cell for chunk in self.chunks for cell in chunk.cells}
-        kept = {atom.cell for atom in self._layout.atoms} - wanted
-        return SlotFilling(self._layout, self._memory, self._sources, kept & in_chunks if others else kept)
+        other_cells = {atom.cell for atom in self._layout.atoms} - cells
+        return SlotFilling(
+            self._layout, self._memory, self._sources, other_cells & in_chunks if others else other_cells
+        )
 
 
 class _Trees:
@@ -144,35 +152,35 @@ class _Trees:
         self._peers = fan_out.peers
         self._changed = threading.Condition()
         self._connections: set[PassedOn] = set()
-        self._parents: dict[PassedOn, int] = {}  # those that may be left, and the bytes that are to come from them
+        self._parents: dict[PassedOn, int] = {}  # connections that may be left: bytes that are still to come
         self._stopped = False
-        self._taken: set[int] = set()  # chunks that others have passed on, compared
-        self._again = 0
+        self._taken: set[int] = set()  # chunks that others have passed on, verified
+        self._again = 0  # cells that came wrong
         self._done = 0  # bytes that others have passed on
         self._faults: list[Problem] = []
-        self._brought: dict[str, int] = {}
-        self._flows: dict[str, list[Flow]] = {}  # by whom it was read
-        self._direct: list[int] = []
+        self._bytes_by_source: dict[str, int] = {}
+        self._flows: dict[str, list[Flow]] = {}  # by owner
+        self._direct: list[int] = []  # chunks that are read from holders of the version
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
-        by_tree = dealt(slot.chunks, _checked(fan_out))
+        by_tree = dealt(slot.chunks, _shares(fan_out))
         self._threads: list[threading.Thread] = []
         for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
             if not tree.ask:
                 self._direct += chunks
                 continue
-            name, given = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
-            self._threads.append(threading.Thread(target=self._follow, args=given, name=name, daemon=True))
+            name, arguments = f"ckpt-engine tree {number}", (list(tree.ask), deque(chunks))
+            self._threads.append(threading.Thread(target=self._follow, args=arguments, name=name, daemon=True))
         self._following = len(self._threads)
         self._total = sum(chunk.bytes for chunk in slot.chunks)
 
     def run(
         self, cancelled: Callable[[], bool], progress: Progress
     ) -> tuple[tuple[Missing, ...], dict[str, int], int, list[Problem]]:
-        """What is missing, bytes by source, cells that were read again, and faults."""
+        """Fills the slot: missing cells, bytes by source, how many cells were read again, and faults."""
         direct = 0
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             if self._passing is not None and done:
                 self._passing.moved()
             progress(direct + done + self._done, self._total)
@@ -182,8 +190,10 @@ class _Trees:
         try:
             for thread in self._threads:
                 thread.start()
-            first = self._slot.direct(self._direct).run(self._recorded, self._stop_at, cancelled, told, self._arrived)
-            direct = sum(first.brought.values())
+            first = self._slot.direct(self._direct).run(
+                self._recorded, self._stop_at, cancelled, report, self._note_cells
+            )
+            direct = sum(first.bytes_by_source.values())
             self._give_up(self._direct)
             while self._following:
                 if cancelled():
@@ -196,32 +206,32 @@ class _Trees:
                     if self._following:
                         self._changed.wait(LOOK_SECONDS)
                 self._leave_slow(time.monotonic() - began)
-                told(0, 0)
+                report(0, 0)
         finally:
             self._stop()
         filled = [first]
-        if left := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
-            rest = self._slot.rest(left)
-            filled.append(rest.run(self._recorded, self._stop_at, cancelled, told, self._arrived))
+        if remaining := set(range(len(self._slot.chunks))).difference(self._direct, self._taken):
+            rest = self._slot.rest(remaining)
+            filled.append(rest.run(self._recorded, self._stop_at, cancelled, report, self._note_cells))
         for each in filled:
-            for source, size in each.brought.items():
-                self._brought[source] = self._brought.get(source, 0) + size
+            for source, size in each.bytes_by_source.items():
+                self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + size
             self._faults += each.faults
             self._again += each.again
         missing = sorted((one for each in filled for one in each.missing), key=lambda one: one.cell)
-        return tuple(missing), self._brought, self._again, self._faults
+        return tuple(missing), self._bytes_by_source, self._again, self._faults
 
     def _leave_slow(self, seconds: float) -> None:
-        """Parents that send so slowly that the filling would take twice as long. Alternates are left by no means but
-        the connection's: where they are slow, too, those who hold the version must not be read by all."""
+        """Leaves parents that send so slowly that the filling would take twice as long. An alternate is dropped only if
+        its connection fails: otherwise all relays might end up reading the holders of the version."""
         with self._changed:
             if 2 * self._following > len(self._threads) + 1:
                 return
-            for connection, left in list(self._parents.items()):
+            for connection, remaining in list(self._parents.items()):
                 if (coming := connection.at_most()) is None:
                     continue
-                there, rate = coming
-                more = (left - there) / rate
+                landed, rate = coming
+                more = (remaining - landed) / rate
                 if more > max(SLOW_SECONDS, seconds):
                     del self._parents[connection]
                     connection.leave(
@@ -231,20 +241,20 @@ class _Trees:
 
     @property
     def received(self) -> Rate | None:
-        """How fast others have passed on to it. Of one alone nobody can tell which of the two is slow."""
-        with self._changed:  # a thread that connected late may still leave
-            flows = [each for each in self._flows.values() if each]  # others were dialled, and have sent nothing
+        """How fast others have passed on to it; None for fewer than two, of which it is unknown which side is slow."""
+        with self._changed:  # a thread that connected late may still end
+            flows = [each for each in self._flows.values() if each]  # the others have sent nothing
         return rate_of(flows) if len(flows) > 1 else None
 
     def _give_up(self, chunks: Collection[int]) -> None:
-        """Gives up what of these has not come by now: others who have lost the same source must not wait for us."""
+        """Gives up those of these chunks that have not come: relays that lost the same source must not wait for us."""
         if self._passing is not None:
             for number in chunks:
                 if self._missing[number]:
                     self._passing.never(number)
 
     def _stop(self) -> None:
-        """Stops: nothing can land in the slot once it returns. A thread that connects still lands nothing any more."""
+        """Stops the trees: nothing can land in the slot once it returns, not even from a thread that is connecting."""
         with self._changed:
             self._stopped = True
             for connection in self._connections:
@@ -252,8 +262,8 @@ class _Trees:
             while self._connections:  # they have been woken up
                 self._changed.wait(LOOK_SECONDS)
 
-    def _arrived(self, cells: Collection[int]) -> None:
-        """Cells that were read from those who hold the version."""
+    def _note_cells(self, cells: Collection[int]) -> None:
+        """Notes cells that were read from holders of the version; verified chunks may be passed on."""
         if self._passing is None:
             return
         for cell in cells:
@@ -266,8 +276,8 @@ class _Trees:
     # -- a tree's thread
 
     def _follow(self, ask: Sequence[int], chunks: deque[int]) -> None:
-        """Reads a tree's chunks from the first who passes them on, and what he does not from the next. What is not
-        taken in the end is read by way of the tables."""
+        """Reads a tree's chunks from its first peer, and falls back to the next one. Chunks that none passes on are
+        read from holders of the version afterwards."""
         problem: Problem | None = None
         for place, each in enumerate(ask):
             if not chunks or self._stopped:
@@ -293,20 +303,20 @@ class _Trees:
                 if self._stopped:
                     return
                 self._connections.add(connection)
-            asked, left = 0, sum(self._slot.chunks[number].bytes for number in chunks)
+            requested, remaining = 0, sum(self._slot.chunks[number].bytes for number in chunks)
             while chunks:
-                while asked < min(AHEAD, len(chunks)):
-                    connection.ask(chunks[asked])
-                    asked += 1
+                while requested < min(AHEAD, len(chunks)):
+                    connection.ask(chunks[requested])
+                    requested += 1
                 number = chunks[0]
                 if parent:
                     with self._changed:
-                        self._parents[connection] = left
-                connection.receive(number, self._slot.landing(number), self._moved)
+                        self._parents[connection] = remaining
+                connection.receive(number, self._slot.landing(number), self._note_bytes)
                 self._take(owner, number)
                 chunks.popleft()
-                left -= self._slot.chunks[number].bytes
-                asked -= 1
+                remaining -= self._slot.chunks[number].bytes
+                requested -= 1
         finally:
             with self._changed:
                 self._flows.setdefault(owner, []).extend(connection.flows)
@@ -315,14 +325,14 @@ class _Trees:
                 self._changed.notify_all()
             connection.close()
 
-    def _moved(self) -> None:
+    def _note_bytes(self) -> None:
         if self._stopped:
-            raise aborted("nobody waits for this chunk any more")
+            raise aborted("this filling has ended, and needs this chunk no more")
         if self._passing is not None:
             self._passing.moved()
 
     def _take(self, owner: str, number: int) -> None:
-        """Compares a chunk that has come; then others may read it. Raises DATA_LOSS."""
+        """Verifies a chunk that has come; then others may read it. Raises DATA_LOSS."""
         if wrong := self._slot.wrong(number, self._recorded):
             names = sorted({self._slot.name(cell) for cell in wrong})
             with self._changed:
@@ -334,14 +344,14 @@ class _Trees:
             self._taken.add(number)
             size = self._slot.chunks[number].bytes
             self._done += size
-            self._brought[owner] = self._brought.get(owner, 0) + size
+            self._bytes_by_source[owner] = self._bytes_by_source.get(owner, 0) + size
 
 
-def _checked(fan_out: FanOut) -> list[int]:
-    """The shares of the trees. Raises INVALID_ARGUMENT for a plan that nobody can follow."""
-    asked = [number for tree in fan_out.trees for number in tree.ask]
-    if any(number >= len(fan_out.peers) for number in asked):
-        raise invalid(f"a plan names peer {max(asked)}, and has {len(fan_out.peers)}")
+def _shares(fan_out: FanOut) -> list[int]:
+    """The shares of the trees. Raises INVALID_ARGUMENT for an inconsistent plan."""
+    peers = [number for tree in fan_out.trees for number in tree.ask]
+    if any(number >= len(fan_out.peers) for number in peers):
+        raise invalid(f"a plan names peer {max(peers)}, and has {len(fan_out.peers)}")
     shares = [tree.share for tree in fan_out.trees]
     if not shares or not all(shares):
         raise invalid(f"a plan has trees with shares {shares}; each needs one, and there has to be a tree")
@@ -349,7 +359,7 @@ def _checked(fan_out: FanOut) -> list[int]:
 
 
 def _connection(region: Region, owner: str, key: bytes, stop_at: float) -> PassedOn:
-    """To a relay that passes on what it is being filled with. Raises UNAVAILABLE and as PassedOn."""
+    """Connects to a relay that passes on what it is being filled with. Raises UNAVAILABLE and as PassedOn."""
     kind = transport_kinds().get(region.transport)
     if kind is None or kind.passed is None:
         raise unavailable(

@@ -1,8 +1,8 @@
 """Brings a version into a slot: reads sealed boxes where they lie, digests what has arrived, and compares.
 
-Each cell is compared with the sealed record. One that differs is read again from the next holder, and what nobody
-brings as it was sealed is left out, with a reason. Nothing here touches a replica, and nothing that was not compared is
-ever offered. Batches are on their way on threads of their own (relay/pipeline.py). `run` in any one thread at a time.
+Each cell is compared with the sealed record. One that differs is read again from the next holder; a cell that no holder
+has as it was sealed is left out, with a reason. Nothing here touches a replica, and no cell is offered before it was
+compared. Batches travel on threads of their own (relay/pipeline.py). `run` in any one thread at a time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
 CUT_OFF_TIMES = 2
-"""How often a filling asks again for what a network cut off, before it asks cell by cell."""
+"""How often a filling repeats reads that a network cut off, all together, before it repeats them cell by cell."""
 
 NAMED = 16
 
 Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
-"""(offset in the slot, shape, dtype) to writable memory."""
+"""From (offset in the slot, shape, dtype) to writable memory."""
 
 Arrived = Callable[[Collection[int]], None]
-"""Told cells that lie in the slot as they were sealed, and are not written to any more; on the filling's thread."""
+"""Takes cells that lie in the slot as they were sealed, and are not written any more; on the filling's thread."""
 
 Progress = Callable[[int, int], None]
-"""(bytes that were read, bytes that are to be read)."""
+"""Takes (bytes that were read, bytes in all)."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A cell of which something is asked for, and that nobody brings as it was sealed."""
+    """A cell that was asked for, and that no holder has as it was sealed."""
 
     cell: int
     problem: Problem
@@ -50,35 +50,37 @@ class Missing:
 
 @dataclass(frozen=True)
 class FillResult:
-    """What `run` brought. missing: cells, sorted. brought: bytes that arrived as they were sealed, by source id, each
-    once however often it was read. again: cells read more than once.
-    faults: of sources, also where another one served instead; at most 16. sent, received: how fast it was passed on,
-    and came from others that were filled along with it, if that was and can be told."""
+    """The outcome of a filling."""
 
-    missing: tuple[Missing, ...]
-    brought: Mapping[str, int]
-    again: int
-    faults: tuple[Problem, ...]
+    missing: tuple[Missing, ...]  # sorted by cell
+    bytes_by_source: Mapping[str, int]  # bytes that arrived as they were sealed, each once; by source id
+    again: int  # cells that were read more than once
+    faults: tuple[Problem, ...]  # of sources, also where another one served instead; at most NAMED
     seconds: float
-    sent: Rate | None = None
-    received: Rate | None = None
+    sent: Rate | None = None  # how fast it was passed on to others; None: it was not, or that is unknown
+    received: Rate | None = None  # how fast others passed on to it; None as for `sent`
 
     def after(self, first: FillResult) -> FillResult:
-        """The result of both, the first of which left out what this one was to bring."""
-        sources = {*first.brought, *self.brought}
-        brought = {source: first.brought.get(source, 0) + self.brought.get(source, 0) for source in sources}
-        return FillResult(self.missing, brought, first.again + self.again, self.faults, first.seconds + self.seconds)
+        """The outcome of two fillings; this one brought what the first one left out."""
+        sources = {*first.bytes_by_source, *self.bytes_by_source}
+        bytes_by_source = {
+            source: first.bytes_by_source.get(source, 0) + self.bytes_by_source.get(source, 0) for source in sources
+        }
+        return FillResult(
+            self.missing, bytes_by_source, first.again + self.again, self.faults, first.seconds + self.seconds
+        )
 
 
 class SlotFilling:
-    """A slot's layout and who has what of it, made ready; `run` brings what the sources have sealed by then.
+    """A prepared filling of a slot: its layout, and the holders of each piece. `run` brings what the sources have
+    sealed by then.
 
-    May be kept for as long as layout, tables and slot are the same: then an update costs no work per tensor. kept:
+    May be reused as long as layout, tables and slot are the same: then an update costs no work per tensor. kept_cells:
     cells that the slot holds already; they are neither read nor written.
     """
 
     def __init__(
-        self, layout: SlotLayout, memory: Memory, sources: Sources, kept: Collection[int] = frozenset()
+        self, layout: SlotLayout, memory: Memory, sources: Sources, kept_cells: Collection[int] = frozenset()
     ) -> None:
         self.layout = layout
         self._sources = sources
@@ -88,7 +90,7 @@ class SlotFilling:
         self._unheld: dict[int, Problem] = {}
         pieces: list[ReadPiece] = []
         for atom in layout.atoms:
-            if atom.cell in kept:
+            if atom.cell in kept_cells:
                 continue
             self._held[atom.cell] = True
             dtype = sources.dtype(atom.tensor)
@@ -113,7 +115,7 @@ class SlotFilling:
         self._arriving = arriving_digests(self._batches)
 
     def check(self) -> None:
-        """Raises NOT_FOUND, saying why, if nobody within reach holds any of what is asked for."""
+        """Raises NOT_FOUND, saying why, if no source within reach holds any of the cells."""
         if self._unheld and not self._batches:
             raise CkptEngineError(next(iter(self._unheld.values())))
 
@@ -125,10 +127,10 @@ class SlotFilling:
         progress: Progress = lambda done, total: None,
         arrived: Arrived | None = None,
     ) -> FillResult:
-        """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: of the monotonic
-        clock. progress: told after each batch, on this thread. arrived: told each cell that is there, once.
+        """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: monotonic seconds.
+        progress: called after each batch, on this thread. arrived: called once for each cell that has arrived.
 
-        Raises DEADLINE_EXCEEDED or ABORTED within a few batches of its end; the slot holds nothing then.
+        Raises DEADLINE_EXCEEDED or ABORTED within a few batches; the slot holds nothing then.
         """
         began = time.monotonic()
         self._expected = recorded.values
@@ -141,9 +143,9 @@ class SlotFilling:
         try:
             with Pipeline(self._sources.lost, carry_on) as pipeline:
                 run = _FillRun(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
-                seen = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
-                run.bring(self._batches, progress, self._arriving, seen)
-                again = self._bring_what_was_cut_off(run)
+                arrivals = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
+                run.bring(self._batches, progress, self._arriving, arrivals)
+                again = self._repeat_cut_off(run)
                 missing = dict(self._unheld)
                 wrong = self._wrong(run)
                 again += len(wrong)
@@ -151,18 +153,20 @@ class SlotFilling:
                     problem = self._retry(run, cell, parts)
                     if problem is not None:
                         missing[cell] = problem
-                if seen is not None:
-                    seen.rest(missing)
+                if arrivals is not None:
+                    arrivals.rest(missing)
         finally:
             self._sources.end()
         run.forget(list(missing))
-        left = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
-        told = {fault.message: fault for fault in faults}
-        return FillResult(left, run.brought(), again, tuple(told.values())[:NAMED], time.monotonic() - began)
+        missing_cells = tuple(Missing(cell, missing[cell]) for cell in sorted(missing))
+        unique_faults = {fault.message: fault for fault in faults}
+        return FillResult(
+            missing_cells, run.bytes_by_source(), again, tuple(unique_faults.values())[:NAMED], time.monotonic() - began
+        )
 
-    def _bring_what_was_cut_off(self, run: _FillRun) -> int:
-        """What failed over a network, all of it together: from the nearest that has not failed, or else from who is
-        back. Returns how many cells were asked for again."""
+    def _repeat_cut_off(self, run: _FillRun) -> int:
+        """Repeats all reads that failed over a network, together: from the nearest holder that has not failed, or else
+        from one that is back. Returns how many cells were read again."""
         batches, again, failed = self._batches, 0, run.failed
         for attempt in range(CUT_OFF_TIMES):
             cut = [batch for batch in batches if batch.lands and any(int(cell) in failed for cell in batch.cells)]
@@ -170,17 +174,21 @@ class SlotFilling:
                 problem = next(failed[int(cell)] for cell in batch.cells if int(cell) in failed)
                 self._sources.lose(batch.readings, problem)
             pieces = self._pieces_of({int(cell) for batch in cut for cell in batch.cells if int(cell) in failed})
-            asked = [piece for each in pieces.values() for piece in each]
+            cut_pieces = [piece for each in pieces.values() for piece in each]
             if not attempt:
-                self._sources.again([piece.holders for piece in asked])
-            readings = {id(piece): self._sources.nearest(piece.holders) for piece in asked}
-            there = [cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)]
-            if not there:
+                self._sources.again([piece.holders for piece in cut_pieces])
+            readings = {id(piece): self._sources.nearest(piece.holders) for piece in cut_pieces}
+            reachable = [
+                cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)
+            ]
+            if not reachable:
                 break
-            run.faults += [failed.pop(cell) for cell in there]
-            run.forget(there)
-            again += len(there)
-            pairs = [(piece, reading) for cell in there for piece in pieces[cell] if (reading := readings[id(piece)])]
+            run.faults += [failed.pop(cell) for cell in reachable]
+            run.forget(reachable)
+            again += len(reachable)
+            pairs = [
+                (piece, reading) for cell in reachable for piece in pieces[cell] if (reading := readings[id(piece)])
+            ]
             pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
             batches = in_batches(pairs)
             run.bring(batches)
@@ -206,7 +214,7 @@ class SlotFilling:
         return [cell for cell in np.flatnonzero(differ).tolist() if cell not in self._unheld]
 
     def _retry(self, run: _FillRun, cell: int, pieces: Sequence[ReadPiece]) -> Problem | None:
-        """Reads a cell from its other holders, until it is as it was sealed. Why it cannot be had, if it cannot."""
+        """Reads a cell from its other holders until it is as it was sealed; returns why, if none has it so."""
         problem = run.failed.get(cell) or self._fault(cell, pieces, 0)
         run.faults.append(problem)
         # What failed may have failed for the sake of another cell, which was read along with it.
@@ -234,8 +242,8 @@ class SlotFilling:
 
 
 class _FillRun:
-    """What one `run` has found out so far. found: by cell, what its pieces add up to. failed: why cells could not be
-    read. Used on the thread that fills."""
+    """The state of one `run`. found: by cell, the sum of its pieces' digests. failed: why cells could not be read. Used
+    on the thread that fills."""
 
     def __init__(self, pipeline: Pipeline, carry_on: Callable[[], None], found: Words, faults: list[Problem]) -> None:
         self.found = found
@@ -250,20 +258,20 @@ class _FillRun:
         batches: Sequence[PieceBatch],
         progress: Progress = lambda done, total: None,
         arriving: ArrivingDigests | None = None,
-        seen: _Arrivals | None = None,
+        arrivals: _Arrivals | None = None,
     ) -> None:
-        """Reads and digests them. What ends it leaves nothing that could still be written."""
+        """Reads and digests batches. When it returns or raises, nothing can still be written."""
         done, total = 0, sum(batch.bytes for batch in batches)
         pipeline = self._pipeline
-        with closing(pipeline.arriving(batches, arriving) if arriving else pipeline.brought(batches)) as results:
+        with closing(pipeline.arriving(batches, arriving) if arriving else pipeline.results(batches)) as results:
             for batch, result in results:
                 self._carry_on()
                 if isinstance(result, Problem):
                     self.failed.update((int(cell), result) for cell in batch.cells)
                 else:
                     np.add.at(self.found, batch.cells, result)
-                    if seen is not None:
-                        seen.brought(batch)
+                    if arrivals is not None:
+                        arrivals.add(batch)
                     for source, cells, sizes in batch.by_source():
                         came = self._came.setdefault(source, np.zeros_like(self.found))
                         np.add.at(came, cells, sizes)
@@ -271,34 +279,34 @@ class _FillRun:
                 progress(done, total)
 
     def forget(self, cells: Sequence[int]) -> None:
-        """They are read again, or given up: what was read of them counts for nothing."""
+        """Resets cells that are read again or given up."""
         for each in (self.found, *self._came.values()):
             each[cells] = 0
 
-    def brought(self) -> dict[str, int]:
+    def bytes_by_source(self) -> dict[str, int]:
         """Bytes that lie in the slot as they were sealed, by source."""
         return {source: int(came.sum()) for source, came in self._came.items() if came.any()}
 
 
 class _Arrivals:
-    """Which cells are there as they were sealed, as soon as that is so. found: what is known of their digests."""
+    """Reports cells as soon as they are complete and as sealed. found: the sums of their digests so far."""
 
     def __init__(self, batches: Sequence[PieceBatch], found: Words, expected: Words, arrived: Arrived) -> None:
         self._found, self._expected, self._arrived = found, expected, arrived
         self._cells = {int(cell) for batch in batches for cell in batch.cells}
-        self._left = np.zeros(len(expected), dtype=np.int64)  # pieces; a sum may be right before all of them are there
+        self._pieces_due = np.zeros(len(expected), dtype=np.int64)  # a sum may be right before all pieces have come
         for batch in batches:
-            np.add.at(self._left, batch.cells, 1)
+            np.add.at(self._pieces_due, batch.cells, 1)
 
-    def brought(self, batch: PieceBatch) -> None:
-        """All of a batch has come and is part of the sums."""
-        np.subtract.at(self._left, batch.cells, 1)
+    def add(self, batch: PieceBatch) -> None:
+        """Notes that a batch has come and is part of the sums."""
+        np.subtract.at(self._pieces_due, batch.cells, 1)
         cells = np.unique(batch.cells)
-        whole = cells[(self._left[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
+        whole = cells[(self._pieces_due[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
         self._cells.difference_update(whole)
         if whole:
             self._arrived(whole)
 
     def rest(self, missing: Collection[int]) -> None:
-        """Rests: nothing is brought any more."""
+        """Reports the remaining cells, at the end: all but the missing ones."""
         self._arrived(sorted(self._cells.difference(missing)))

@@ -1,6 +1,6 @@
 """Trainers' GPUs, as a relay reads them: CUDA is started for one when a version lies on it, and not before.
 
-A context takes memory of that GPU, some hundred MB, for as long as the relay lives; it is counted and told.
+A context takes some hundred MB of that GPU's memory as long as the relay lives; it is counted and reported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ log = logging.getLogger("ckpt_engine.relay")
 
 
 class TrainersGpus:
-    """One thread: the one that fills."""
+    """The GPUs on which this relay has started CUDA. Used on the thread that fills."""
 
     def __init__(self) -> None:
-        self._contexts: dict[int, int] = {}  # GPUs that were started to what that took of their memory
+        self._contexts: dict[int, int] = {}  # by ordinal: bytes of the GPU's memory that its start took
 
     @property
     def taken_bytes(self) -> int:
-        """GPU memory that reading has taken, all GPUs together: contexts, as the driver's management library saw it
-        before and after (other processes may have changed it meanwhile), and what torch keeps. Any thread."""
+        """GPU memory that reading has taken, all GPUs together: contexts, measured by the driver's management library
+        before and after (other processes may have changed it meanwhile), and torch's reserved memory. Any thread."""
         contexts = dict(self._contexts)
         return sum(taken + torch.cuda.memory_reserved(gpu) for gpu, taken in contexts.items())
 
     def seen_from(self, table: SourceTable, host: Host) -> Host:
-        """`host`, with those of the GPUs on which a source of the same host has its weights that this process can see.
-        Starts CUDA on them. Never raises."""
+        """A copy of `host` that lists the GPUs on which a source of the same host has its weights, as far as this
+        process sees them. Starts CUDA on them. Never raises."""
         found = Host()
         found.CopyFrom(host)
         del found.gpus[:]
@@ -45,7 +45,7 @@ class TrainersGpus:
 
     @contextlib.contextmanager
     def on(self, table: SourceTable, host: Host) -> Iterator[int | None]:
-        """Inside, memory is mapped for the GPU on which the source has its weights: its ordinal, or None."""
+        """Makes the GPU on which a source has its weights the current one, for mapping; yields its ordinal, or None."""
         found = self._of(table, host)
         if not found:
             yield None

@@ -13,29 +13,24 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class RelayState:
-    """What a relay tells about itself.
-
-    connected: it has a session with the manager. filling: it brings a version now. held, failed: fillings that ended
-    so. brought_bytes, brought_seconds: of those that are held, without waiting for readers.
-    """
+    """The state of a relay that its metrics show."""
 
     relay: str = ""
-    connected: bool = False
-    filling: bool = False
-    held: int = 0
+    connected: bool = False  # it has a session with the manager
+    filling: bool = False  # it brings a version now
+    held: int = 0  # fillings that ended well
     failed: int = 0
-    brought_bytes: int = 0
-    brought_seconds: float = 0.0
-    _before: dict[int, tuple[int, float]] = field(default_factory=dict)
+    brought_bytes: int = 0  # of versions that are held
+    brought_seconds: float = 0.0  # the same, without waiting for readers
+    _before: dict[int, tuple[int, float]] = field(default_factory=dict)  # by slot: bytes and seconds of its filling
 
-    def filled(self, told: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
-        """A version is held. more: what the slot lacked was brought, and what is told is that and what was told before
-        together."""
+    def filled(self, report: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
+        """Counts a version that is held. more: missing cells were brought, and the report includes the former one."""
         size, seconds = self._before.get(slot, (0, 0.0)) if more else (0, 0.0)
-        self._before[slot] = sum(each.bytes for each in told.brought), told.fill_seconds
+        self._before[slot] = sum(each.bytes for each in report.brought), report.fill_seconds
         self.held += not more
         self.brought_bytes += self._before[slot][0] - size
-        self.brought_seconds += told.fill_seconds - seconds
+        self.brought_seconds += report.fill_seconds - seconds
 
 
 def of_relay(state: RelayState) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""What a relay tells people: one plain line for each thing that happened. Pure."""
+"""A relay's log for people: one plain line for each event. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 def lost(manager: str, ended: SessionEnded) -> str:
-    """Why there is no session, and what becomes of that."""
+    """Why there is no session, and what the relay does about it."""
     if ended.patience:
-        left = f"waiting up to {ended.patience:.0f} s, in case that is a relay that has died"
-        return f"refused by the manager at {manager}: {ended.problem.message}; {left}"
+        remedy = f"waiting up to {ended.patience:.0f} s, in case that is a relay that has died"
+        return f"refused by the manager at {manager}: {ended.problem.message}; {remedy}"
     return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
 
 
 def failed(task: RelayTask, problem: weights_pb2.Problem) -> str:
-    """What was not done, and why."""
+    """Why a task failed."""
     if isinstance(task, LetGoOf):
         return f"memory that its owner takes back stays mapped: {problem.message}"
     return f"{_version(task)} is not brought: {problem.message}"
 
 
 def done(task: RelayTask, result: object) -> str:
-    """What is so now; empty: nothing that people wait for."""
+    """The outcome of a task; empty: of no interest to people."""
     match task, result:
         case CountSlot(), int(size):
             return f"{_version(task)} is to be brought: {human_bytes(size)}"
@@ -34,19 +34,19 @@ def done(task: RelayTask, result: object) -> str:
             return ""
 
 
-def filled(told: manager_pb2.RelayFilled) -> str:
+def filled(report: manager_pb2.RelayFilled) -> str:
     """What a filling brought."""
-    brought = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in told.brought) or "nothing"
-    seconds = told.fill_seconds
-    speed = f" ({sum(each.bytes for each in told.brought) / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
-    said = f"{brought} in {seconds:.2f} s{speed}"
-    if told.again:
-        said += f", {told.again} pieces read again"
-    if told.overruled:
-        said += f", {told.overruled} readers overruled after {told.wait_seconds:.1f} s"
-    if told.missing_cells:
-        said += f", {told.missing_cells} pieces missing: {told.missing[0].message}"
-    return said
+    sources = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in report.brought) or "nothing"
+    seconds = report.fill_seconds
+    speed = f" ({sum(each.bytes for each in report.brought) / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
+    line = f"{sources} in {seconds:.2f} s{speed}"
+    if report.again:
+        line += f", {report.again} pieces read again"
+    if report.overruled:
+        line += f", {report.overruled} readers overruled after {report.wait_seconds:.1f} s"
+    if report.missing_cells:
+        line += f", {report.missing_cells} pieces missing: {report.missing[0].message}"
+    return line
 
 
 def _version(task: CountSlot | FillSlot) -> str:

@@ -1,9 +1,7 @@
 """Batches on their way into a slot: one is brought while those before it are digested.
 
-Decides in which order that happens and on which threads, and nothing about what comes of it. One thread brings, since
-links of networks belong to one; what comes over a network is asked for, and what a GPU copies is queued, ahead of that.
-Whoever ends it early finds that
-nothing is written any more.
+Decides only the order and the threads. One thread brings, since links of networks belong to one thread; reads over a
+network and copies of a GPU are begun ahead. When a caller ends it early, nothing is written any more.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from ckpt_engine.v1.weights_pb2 import Problem
 log = logging.getLogger("ckpt_engine.relay")
 
 AHEAD = 6
-"""Batches that are brought or digested, or wait for that, behind the one that is waited for."""
+"""Batches that are brought or digested, or wait for that, beyond the one that is waited for."""
 
 DIGESTING = 2
-"""Batches that are digested at once, on the same threads: one has work for them while the other one begins or ends."""
+"""Batches that are digested at once, on the same threads: one keeps them busy while the other one begins or ends."""
 
 _POLL_SECONDS = 100e-6
 
@@ -41,9 +39,9 @@ Lost = Callable[[Sequence[Reading]], Problem | None]
 
 
 class Pipeline:
-    """The threads of one filling. Used inside `with`, by one thread; nothing of it goes on afterwards.
+    """The threads of one filling. Used inside `with`, by one thread; they have ended after it.
 
-    carry_on: called before each batch and while a network or a GPU is waited for; what it raises ends that batch.
+    carry_on: called before each batch and while a network or a GPU is waited for; an exception of it ends that batch.
     """
 
     def __init__(self, lost: Lost, carry_on: Callable[[], None]) -> None:
@@ -61,19 +59,19 @@ class Pipeline:
         for pool in (self._bringing, self._digests):
             pool.shutdown(cancel_futures=True)
 
-    def brought(self, batches: Sequence[PieceBatch]) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
-        """Each batch in turn with its digests, or why there are none; meanwhile the next ones are brought and digested.
+    def results(self, batches: Sequence[PieceBatch]) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
+        """Yields each batch with its digests, or why there are none; meanwhile the next ones are brought and digested.
 
-        Close the iterator: it waits for what is on its way, and then nothing can land any more.
+        Close the iterator: that waits for batches in flight, and then nothing can land any more.
         """
         line = _Line(batches, self._lost, self._carry_on)
         ahead: deque[tuple[PieceBatch, Future[Words | Problem]]] = deque()
-        given: list[Future[Any]] = []
+        futures: list[Future[Any]] = []
         try:
             for number, batch in enumerate(batches):
                 first = self._bringing.submit(line.bring, number) if batch.is_brought_first else None
                 found = self._digests.submit(line.digest, batch, first)
-                given += [found] if first is None else [first, found]
+                futures += [found] if first is None else [first, found]
                 ahead.append((batch, found))
                 if len(ahead) > AHEAD:
                     done, found = ahead.popleft()
@@ -83,20 +81,20 @@ class Pipeline:
                 yield done, found.result()
         finally:
             line.ended = True
-            wait([each for each in given if not each.cancel()])
+            wait([each for each in futures if not each.cancel()])
             _abandon(batches)
 
     def arriving(
         self, batches: Sequence[PieceBatch], digests: ArrivingDigests
     ) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
-        """The same of batches that GPUs bring, brought on the calling thread. digests: of all their pieces."""
+        """Yields as `results` does, for batches of GPUs, brought on the calling thread. digests: of all pieces."""
         line = _Line(batches, self._lost, self._carry_on)
         ends = np.cumsum([0, *(len(batch.pieces) for batch in batches)]).tolist()
         problems: list[Problem | None] = []
-        told = 0
+        count = 0
         arrival = digests.start()
         try:
-            while told < len(batches):
+            while count < len(batches):
                 number = len(problems)
                 if number < len(batches):
                     problems.append(line.bring(number))
@@ -104,9 +102,9 @@ class Pipeline:
                 else:
                     time.sleep(_POLL_SECONDS)
                     self._carry_on()
-                while told < len(problems) and (found := arrival.values(ends[told], ends[told + 1])) is not None:
-                    told += 1
-                    yield batches[told - 1], problems[told - 1] or found
+                while count < len(problems) and (found := arrival.values(ends[count], ends[count + 1])) is not None:
+                    count += 1
+                    yield batches[count - 1], problems[count - 1] or found
         finally:
             line.ended = True
             arrival.end()
@@ -114,15 +112,15 @@ class Pipeline:
 
 
 def _abandon(batches: Sequence[PieceBatch]) -> None:
-    """All of them, whatever one of them raises."""
+    """Abandons all batches, even if one of them raises."""
     with contextlib.ExitStack() as stack:
         for batch in batches:
             stack.callback(batch.abandon)
 
 
 def arriving_digests(batches: Sequence[PieceBatch]) -> ArrivingDigests | None:
-    """What digests these batches as they arrive; None if not all of them are brought by GPUs and digested by
-    processors, or no kernel can be had."""
+    """Prepares digests of these batches as they arrive; None if some are not brought by GPUs and digested by
+    processors, or there is no kernel."""
     boxes: Boxes = []
     for batch in batches:
         if (its := batch.boxes) is None:
@@ -143,7 +141,7 @@ class _Line:
         self._carry_on = carry_on
 
     def bring(self, number: int) -> Problem | None:
-        """Why it could not be done."""
+        """Brings a batch and starts the next ones; returns why, if that failed."""
         batch = self._batches[number]
         try:
             self._go_on()
@@ -157,7 +155,7 @@ class _Line:
         return None
 
     def digest(self, batch: PieceBatch, brought_first: Future[Problem | None] | None) -> Words | Problem:
-        """Digests a batch after it was brought, or else along with that."""
+        """Digests a batch after it was brought, or while it is copied."""
         problem = self._lost(batch.readings) if brought_first is None else brought_first.result()
         if problem is not None:
             return problem
@@ -167,12 +165,12 @@ class _Line:
             return error.problem
 
     def _start(self, batch: PieceBatch, later: PieceBatch) -> None:
-        with contextlib.suppress(CkptEngineError):  # it is asked once more, and told then
+        with contextlib.suppress(CkptEngineError):  # the batch is started again in its turn, and fails then
             batch.start()  # first, so that it is served first
             if self._lost(later.readings) is None:
                 later.start()
 
     def _go_on(self) -> None:
         if self.ended:
-            raise CkptEngineError(Problem(code=Problem.ABORTED, message="nobody waits for this batch any more"))
+            raise CkptEngineError(Problem(code=Problem.ABORTED, message="this filling has ended before this batch"))
         self._carry_on()

@@ -1,7 +1,7 @@
 """A relay as a process: the shell around its machine.
 
-The session and its machine live on one asyncio loop. Counting and filling go on on one thread, one after
-the other; digests for workers who need finer pieces on another, so that nobody waits for a filling. Decides nothing.
+The session and its machine live on one asyncio loop. One thread counts and fills, one task after the other. Another one
+digests for workers that need finer pieces, so that they do not wait for a filling. Decides nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 log = logging.getLogger("ckpt_engine.relay")
 
 PROGRESS_SECONDS = 0.5
-"""At least, between two words about how far a filling is."""
+"""At least, between two reports of a filling's progress."""
 
 LOOKERS_SECONDS = 0.5
-"""How long agents that look whether there is a relay may have the directory."""
+"""How long agents that look for a relay may have the directory's lock."""
 
 
 async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
-    """One relay until `stop` is set: then it says goodbye and takes back what it lends. Nothing of it is left.
+    """Runs one relay until `stop` is set: then it says goodbye and takes back what it lends. Leaves nothing behind.
 
     Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
     machine failed (INTERNAL).
@@ -94,19 +94,19 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 
 class _Relay:
-    """Made on the loop. slots: closed by whoever made them, after this one. reads: the transports that it can read
-    with. state: kept up to date for who scrapes it."""
+    """One relay's session and threads. Made on the loop. slots: closed by the caller, after this. reads: names of
+    transports with which it can read. state: kept up to date for its metrics."""
 
     def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
         self._settings = settings
         self._slots = slots
-        self._work = RelayWork(slots, self._fetch, self._passed_on)
+        self._work = RelayWork(slots, self._fetch, self._report_rate)
         self._loop = asyncio.get_running_loop()
         self._worker = ThreadPoolExecutor(1, "ckpt-engine fill")
         self._digester = ThreadPoolExecutor(1, "ckpt-engine digest")
-        self._over: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
+        self._final_problem: asyncio.Future[weights_pb2.Problem] = self._loop.create_future()
         self._closing = False
-        self._away = ""  # why there is no session, as it was said last
+        self._disconnect_reason = ""  # why there is no session, as it was logged last
         self._state = state
         self._blobs: dict[bytes, bytes] = {}
         memory = SLOTS * slots.slot_bytes
@@ -136,21 +136,21 @@ class _Relay:
         )
         machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(
-            settings.manager, machine, self._seal, self._notified, settings.deadlines.goodbye, self._perform, "relay"
+            settings.manager, machine, self._seal, self._notify, settings.deadlines.goodbye, self._perform, "relay"
         )
 
     async def until(self, stop: asyncio.Event) -> weights_pb2.Problem | None:
-        """Serves. None once `stop` is set; else why it cannot go on."""
+        """Serves until `stop` is set (None), or until it cannot go on: then why."""
         stopping = asyncio.ensure_future(stop.wait())
         try:
             self._session.start()
-            await asyncio.wait((stopping, self._over), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, self._final_problem), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-        return None if stop.is_set() else self._over.result()
+        return None if stop.is_set() else self._final_problem.result()
 
     async def close(self, reason: str) -> None:
-        """Says goodbye. What is being filled ends soon."""
+        """Says goodbye and stops a filling."""
         self._closing = True
         await self._session.stop(reason)
         self._work.stop()
@@ -175,8 +175,8 @@ class _Relay:
         if isinstance(done, SlotFilled) and isinstance(task, FillSlot):
             self._state.filled(done.told, task.slot, task.more)
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
-        if said := narration.done(task, done):
-            log.info("%s", said)
+        if line := narration.done(task, done):
+            log.info("%s", line)
         return done
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
@@ -184,18 +184,18 @@ class _Relay:
         values = await self._loop.run_in_executor(self._digester, self._slots.digest, atoms, task.version)
         return SealFigures(weights_pb2.Digests(values=values), 0.0, time.monotonic() - began)
 
-    def _notified(self, said: Notice) -> None:
-        match said:
+    def _notify(self, notice: Notice) -> None:
+        match notice:
             case SessionOpened(cluster):
-                self._away, self._state.connected = "", True
+                self._disconnect_reason, self._state.connected = "", True
                 log.info("connected to the manager at %s (cluster %s)", self._settings.manager, cluster[:8])
             case SessionEnded():
                 self._state.connected = False
-                if said.final and not self._over.done():
-                    self._over.set_result(said.problem)
-                elif said.problem.message != self._away and not self._closing:
-                    self._away = said.problem.message
-                    log.warning("%s", narration.lost(self._settings.manager, said))
+                if notice.final and not self._final_problem.done():
+                    self._final_problem.set_result(notice.problem)
+                elif notice.problem.message != self._disconnect_reason and not self._closing:
+                    self._disconnect_reason = notice.problem.message
+                    log.warning("%s", narration.lost(self._settings.manager, notice))
             case PublicationDecided(_, problem) if problem is not None:
                 log.warning("the manager leaves out what this relay holds: %s", problem.message)
             case StopFilling():
@@ -204,9 +204,9 @@ class _Relay:
     # -- on the thread that fills
 
     def _fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
-        """What a version has in common with the one before is not fetched again."""
-        wanted = {ref.digest: ref for ref in refs}
-        new = [ref for digest, ref in wanted.items() if digest not in self._blobs]
+        """Fetches blobs from the manager, but not those that the last version had too."""
+        by_digest = {ref.digest: ref for ref in refs}
+        new = [ref for digest, ref in by_digest.items() if digest not in self._blobs]
         fetching = asyncio.run_coroutine_threadsafe(self._session.fetch(new, seconds), self._loop)
         try:
             blobs = fetching.result(seconds)
@@ -215,21 +215,21 @@ class _Relay:
         finally:
             fetching.cancel()
         found = dict(zip((ref.digest for ref in new), blobs, strict=True))
-        self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in wanted}
+        self._blobs = {digest: found[digest] if digest in found else self._blobs[digest] for digest in by_digest}
         return [self._blobs[ref.digest] for ref in refs]
 
-    def _passed_on(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
-        """Hands over from the thread of a reader, whom nobody may keep from ending once the loop has."""
+    def _report_rate(self, command: manager_pb2.FillRelay, rate: Rate) -> None:
+        """Reports a rate, from the thread of a reader; does nothing once the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._session.feed, ChunksPassed(command.fence, command.attempt, rate))
 
     def _progress(self, task: Task) -> Progress:
-        told = time.monotonic()
+        last_report = time.monotonic()
 
         def progress(done: int, total: int) -> None:
-            nonlocal told
-            if isinstance(task, FillSlot) and time.monotonic() - told >= PROGRESS_SECONDS:
-                told = time.monotonic()
+            nonlocal last_report
+            if isinstance(task, FillSlot) and time.monotonic() - last_report >= PROGRESS_SECONDS:
+                last_report = time.monotonic()
                 event = FillingProgress(task.command.fence, done, total)
                 self._loop.call_soon_threadsafe(self._session.feed, event)
 

@@ -1,6 +1,6 @@
-"""Digests, by a GPU, of what it has brought into pinned memory of this host: it reads that back over its link.
+"""Digests by a GPU of bytes that it has brought into pinned memory of this host: it reads them back over its link.
 
-A digest of what was sent would prove nothing. What is read back lies in memory of the GPU, one batch at a time.
+A digest of what was sent would prove nothing. The bytes are read back into memory of the GPU, one batch at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ log = logging.getLogger("ckpt_engine.relay")
 _ALIGNMENT = 256
 
 Boxes = list[tuple[torch.Tensor, Sequence[int]]]
-"""Memory, with where its first element is in its tensor."""
+"""Memory, with the coordinates of its first element in its tensor."""
 
 
 class Digests(Protocol):
-    """What digests the memory it was made for, again and again."""
+    """Prepared digests of some memory, which may run many times."""
 
     def run(self) -> list[int]:
         """A value for each box."""
@@ -33,8 +33,7 @@ class Digests(Protocol):
 
 
 def digests_by_gpu(boxes: Boxes, gpu: int, stage_bytes: int) -> Digests:
-    """Digests of pinned memory by a GPU, which takes `stage_bytes` of its memory for that; by processors if it
-    cannot."""
+    """Digests of pinned memory by a GPU, which takes `stage_bytes` of its memory; by processors if it cannot."""
     try:
         return _ReadBack(boxes, gpu, stage_bytes)
     except Exception as error:  # no compiler, no memory: processors do it, slower and not wrong
@@ -43,7 +42,7 @@ def digests_by_gpu(boxes: Boxes, gpu: int, stage_bytes: int) -> Digests:
 
 
 class _Stage:
-    """Memory of a GPU that holds what is read back, one batch at a time, and the stream on which that is done."""
+    """Memory of a GPU for bytes that are read back, one batch at a time, and the stream on which that happens."""
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
@@ -52,14 +51,14 @@ class _Stage:
         self._memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", gpu))
 
     def memory(self, size: int) -> torch.Tensor:
-        """So many bytes of it. More than there were: other memory."""
+        """So many bytes of it; allocates other memory if it has fewer."""
         if size > self._memory.numel():
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
         return self._memory[:size]
 
 
 _stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
-"""Of this process, by GPU: the fillings of both slots share one."""
+"""The stages of this process, by GPU; fillings of both slots share one."""
 
 
 def _stage(gpu: int) -> _Stage:
@@ -70,13 +69,13 @@ def _stage(gpu: int) -> _Stage:
 
 
 def staged_bytes(view: torch.Tensor) -> int:
-    """What it takes of the memory for what is read back."""
+    """Bytes that a view takes of a stage."""
     return -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class _ReadBack:
-    """Digests of pinned memory of this host by a GPU: copied to its memory, for which link and copy engines have a way
-    of their own, and digested there. A kernel that reads the host itself would get in the way of what arrives."""
+    """Digests of pinned memory of this host by a GPU: copied to its memory by its copy engines and digested there. A
+    kernel that reads the host's memory itself would slow down copies that arrive."""
 
     def __init__(self, boxes: Boxes, gpu: int, stage_bytes: int) -> None:
         # Imported here: it loads Triton, which only a relay that reads GPUs needs.
@@ -92,14 +91,15 @@ class _ReadBack:
             self._copies.append((memory[first : first + view.nbytes].view(view.dtype).view(view.shape), view))
             first += staged_bytes(view)
         with torch.cuda.stream(self._stage.stream):
-            seen = [
-                (there, tuple(start), there.dtype) for (there, _), (_, start) in zip(self._copies, boxes, strict=True)
+            stage_boxes = [
+                (stage_view, tuple(start), stage_view.dtype)
+                for (stage_view, _), (_, start) in zip(self._copies, boxes, strict=True)
             ]
-            self._digests = CudaDigests(seen, SEED)
+            self._digests = CudaDigests(stage_boxes, SEED)
             self._stage.stream.synchronize()  # tables were copied, and the kernel compiled
 
     def run(self) -> list[int]:
         with self._stage.lock, torch.inference_mode(), torch.cuda.stream(self._stage.stream):
-            for there, view in self._copies:
-                there.copy_(view, non_blocking=True)
+            for stage_view, view in self._copies:
+                stage_view.copy_(view, non_blocking=True)
             return self._digests.run()

@@ -1,4 +1,4 @@
-"""What a relay is told, and what of it cannot be."""
+"""A relay's settings, and their checks."""
 
 from __future__ import annotations
 
@@ -19,31 +19,23 @@ from ckpt_engine.transport.base import Network
 RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
 
 LISTEN = "127.0.0.1:0"
-"""Where a relay listens that was told nothing: other hosts do not reach it."""
+"""Where a relay listens by default: other hosts do not reach it."""
 
 
 @dataclass(frozen=True)
 class RelaySettings:
-    """One relay.
+    """The settings of one relay."""
 
-    manager: host:port. name: empty: this host's name. memory: bytes of all its slots. everything: it wants the whole
-    model, not only what its host's workers need. users: ids of users that may read, besides this process's own and
-    root. slot_grace: seconds that a reader may keep a slot which is to be filled. listen: host:port where relays of
-    other hosts reach it, port 0: a free one. advertise: name or address at which they do; empty: what it listens on.
-    insecure: they may be sent weights without encryption. metrics: host:port where Prometheus scrapes it; empty:
-    nowhere.
-    """
-
-    manager: str
-    memory: int
-    name: str = ""
-    everything: bool = False
-    users: tuple[int, ...] = ()
-    slot_grace: float = 30.0
-    listen: str = LISTEN
-    advertise: str = ""
-    insecure: bool = False
-    metrics: str = ""
+    manager: str  # host:port
+    memory: int  # bytes of all its slots
+    name: str = ""  # empty: this host's name
+    everything: bool = False  # it wants the whole model, not only what its host's workers need
+    users: tuple[int, ...] = ()  # ids of users that may read, besides this process's own and root
+    slot_grace: float = 30.0  # seconds that a reader may keep a slot which is to be filled
+    listen: str = LISTEN  # host:port where relays of other hosts reach it; port 0: a free one
+    advertise: str = ""  # name or address at which they reach it; empty: what it listens on
+    insecure: bool = False  # other hosts may be sent weights without encryption
+    metrics: str = ""  # host:port where Prometheus scrapes it; empty: nowhere
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
     def __post_init__(self) -> None:
@@ -71,8 +63,8 @@ class RelaySettings:
         return self.name or socket.gethostname()
 
     def network(self) -> Network:
-        """Where relays of other hosts reach it. Looks which address of this host leads to the manager, if it listens
-        on all of them and was told none. Raises INVALID_ARGUMENT if that leads to no other host."""
+        """Where relays of other hosts reach it. If it listens on all addresses and advertises none, that is the address
+        from which this host reaches the manager. Raises INVALID_ARGUMENT if that is a loopback address."""
         host, _ = split_address(self.listen, "--listen")
         if is_loopback(host):
             address = host
@@ -91,13 +83,13 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def _towards(manager: str) -> str:
-    """The address of this host that the manager would be reached from. Nothing is sent."""
+    """The address from which this host reaches the manager. Sends nothing."""
     host, port = split_address(manager)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(where)
-            return str(asked.getsockname()[0])
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise invalid(
             f"--advertise: {manager} does not tell which address of this host leads to it ({error}): name one"
@@ -105,5 +97,5 @@ def _towards(manager: str) -> str:
 
 
 def half_of_the_room() -> int:
-    """The memory of a relay that was told none: half of what this host and this process's cgroup have left."""
+    """A relay's memory by default: half of what this host and this process's cgroup have left."""
     return memory_room() // 2

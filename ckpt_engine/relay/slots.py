@@ -1,8 +1,8 @@
 """What a relay holds: two slots of one arena, filled, lent and taken back. Decides nothing about when.
 
-The machine (`machines/relay/machine.py`) says which slot is filled with what. Whatever goes wrong in a filling leaves
-the other slot, and every replica, as they were. One filling at a time; `count`, `fill` and `let_go` block the calling
-thread, all else is quick.
+The machine (`machines/relay/machine.py`) says which slot is filled with what. A filling that fails leaves the other
+slot, and every replica, as they were. One filling at a time; `count`, `fill` and `let_go` block the calling thread, all
+else is quick.
 """
 
 from __future__ import annotations
@@ -48,38 +48,35 @@ from ckpt_engine.v1.weights_pb2 import (
 log = logging.getLogger("ckpt_engine.relay")
 
 CLOSE_SECONDS = 10.0
-"""For a filling to end once it was told to: it looks after each batch."""
+"""For a stopped filling to end: it checks after each batch."""
 
 
 @dataclass(frozen=True)
 class FillWish:
-    """A version to bring. record: hashes to identity.root, or it is refused. tables: of those who hold it, in the order
-    in which equally near ones are asked. needs: of the workers of this host. everything: hold all of it. fan_out: who
-    is filled with the same at the same time, if anybody is. passed: told, on any thread, how fast it was passed on to
-    them, whenever nobody asks for more of it. within: only what these tables offer is held; none: all of it."""
+    """A version to bring."""
 
     identity: Identity
-    record: SealedRecord
-    tables: Sequence[SourceTable]
-    needs: Sequence[WorkerNeeds] = ()
-    everything: bool = False
-    fan_out: FanOut | None = None
-    passed: Callable[[Rate], None] = lambda rate: None
-    within: Sequence[SourceTable] = ()
+    record: SealedRecord  # hashes to identity.root, or it is refused
+    tables: Sequence[SourceTable]  # of its holders, in the order in which equally near ones are asked
+    needs: Sequence[WorkerNeeds] = ()  # of the workers of this host
+    everything: bool = False  # hold all of it
+    fan_out: FanOut | None = None  # relays that are filled with it at the same time; None: no others are
+    passed: Callable[[Rate], None] = lambda rate: None  # called on any thread when they have read; how fast
+    within: Sequence[SourceTable] = ()  # hold only what these tables offer; empty: no limit
 
 
 @dataclass(frozen=True)
 class SlotVersion:
-    """A version in a slot, compared with its record. sealed: the memory of each shard of its table."""
+    """A version in a slot, compared with its record."""
 
     identity: Identity
     record: SealedRecord
     table: SourceTable
     layout: SlotLayout
     filled: FillResult
-    overruled: int
-    waited: float
-    sealed: Sequence[torch.Tensor]
+    overruled: int  # readers of the former version
+    waited: float  # seconds, for readers of the former version
+    sealed: Sequence[torch.Tensor]  # the memory of each shard of its table
 
     @property
     def cells(self) -> frozenset[int]:
@@ -87,26 +84,24 @@ class SlotVersion:
         return frozenset(atom.cell for atom in self.layout.atoms) - {each.cell for each in self.filled.missing}
 
     def digest(self, atoms: Atoms) -> list[int]:
-        """Digests of pieces finer than the record's cells, for workers who need such. Raises as `Source.digest`."""
+        """Digests of pieces finer than the record's cells, for workers that need them. Raises as `Source.digest`."""
         return digest_atoms(self.table, self.sealed, atoms)
 
 
 @dataclass(eq=False)
 class _Ready:
-    """What is kept from one filling of a slot to the next. tables: digests of those that are opened. recorded: of the
-    version with this root. kept: cells that stay as they are. whole: what can be read if nothing is missing. fan_in:
-    for fillings along with others."""
+    """What is reused from one filling of a slot to the next."""
 
     key: tuple[object, ...]
-    tables: frozenset[bytes]
+    tables: frozenset[bytes]  # digests of the tables whose regions are open
     root: bytes
-    recorded: ProvenRecord
+    recorded: ProvenRecord  # of the version with this root
     filling: SlotFilling
     sources: Sources
-    kept: frozenset[int]
+    kept_cells: frozenset[int]  # cells that stay as they are
     memory: Memory
-    whole: Contents | None = None
-    fan_in: FanIn | None = None
+    whole: Contents | None = None  # what can be read if no cell is missing
+    fan_in: FanIn | None = None  # for fillings along with other relays
 
 
 class Slots:
@@ -166,7 +161,7 @@ class Slots:
 
     @property
     def slot_bytes(self) -> int:
-        """What a version may take."""
+        """Bytes that a version may take."""
         return self._arena.slot_bytes
 
     @property
@@ -181,7 +176,7 @@ class Slots:
 
     @property
     def gpu_context_bytes(self) -> int:
-        """GPU memory that it has taken for reading GPUs: contexts, and what is read back to be digested."""
+        """GPU memory that it has taken for reading GPUs: contexts, and stages of what is read back."""
         return self._gpus.taken_bytes
 
     @property
@@ -190,12 +185,12 @@ class Slots:
         return self._ways.readers
 
     def held(self, slot: int) -> SlotVersion | None:
-        """What can be read in a slot."""
+        """The version that can be read in a slot."""
         return self._held[slot]
 
     def digest(self, atoms: Atoms, version: int) -> list[int]:
-        """Digests of pieces finer than the record's cells, of the slot whose table they are of, for workers who need
-        such. Beside a filling of the other slot.
+        """Digests of pieces finer than the record's cells, for workers that need them, from the slot whose table the
+        atoms name. Runs beside a filling of the other slot.
 
         Raises FAILED_PRECONDITION if no slot holds that any more, also if it was given up meanwhile; else as
         `Source.digest`.
@@ -211,17 +206,17 @@ class Slots:
         raise precondition(f"this relay does not hold version {version} any more, as the atoms have it")
 
     def stop(self) -> None:
-        """The filling that goes on, if one does, ends at its next look, with ABORTED."""
+        """Stops the current filling, if any: it raises ABORTED at its next check."""
         with self._lock:
             self._turn += 1
 
     def count(self, slot: int, wish: FillWish, seconds: float, more: bool = False) -> int:
-        """Lays a version out, takes memory for it and looks who can be read; returns its bytes. The slot still holds
-        what it held. more: see `fill`.
+        """Lays a version out, takes memory for it and opens its sources; returns its bytes. The slot still holds what
+        it held. more: see `fill`.
 
         Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
-        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (nobody within reach holds any of
-        it), DEADLINE_EXCEEDED.
+        FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (no source within reach holds any
+        of it), DEADLINE_EXCEEDED.
         """
         with self._writes(seconds):
             return self._count(slot, wish, more).filling.layout.bytes
@@ -234,13 +229,14 @@ class Slots:
         progress: Progress = lambda done, total: None,
         more: bool = False,
     ) -> SlotVersion:
-        """Brings a version into a slot and lends it. What was in the slot is gone, once `count` had nothing against it.
-        progress: told how far it is, on this thread. more: the cells that the slot holds of this version, for equal
-        needs, stay as they are and lent; the others alone are brought.
+        """Brings a version into a slot and lends it. The former version is gone once counting has succeeded.
 
-        Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. What nobody
-        could bring is no error: it stands in `SlotVersion.filled.missing` and not in the table. Of two at a time the
-        later one waits until the first has ended.
+        progress: called on this thread. more: cells that the slot holds of this version, for equal needs, stay as they
+        are and lent; only the others are brought.
+
+        Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. Cells that
+        could not be brought are no error: they are in `SlotVersion.filled.missing` and not in the table. A second
+        filling waits until the first has ended.
         """
         stop_at = time.monotonic() + seconds
         with self._lock:
@@ -249,12 +245,12 @@ class Slots:
             self._turn += 1
             turn = self._turn
         with self._writes(seconds):
-            counted = self._count(slot, wish, more)
-            return self._fill(slot, wish, counted, stop_at, lambda: self._turn != turn, progress)
+            ready = self._count(slot, wish, more)
+            return self._fill(slot, wish, ready, stop_at, lambda: self._turn != turn, progress)
 
     @contextmanager
     def _writes(self, seconds: float) -> Iterator[None]:
-        """One at a time: two would write to one memory."""
+        """Holds the right to fill: two fillings would write to one memory."""
         if not self._writing.acquire(timeout=max(0.0, seconds)):
             raise deadline("another version was still being brought into this relay")
         try:
@@ -264,13 +260,13 @@ class Slots:
 
     def _count(self, slot: int, wish: FillWish, more: bool) -> _Ready:
         before = self._held[slot] if more else None
-        kept = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
-        key = (*self._key(wish), kept)
+        kept_cells = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
+        key = (*self._key(wish), kept_cells)
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
             layout = _layout(wish, recorded)
-            if kept and before is not None and before.layout.atoms != layout.atoms:
+            if kept_cells and before is not None and before.layout.atoms != layout.atoms:
                 raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
             landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
@@ -281,7 +277,7 @@ class Slots:
 
             try:
                 self._pin(slot, sources)
-                filling = SlotFilling(layout, memory, sources, kept)
+                filling = SlotFilling(layout, memory, sources, kept_cells)
                 filling.check()
             except BaseException:
                 sources.close()
@@ -289,7 +285,7 @@ class Slots:
             self._forget(slot)
             tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
             ready = self._ready[slot] = _Ready(
-                key, tables, wish.identity.root, recorded, filling, sources, kept, memory
+                key, tables, wish.identity.root, recorded, filling, sources, kept_cells, memory
             )
         elif ready.root != wish.identity.root:
             ready.recorded = read_record(wish.record, wish.identity.root, [ready.recorded])
@@ -297,7 +293,7 @@ class Slots:
         return ready
 
     def _pin(self, slot: int, sources: Sources) -> None:
-        """If GPUs are read: what is to be filled, once."""
+        """Pins the slot, once, if GPUs are read."""
         for gpu in sources.reading_gpus[:1]:
             try:
                 self._arena.pin(slot, gpu)
@@ -314,7 +310,7 @@ class Slots:
         progress: Progress,
     ) -> SlotVersion:
         began = time.monotonic()
-        before = self._held[slot] if ready.kept else None
+        before = self._held[slot] if ready.kept_cells else None
         overruled = 0
         if before is None:
             self._held[slot] = None
@@ -348,8 +344,8 @@ class Slots:
         return held
 
     def let_go(self, tables: Collection[bytes], seconds: float) -> None:
-        """Unmaps what the tables with these digests offer, once no filling goes on; what the slots hold stays. The next
-        filling opens its sources anew. Raises DEADLINE_EXCEEDED."""
+        """Unmaps what the tables with these digests offer, when no filling runs; versions in the slots stay. The next
+        filling opens its sources again. Raises DEADLINE_EXCEEDED."""
         with self._writes(seconds):
             for slot in range(SLOTS):
                 ready = self._ready[slot]
@@ -357,7 +353,7 @@ class Slots:
                     self._forget(slot)
 
     def close(self) -> None:
-        """Ends all leases and lets go of all sources. A filling that goes on ends with ABORTED. May be repeated."""
+        """Ends all leases and closes all sources. A current filling raises ABORTED. May be repeated."""
         with self._lock:
             self._closed = True
             self._turn += 1
@@ -376,12 +372,12 @@ class Slots:
             ready.sources.close()
 
     def _key(self, wish: FillWish) -> tuple[object, ...]:
-        """What a layout and its reading depend on: not on what the weights are. Counting and filling ask alike."""
+        """All that a layout and its reading depend on, which is not the weights; equal for counting and filling."""
         if self._keyed is None or self._keyed[0] is not wish:
-            self._keyed = wish, self._made_key(wish)
+            self._keyed = wish, self._make_key(wish)
         return self._keyed[1]
 
-    def _made_key(self, wish: FillWish) -> tuple[object, ...]:
+    def _make_key(self, wish: FillWish) -> tuple[object, ...]:
         cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
         return (
             canonical(wish.record.manifest),

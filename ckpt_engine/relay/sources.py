@@ -1,4 +1,4 @@
-"""Who holds a version, as a relay that reads it sees them: which of them it reaches, and in which order it asks."""
+"""The holders of a version, as a relay reads them: which of them it reaches, and in which order it asks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A shard of one source, as it is read. first: of the shard, global coordinates. nearness: how far away it is, then
-    its place among the tables; the lowest is asked first."""
+    """A shard of one source, as it is read."""
 
     source: str
     opened: OpenedRegions
     region: Region
     placed: Place
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # of the shard, global coordinates
     dtype: str
-    nearness: tuple[int, int]
+    nearness: tuple[int, int]  # distance, then its place among the tables; the lowest is asked first
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
     lands: bool  # it is brought over a network, right to where it belongs, and digested there
     gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
@@ -42,7 +41,7 @@ class Reading:
     def offset(self, box: Box) -> int:
         """Offset of a box's first element, bytes from the start of the region."""
         width = itemsize(self.placed.stored or self.dtype)
-        inside = (here - first for here, first in zip(box.start, self.first, strict=True))
+        inside = (coordinate - first for coordinate, first in zip(box.start, self.first, strict=True))
         return self.placed.offset + width * int(sum(map(mul, inside, self.placed.stride)))
 
     def view(self, box: Box) -> torch.Tensor:
@@ -51,21 +50,20 @@ class Reading:
         return self.opened.view(self.region, self.offset(box), box.shape, self.placed.stride, self.dtype)
 
     def move(self, box: Box, destination: torch.Tensor) -> Move:
-        """A box on its way."""
+        """The move of a box."""
         offset, stride, stored = self.offset(box), self.placed.stride, self.placed.stored
         return Move(self.region, offset, box.shape, stride, self.dtype, destination, stored)
 
     def place(self, box: Box) -> tuple[str, int, int]:
-        """Where a box lies, for reading in that order."""
+        """Where a box lies: the order in which boxes are read."""
         return self.source, self.region.id, self.offset(box)
 
 
 class Sources:
-    """Tables of those who hold one version, opened. A source that is out of reach or does not fit is left out.
+    """The opened tables of one version's holders. A source that is out of reach or does not fit is left out.
 
-    tables: in the order in which equally near ones are asked. host: of this process. gpus: what it reads GPUs with.
-    landing: uint8[n], the slot that is to be filled: what comes over a network lands in it. faults: why some are left
-    out.
+    tables: in the order in which equally near ones are asked. host: of this process. gpus: with which it reads GPUs.
+    landing: uint8[n], the slot to fill: bytes from a network land in it. faults: why sources are left out.
     """
 
     def __init__(
@@ -84,24 +82,24 @@ class Sources:
         self._host = host
         self._gpus = gpus or TrainersGpus()
         self._landing = landing
-        self._publication = self._joined(list(tables))
+        self._publication = self._join(list(tables))
         self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
-        self._lost: dict[int, Problem] = {}  # by what was opened
+        self._lost: dict[int, Problem] = {}  # by id of OpenedRegions: why they cannot be read in this filling
         for number, table in enumerate(self._publication.tables):
             self._open(number, table)
         self._readings: dict[tuple[int, int], Reading] = {}
 
     @property
     def reading_gpus(self) -> list[int]:
-        """Ordinals of the GPUs with which it reads what lies on some GPU."""
+        """Ordinals of the GPUs with which it reads GPU memory."""
         return sorted({gpu for *_, gpu in self._opened.values() if gpu is not None})
 
     def dtype(self, tensor: int) -> torch.dtype:
-        """What a tensor of the record is served as."""
+        """The dtype as which a tensor of the record is served."""
         return torch_dtype(self._specs[tensor].dtype)
 
     def holders(self, tensor: int, box: Box) -> Iterator[tuple[Box, tuple[Reading, ...]]]:
-        """Disjoint parts of a box, with those within reach that hold each, the nearest first."""
+        """Disjoint parts of a box, each with its holders within reach, the nearest first."""
         publication = self._publication
         for hit in publication.partitions[tensor].hits(box):
             found = [self._reading(tensor, holder) for holder in publication.parts[tensor][hit.part].holders]
@@ -109,29 +107,30 @@ class Sources:
             yield hit.box, tuple(near)
 
     def why_not(self, tensor: int, box: Box) -> Problem:
-        """Why nobody within reach holds all of a box."""
+        """Why no source within reach holds all of a box."""
         name = self._specs[tensor].name
         why = "; ".join(dict.fromkeys(fault.message for fault in self.faults))
-        asked = ", ".join(label(table) for table in self._publication.tables) or "no source"
+        labels = ", ".join(label(table) for table in self._publication.tables) or "no source"
         return Problem(
             code=Problem.NOT_FOUND,
-            message=f"nobody within reach holds {box} of tensor {name} ({asked} was asked{f': {why}' if why else ''})",
+            message=f"no source within reach holds {box} of tensor {name} "
+            f"({labels} was asked{f': {why}' if why else ''})",
             tensors=[name],
         )
 
     def begin(self) -> None:
-        """Asks, before each filling, the sources whether they are unchanged, and to stay so for now."""
+        """Before each filling, checks that the sources are unchanged, and asks them to stay so for now."""
         self._lost.clear()
         for opened in self._each():
             self._ask(opened)
 
     def lose(self, readings: Iterable[Reading], problem: Problem) -> None:
-        """These cannot be read in this filling any more."""
+        """Notes that these cannot be read in this filling any more."""
         for each in readings:
             self._lost.setdefault(id(each.opened), problem)
 
     def again(self, pieces: Iterable[Sequence[Reading]]) -> None:
-        """Asks those who hold a piece once more if all of them are lost: who is back is read again."""
+        """Checks the holders of a piece again if all of them are lost: one that is back is read again."""
         lost = {id(each.opened): each.opened for holders in pieces if self.nearest(holders) is None for each in holders}
         for opened in lost.values():
             before = self._lost.pop(id(opened))
@@ -146,7 +145,7 @@ class Sources:
             self._lost[id(opened)] = error.problem
 
     def lost(self, readings: Iterable[Reading]) -> Problem | None:
-        """Why some of these cannot be read in this filling: a file that was cut off would end this process."""
+        """Why some of these cannot be read in this filling (a truncated file would end this process); None: all can."""
         return next((self._lost[id(each.opened)] for each in readings if id(each.opened) in self._lost), None)
 
     def nearest(self, readings: Sequence[Reading]) -> Reading | None:
@@ -154,13 +153,13 @@ class Sources:
         return next((each for each in readings if id(each.opened) not in self._lost), None)
 
     def end(self) -> None:
-        """Tells the sources, after each filling, that nothing is read for now."""
+        """After each filling, tells the sources that nothing is read for now."""
         for opened in self._each():
             if isinstance(opened, Leased):
                 opened.rest()
 
     def close(self) -> None:
-        """Lets go of everything. Never raises."""
+        """Closes all that was opened. Never raises."""
         for opened in self._each():
             opened.close()
         self._opened, self._readings = {}, {}
@@ -168,7 +167,7 @@ class Sources:
     def _each(self) -> list[OpenedRegions]:
         return list({id(opened): opened for opened, *_ in self._opened.values()}.values())
 
-    def _joined(self, tables: list[SourceTable]) -> Publication:
+    def _join(self, tables: list[SourceTable]) -> Publication:
         manifest = self._recorded.record.manifest
         try:
             return join_sources(manifest, tables)
@@ -183,10 +182,10 @@ class Sources:
             return join_sources(manifest, fitting)
 
     def _open(self, number: int, table: SourceTable) -> None:
-        """Each region by the nearest of the ways that reach it, or by the next if that one cannot be opened. Those of
+        """Opens each region over the nearest transport that reaches it, or over the next one if that fails. Regions of
         one transport are opened together."""
         host = self._gpus.seen_from(table, self._host)
-        left: dict[int, list[tuple[Choice, Region]]] = {}
+        untried: dict[int, list[tuple[Choice, Region]]] = {}
         for region in table.regions:
             ways: list[tuple[Choice, Region]] = []
             faults: list[Problem] = []
@@ -195,26 +194,26 @@ class Sources:
                     ways.append((choose_transport(table.host, transport, host, list(self._transports)), way))
                 except CkptEngineError as error:
                     faults.append(error.problem)
-            left[region.id] = sorted(ways, key=lambda each: each[0].distance)
+            untried[region.id] = sorted(ways, key=lambda each: each[0].distance)
             if not ways:
                 self.faults += faults
-        while left := {id: ways for id, ways in left.items() if ways}:
+        while untried := {id: ways for id, ways in untried.items() if ways}:
             chosen: dict[str, tuple[Choice, list[Region]]] = {}
-            for choice, way in (ways.pop(0) for ways in left.values()):
+            for choice, way in (ways.pop(0) for ways in untried.values()):
                 chosen.setdefault(choice.transport, (choice, []))[1].append(way)
             for transport, (choice, regions) in chosen.items():
                 try:
                     with self._gpus.on(table, self._host) as gpu:
-                        opened = self._opened_over(self._transports[transport], table, regions)
+                        opened = self._open_over(self._transports[transport], table, regions)
                 except CkptEngineError as error:
                     self.faults.append(error.problem)
                     continue
                 for each in regions:
                     on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
                     self._opened[number, each.id] = opened, each, choice.distance, on_gpu
-                    del left[each.id]
+                    del untried[each.id]
 
-    def _opened_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
+    def _open_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
         if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):
             return transport.open(regions, landing=self._landing)
         return transport.open(regions)

@@ -1,6 +1,6 @@
-"""The ways in which the slots of an arena are lent: to processes of the host, and to relays of others. Any thread.
+"""The ways in which the slots of an arena are lent: to processes of the host, and to relays of other hosts. Any thread.
 
-Decides nothing about when. A way that cannot be offered is left out, and costs that way only.
+Decides nothing about when. A way that cannot be offered is left out; the others go on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ways:
 
     @property
     def directory(self) -> str:
-        """The directory, as the host's facts have it."""
+        """The identity of the relays' directory, as in Host.relay_directory."""
         return self._door.directory
 
     @property
@@ -76,7 +76,7 @@ class Ways:
         return None if found is None else found.pass_on(slot, key, chunks, passed)
 
     def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
-        """A region for each group, in every way in which it can be lent now."""
+        """A region for each group, with every way in which it can be lent now."""
         return [
             region_offered([near, *self._far(near.id, slot, group)])
             for near, group in zip(self._door.regions(slot, groups), groups, strict=True)
@@ -89,7 +89,7 @@ class Ways:
             lender.lend(slot)
 
     def retire(self, slot: int) -> int:
-        """Waits for whoever reads it, here and elsewhere. Returns how many were overruled."""
+        """Waits for readers of a slot, of this host and others. Returns how many were overruled."""
         for lender in self._lenders:
             lender.refuse(slot)
         return self._door.retire(slot) + sum(lender.retire(slot) for lender in self._lenders)

@@ -1,4 +1,4 @@
-"""What the relay's machine asks to be done, done on its slots. Blocks; the shell calls it on a thread of its own."""
+"""Carries out the tasks of the relay's machine on its slots. Blocks; the shell calls it on a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
 MessageT = TypeVar("MessageT", bound=Message)
 
 Fetch = Callable[[Sequence[BlobRef], float], Sequence[bytes]]
-"""(blobs, seconds) to their bytes, in order. Raises CkptEngineError."""
+"""From (blobs, seconds) to their bytes, in order. Raises CkptEngineError."""
 
 
 class RelayWork:
-    """Does one task at a time. fetch: gets blobs from the manager. passed: told, on any thread, how fast what a command
-    brought was passed on, whenever nobody asks for more of it."""
+    """Carries out one task at a time. fetch: gets blobs from the manager. passed: see FillWish; with the command."""
 
     def __init__(
         self, slots: Slots, fetch: Fetch, passed: Callable[[FillRelay, Rate], None] = lambda command, rate: None
@@ -37,24 +36,25 @@ class RelayWork:
         self._fetched: tuple[FillRelay, FillWish] | None = None
 
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
-        """The task's result, as machines/tasks.py has it. progress: of filling. Raises CkptEngineError."""
+        """Carries out a task; returns its result, as machines/relay/tasks.py has it. progress: of filling. Raises
+        CkptEngineError."""
         if isinstance(task, CountSlot):
             return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds, task.more)
         if isinstance(task, FillSlot):
             wish = self._wish(task.command, task.seconds)
             held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
             self._fetched = None
-            return SlotFilled(canonical(held.table), canonical(held.record), told(held))
+            return SlotFilled(canonical(held.table), canonical(held.record), filled_report(held))
         assert isinstance(task, LetGoOf)
         self._slots.let_go(task.tables, task.seconds)
         return None
 
     def stop(self) -> None:
-        """Ends what goes on, soon."""
+        """Stops a current filling."""
         self._slots.stop()
 
     def _wish(self, command: FillRelay, seconds: float) -> FillWish:
-        """What a command wants. Its blobs are fetched once for counting and filling."""
+        """The version that a command asks for. Its blobs are fetched once for counting and filling."""
         if self._fetched is None or self._fetched[0] != command:
             refs = [command.record, *command.tables, *command.needs, *command.within]
             record, *rest = self._fetch(refs, seconds)
@@ -74,15 +74,17 @@ class RelayWork:
         return self._fetched[1]
 
 
-def told(held: SlotVersion) -> RelayFilled:
-    """What is said of a filling, but for fence and identity."""
+def filled_report(held: SlotVersion) -> RelayFilled:
+    """The report of a filling, without fence and identity."""
     filled = held.filled
     return RelayFilled(
         bytes=sum(shard.nbytes for shard in held.sealed),
         missing=[each.problem for each in filled.missing[:NAMED]],
         missing_cells=len(filled.missing),
         faults=filled.faults,
-        brought=[RelayFilled.Brought(source=source, bytes=size) for source, size in sorted(filled.brought.items())],
+        brought=[
+            RelayFilled.Brought(source=source, bytes=size) for source, size in sorted(filled.bytes_by_source.items())
+        ],
         again=filled.again,
         overruled=held.overruled,
         wait_seconds=held.waited,

@@ -1,8 +1,8 @@
 """The loop around one state machine: events go in one at a time, its commands are carried out, timers and tasks bring
-events back.
+further events.
 
-It decides nothing. Used on one asyncio loop, like everything that it is given. What happens when the machine raises
-stands in README.md; it happens here, for manager, agents and trainers alike.
+It decides nothing. Used on one asyncio loop, as are all its callbacks. README.md describes what happens when the
+machine raises; this file does it, for manager, agents and trainers alike.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ log = logging.getLogger(__name__)
 
 
 class Machine(Protocol):
-    """What a loop knows of its machine; see machines/events.py."""
+    """A loop's view of its machine; see machines/events.py."""
 
     def handle(self, event: Any, now: float) -> Sequence[Any]:
-        """Takes one event and says what is to be done. now: monotonic seconds."""
+        """Handles one event and returns commands. now: monotonic seconds."""
         ...
 
 
 class Loop:
-    """Runs `machine`, the machine of `who` ("manager"), for as long as it does not raise.
+    """Runs a machine as long as it does not raise.
 
+    role: of the process, for messages ("manager").
     perform: carries out a command that is neither a timer nor a task. It queues and does not wait.
     run: carries out a task: one Done, in time; see tasks.py. None: the machine has no tasks.
-    failed: told once, after the machine or what its commands led to has raised: the event, and the problem (INTERNAL).
-    handled: told after the commands of an event were carried out; none: nobody.
+    failed: called once with the event and the problem (INTERNAL), after the machine or a command has raised.
+    handled: called with each event after its commands were carried out; None: not needed.
     """
 
     def __init__(
         self,
-        who: str,
+        role: str,
         machine: Machine,
         perform: Callable[[Any], None],
         run: Callable[[Key, Task], Awaitable[Done]] | None,
@@ -49,7 +50,7 @@ class Loop:
     ) -> None:
         self.problem: weights_pb2.Problem | None = None
         """Why the machine does not go on; None: it does."""
-        self._who = who
+        self._role = role
         self._machine = machine
         self._perform = perform
         self._run = run
@@ -57,36 +58,36 @@ class Loop:
         self._handled = handled
         self._inbox: deque[object] = deque()
         self._handling = False
-        self._over = False
+        self._stopped = False
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def feed(self, event: object) -> None:
-        """Brings one event to the machine and carries out what it says; events that come meanwhile wait their turn.
+        """Feeds one event to the machine and carries out its commands; events that come meanwhile wait their turn.
 
         Never raises. Nothing happens after `problem` is set, or after `stop`.
         """
-        if self._over:
+        if self._stopped:
             return
         self._inbox.append(event)
         if self._handling:
             return
         self._handling = True
         try:
-            while self._inbox and not self._over:
+            while self._inbox and not self._stopped:
                 self._take(self._inbox.popleft())
         finally:
             self._handling = False
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs what a command began, such as the end of a stream, beside everything else; `stop` waits for it too."""
+        """Runs work that a command began, such as the end of a stream, in the background; `stop` waits for it too."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self, seconds: float) -> None:
-        """Ends timers and tasks, which get so many `seconds`. Nothing reaches the machine any more."""
-        self._over = True
+        """Ends timers, and tasks after so many `seconds`. No event reaches the machine any more."""
+        self._stopped = True
         self._cancel_timers()
         if self._tasks and seconds > 0:
             await asyncio.wait(tuple(self._tasks), timeout=seconds)
@@ -104,9 +105,9 @@ class Loop:
                 self._handled(event, commands)
         except Exception as error:
             name = type(event.body if isinstance(event, Message) else event).__name__
-            log.exception("the state machine failed who=%s event=%s", self._who, name)
-            self.problem = internal(f"the {self._who} failed on {name}: {error!r}; its log says where").problem
-            self._over = True
+            log.exception("the state machine failed who=%s event=%s", self._role, name)
+            self.problem = internal(f"the {self._role} failed on {name}: {error!r}; its log says where").problem
+            self._stopped = True
             self._cancel_timers()
             self._failed(event, self.problem)
 

@@ -1,4 +1,4 @@
-"""Messages on their way to one peer, bounded: whoever does not read is found out instead of waited for."""
+"""Messages on their way to one peer, bounded: a peer that does not read is detected instead of waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outgoing = TypeVar("Outgoing")
 
 
 class Outbox(Generic[Outgoing]):
-    """Messages on their way to one peer: at most ``limit`` wait; one more, and the peer counts as stuck."""
+    """Messages on their way to one peer. At most ``limit`` wait; with one more the peer counts as stuck."""
 
     def __init__(self, peer: str, limit: int) -> None:
         self.peer = peer
@@ -30,7 +30,7 @@ class Outbox(Generic[Outgoing]):
 
     @property
     def has_room(self) -> bool:
-        """Whether less than half of the limit waits: the moment to leave out what can be left out."""
+        """Whether less than half of the limit waits; else callers leave optional messages out."""
         return len(self._waiting) < self._limit // 2
 
     def put(self, message: Outgoing) -> None:

@@ -1,6 +1,6 @@
-"""One session stream from a member to the manager, as its machine's `OpenStream`, `Send` and `ClosePeer` want it.
+"""One session stream from a member to the manager, for its machine's commands `OpenStream`, `Send` and `ClosePeer`.
 
-It opens, carries and ends; when to dial again, what to say first and what a lease is are the machine's business.
+It opens, carries and ends. When to dial again, what to send first and what a lease is, the machine decides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import weights_pb2
 
 QUEUE_LIMIT = 1000
-"""Messages waiting to be written. A manager that reads nothing for so long is as good as gone."""
+"""Messages waiting to be written. A manager that reads nothing for so long counts as gone."""
 
 
 class MemberStream:
-    """Begins at once, on the running loop. `on_message` and `on_lost` are called on it, `on_lost` at most once.
+    """A stream that begins at once, on the running loop.
 
-    on_lost is not called after `close`. Neither may block.
+    on_message, on_lost: called on the loop, and may not block. on_lost: at most once, and not after `close`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MemberStream:
         goodbye_seconds: float,
     ) -> None:
         """dial: the stub's method, such as `stub.ReplicaSession`. envelope: the type of the messages that it takes.
-        goodbye_seconds: for the manager to take what was queued, and to end the stream, after `close`."""
+        goodbye_seconds: for the manager to take queued messages, and to end the stream, after `close`."""
         self._goodbye_seconds = goodbye_seconds
         self._outbox: Outbox[Message] = Outbox("the manager", QUEUE_LIMIT)
         self._envelope = envelope
@@ -55,7 +55,7 @@ class MemberStream:
             self._call.cancel()
 
     async def close(self) -> None:
-        """Ends the stream after what was queued. Returns when that is done, or the time for it is over."""
+        """Ends the stream after queued messages. Returns when that is done, or `goodbye_seconds` have passed."""
         self._closing = True
         self._outbox.close()
         try:

@@ -1,4 +1,4 @@
-"""A machine's task, carried out: one `Done`, at the latest when its seconds have passed."""
+"""Carries out a machine's task: one `Done`, at the latest when its seconds have passed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class TaskFailedError(CkptEngineError):
-    """How a task failed. answered: False if what was asked for may still happen."""
+    """A task has failed. answered: False if the request may still be carried out."""
 
     def __init__(self, problem: weights_pb2.Problem, answered: bool) -> None:
         super().__init__(problem)
         self.answered = answered
 
 
-async def carry_out(who: str, key: Key, task: Task, work: Callable[[Task], Awaitable[object]]) -> Done:
+async def carry_out(role: str, key: Key, task: Task, work: Callable[[Task], Awaitable[object]]) -> Done:
     """Awaits `work(task)`, which is cancelled when `task.seconds` have passed. Never raises, except when cancelled.
 
     A CkptEngineError of `work` is the Done's problem; anything else is a defect of ours: logged, and INTERNAL.
@@ -32,16 +32,16 @@ async def carry_out(who: str, key: Key, task: Task, work: Callable[[Task], Await
     limit = asyncio.timeout(task.seconds)
     try:
         async with limit:
-            with span(f"{who}.does", kind):
+            with span(f"{role}.does", kind):
                 return Done(key, result=await work(task))
     except CkptEngineError as error:
         return Done(key, problem=error.problem, answered=not isinstance(error, TaskFailedError) or error.answered)
     except Exception as error:
         if limit.expired():
-            late = deadline(f"{name} took longer than {task.seconds:.3g} s")
-            return Done(key, problem=late.problem, answered=False)
-        log.exception("a task failed in a way that nobody foresaw who=%s task=%s", who, kind)
-        text = f"{name} failed in the {who}: {type(error).__name__}: {error}; its log says where"
+            timeout = deadline(f"{name} took longer than {task.seconds:.3g} s")
+            return Done(key, problem=timeout.problem, answered=False)
+        log.exception("a task failed in a way that nobody foresaw who=%s task=%s", role, kind)
+        text = f"{name} failed in the {role}: {type(error).__name__}: {error}; its log says where"
         return Done(key, problem=internal(text).problem, answered=False)
 
 

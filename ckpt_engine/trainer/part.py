@@ -142,7 +142,7 @@ def _places_of(held: Held) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _await_all(meeting: Meeting, order: worker_pb2.CollectiveOrder, epoch: int, stop_at: float) -> None:
-    while not meeting.over(epoch, time.monotonic()):
+    while not meeting.is_finished(epoch, time.monotonic()):
         if time.monotonic() > stop_at:
             raise aborted(f"of the collective's members {', '.join(meeting.behind(epoch))} were not done in time")
         time.sleep(OVER_POLL_SECONDS)

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from ckpt_engine.transport.cuda_ipc.memory import AllocationRun as AllocationRun
 
 OPEN_SECONDS = 60.0
-"""How long opening may take, if nobody says."""
+"""How long opening may take by default."""
 
 
 class CannotOpenError(CkptEngineError):
-    """A region that is offered, and that this process cannot open: it may not, or its system refuses. Raised by `open`
-    and `connect`. UNAVAILABLE. The same region is then opened another way, if there is one. An owner that has gone is
-    no case of it."""
+    """An offered region that this process cannot open: it may not, or its system refuses. Raised by `open` and
+    `connect`; UNAVAILABLE. The same region is then opened another way, if there is one. Not raised if the owner has
+    gone."""
 
     def __init__(self, message: str, region: Region) -> None:
         super().__init__(unavailable(message).problem)
@@ -57,20 +57,15 @@ class CannotOpenError(CkptEngineError):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One box, from where it lies in a region to where it belongs in the reader.
-
-    offset: of the first element, bytes from the start of the region. stride: elements, one entry an axis.
-    dtype: as torch spells it ("bfloat16"). destination: any strides, any device, of exactly this shape and dtype.
-    stored: the elements' dtype in the region, if it is another one: they are cast on the way.
-    """
+    """One box, from where it lies in a region to where it belongs in the reader."""
 
     region: Region
-    offset: int
+    offset: int  # of the first element, bytes from the start of the region
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    destination: torch.Tensor
-    stored: str = ""
+    stride: tuple[int, ...]  # elements, one entry an axis
+    dtype: str  # as torch spells it ("bfloat16")
+    destination: torch.Tensor  # any strides, any device, of exactly this shape and dtype
+    stored: str = ""  # the elements' dtype in the region, if it is another one: they are cast
 
 
 class OpenedRegions(Protocol):
@@ -83,7 +78,7 @@ class OpenedRegions(Protocol):
         ...
 
     def offered(self) -> bool:
-        """Whether new readers could still open all of them, as far as one can tell without asking anybody."""
+        """Whether new readers could still open all of them, as far as is known without asking their owners."""
         ...
 
     def close(self) -> None:
@@ -96,7 +91,7 @@ class OpenedRegions(Protocol):
 
 @runtime_checkable
 class Leased(Protocol):
-    """What OpenedRegions can do besides, if their owner waits for its readers before it writes to them."""
+    """An addition to OpenedRegions whose owner waits for its readers before it writes to them."""
 
     def rest(self) -> None:
         """Ends the install that `open` or `check` began: nothing is read before the next `check`. Never raises."""
@@ -105,7 +100,7 @@ class Leased(Protocol):
 
 @runtime_checkable
 class Viewable(Protocol):
-    """What OpenedRegions of mapped transports can do besides."""
+    """An addition to OpenedRegions of mapped transports."""
 
     def view(
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
@@ -116,7 +111,7 @@ class Viewable(Protocol):
 
 
 class Transport(Protocol):
-    """The reader's side, as plans use it. One instance a worker: it holds what is worth keeping between plans."""
+    """The reader's side, as plans use it. One instance a worker: it keeps mappings and connections between plans."""
 
     @property
     def name(self) -> str:
@@ -134,10 +129,10 @@ class Transport(Protocol):
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes to fetch. remote: from the start of the region; local: from the start of the landing memory."""
+    """A run of bytes to fetch."""
 
-    remote: int
-    local: int
+    remote: int  # from the start of the region
+    local: int  # from the start of the landing memory
     length: int
 
 
@@ -145,7 +140,8 @@ class ReadTicket(Protocol):
     """A read that was asked for."""
 
     def poll(self) -> int:
-        """Bytes of it that have landed by now; all of them: it is over. Waits for nothing, does what there is to do.
+        """Does pending work and returns the bytes that have landed by now; all of them: the read has ended. Does not
+        wait.
 
         Raises CkptEngineError once it has failed, or its link was severed; bytes may land all the same until `sever`
         has returned.
@@ -157,22 +153,22 @@ class Link(Protocol):
     """A connection to the owner of one region."""
 
     def read(self, runs: Sequence[ByteRun]) -> ReadTicket:
-        """Asks for runs of bytes, which may land in any order. Waits for nothing. Raises CkptEngineError."""
+        """Asks for runs of bytes, which may land in any order. Does not wait. Raises CkptEngineError."""
         ...
 
     def check(self) -> None:
-        """Raises unless the owner is there and offers the very memory that this link was made to. Waits for nothing."""
+        """Raises unless the owner lives and still offers the memory that this link was made to. Does not wait."""
         ...
 
     def sever(self) -> None:
         """Ends the link. When it returns, nothing that was asked for can land any more. May be repeated. Never raises:
-        who cannot be sure ends the process that could still write."""
+        a transport that cannot be sure ends the process that could still write."""
         ...
 
 
 @runtime_checkable
 class LeasedLink(Protocol):
-    """What a Link can do besides, if its owner waits for its readers before it writes to what they read."""
+    """An addition to a Link whose owner waits for its readers before it writes to what they read."""
 
     def hold(self, seconds: float) -> None:
         """Asks the owner to leave the memory as it is until `rest`. Raises UNAVAILABLE if it is gone or brings another
@@ -180,7 +176,7 @@ class LeasedLink(Protocol):
         ...
 
     def rest(self) -> None:
-        """Rests: nothing is read before the next `hold`. Never raises."""
+        """Ends the hold: nothing is read before the next `hold`. Never raises."""
         ...
 
 
@@ -207,20 +203,20 @@ class Fetcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of this process. bytes: uint8[size]. descriptor: the memory file that it maps as a whole."""
+    """Memory of this process."""
 
-    bytes: torch.Tensor
-    descriptor: int
+    bytes: torch.Tensor  # uint8[size]
+    descriptor: int  # of the memory file that it maps as a whole
 
     kind: ClassVar[str] = HOST_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Memory of this process on one of its GPUs. run: the driver's allocations that it is made of."""
+    """Memory of this process on one of its GPUs."""
 
     device: int
-    run: AllocationRun
+    run: AllocationRun  # the driver's allocations that it is made of
 
     kind: ClassVar[str] = GPU_MEMORY
 
@@ -268,33 +264,29 @@ class Lender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArenaMemory:
-    """A relay's memory, all slots of it. id: 16 bytes that no other arena has. bytes: uint8[slots * slot_bytes], which
-    lenders only read. descriptor: the memory file that it maps as a whole; nobody who gets it can write to it."""
+    """A relay's memory, all slots of it."""
 
-    id: bytes
-    bytes: torch.Tensor
-    descriptor: int
+    id: bytes  # 16 bytes, unique
+    bytes: torch.Tensor  # uint8[slots * slot_bytes]; lenders only read it
+    descriptor: int  # of the memory file that it maps as a whole; no process that gets it can write to it
     slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaMapping:
-    """A relay's memory before it is sealed: whoever maps its memory file now may write to it later."""
+    """A relay's memory before it is sealed: a process that maps its memory file now may write to it later."""
 
-    descriptor: int
-    """The memory file."""
-    size: int
-    """Bytes of all slots."""
-    address: int
-    """Where the relay's process maps it."""
+    descriptor: int  # of the memory file
+    size: int  # bytes of all slots
+    address: int  # where the relay's process maps it
     slot_bytes: int
 
 
 class ArenaWriter(Protocol):
-    """What may write to a relay's memory beside the relay: processes that bring what it reads. Any thread.
+    """Processes that may write to a relay's memory besides the relay: they bring what it reads. Any thread.
 
-    What it was asked to write may land later than somebody waits for it. So it ends with certainty, or ends the relay:
-    after `close` nothing lands any more.
+    Their writes may land after the relay has stopped waiting for them. So `close` makes sure that nothing lands any
+    more, or ends the relay.
     """
 
     @property
@@ -309,22 +301,20 @@ class ArenaWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where a relay is on its networks. listen: host:port to bind to; port 0: a free one. address: name or IP at which
-    other hosts reach it; the same as Host.address. slot_grace: seconds that a reader may keep a slot which the relay
-    wants to fill. insecure: others than this host may be served without encryption."""
+    """Where a relay is on its networks."""
 
-    listen: str
-    address: str
-    slot_grace: float
-    insecure: bool = False
+    listen: str  # host:port to bind to; port 0: a free one
+    address: str  # name or IP at which other hosts reach it; the same as Host.address
+    slot_grace: float  # seconds that a reader may keep a slot which the relay wants to fill
+    insecure: bool = False  # other hosts may be served without encryption
 
 
 class ArenaLender(Protocol):
     """The owner's side of a transport between relays. One instance an arena; any thread.
 
     A region is a part of a slot, and the same from version to version: so is its locator. What changes with each
-    version is the lending: `lend` begins one, `retire` ends it. A reader holds a lending before it reads, and what it
-    asks for after the lending has ended is refused, whoever it is.
+    version is the lending: `lend` begins one, `retire` ends it. A reader holds a lending before it reads; a read after
+    the end of the lending is refused.
     """
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
@@ -341,12 +331,12 @@ class ArenaLender(Protocol):
         ...
 
     def refuse(self, slot: int) -> None:
-        """Lets nobody else hold the slot from now on. Waits for nobody."""
+        """Refuses further readers of the slot. Does not wait."""
         ...
 
     def retire(self, slot: int) -> int:
-        """Refuses as `refuse` does, and waits for those who hold the slot, each for as long as it may keep it. Returns
-        how many were overruled: nothing of the slot is sent to them any more."""
+        """Refuses as `refuse` does, and waits for the readers that hold the slot, for at most `slot_grace` each.
+        Returns how many were overruled: nothing of the slot is sent to them any more."""
         ...
 
     def close(self) -> None:
@@ -359,24 +349,23 @@ class Passing(Protocol):
 
     @property
     def sent(self) -> Rate | None:
-        """How fast it was passed on by now; None if that cannot be told."""
+        """How fast it was passed on by now; None if that is unknown."""
         ...
 
     def verified(self, chunk: int) -> None:
-        """Says that a chunk lies in the slot as it was sealed, and is not written to any more: it may be read from now
-        on."""
+        """Notes that a chunk lies in the slot as it was sealed, and is not written any more: it may be read."""
         ...
 
     def never(self, chunk: int) -> None:
-        """Says that a chunk will not come from here."""
+        """Notes that a chunk will not come from here."""
         ...
 
     def moved(self) -> None:
-        """Says that something has come: who waits sees that it gets on."""
+        """Notes that bytes have come, which shows waiting readers that the filling makes progress."""
         ...
 
     def finish(self) -> None:
-        """Ends a filling that is over: what is verified can be read until the slot is retired, nothing else comes."""
+        """Ends the filling: verified chunks can be read until the slot is retired, no others come."""
         ...
 
     def end(self, why: str) -> None:
@@ -400,16 +389,21 @@ class PassesOn(Protocol):
         chunks: Sequence[Sequence[tuple[int, int]]],
         passed: Callable[[Rate], None],
     ) -> Passing:
-        """Begins the filling of a slot that nobody reads. key: 16 bytes by which readers name it. chunks: of each its
-        runs, (offset in the slot, length), in the order in which they are sent. passed: told, on any thread, how fast
-        it was passed on, whenever the last of its readers has left."""
+        """Begins the filling of a slot without readers.
+
+        key: 16 bytes by which readers name it. chunks: of each its runs, (offset in the slot, length), in the order in
+        which they are sent. passed: called on any thread with the rate at which it was passed on, whenever the last of
+        its readers has left.
+        """
         ...
 
 
 class PassedOn(Protocol):
-    """The reader's side of a slot that is lent while it is being filled: a connection to its relay. Made of (region,
-    owner, key, stop_at): the lender's `passes_on`, the relay's name for messages, the filling's key, and a monotonic
-    time at which all of it ends. Raises UNAVAILABLE, DEADLINE_EXCEEDED."""
+    """The reader's side of a slot that is lent while it is being filled: a connection to its relay.
+
+    Made of (region, owner, key, stop_at): the lender's `passes_on`, the relay's name for messages, the filling's key,
+    and a monotonic time at which all of it ends. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    """
 
     @property
     def owner(self) -> str:
@@ -418,33 +412,33 @@ class PassedOn(Protocol):
 
     @property
     def flows(self) -> Sequence[Flow]:
-        """How fast it received, by now."""
+        """Bytes that it has received, and when."""
         ...
 
     def ask(self, chunk: int) -> None:
-        """Asks for a chunk; they come in the order in which they were asked for."""
+        """Asks for a chunk; chunks come in the order in which they were asked for."""
         ...
 
     def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
-        """Waits for the next chunk that was asked for, and receives it. moved: called whenever some of it has come;
-        what it raises ends the connection's use."""
+        """Waits for the next chunk that was asked for, and receives it. moved: called whenever bytes have come; after
+        an exception of it the connection cannot be used any more."""
         ...
 
     def at_most(self) -> tuple[int, float] | None:
-        """Bytes of the chunk that comes now that are here, or about to be, and how many of them came a second at most;
-        None while none comes. Any thread."""
+        """Upper bounds for the current chunk: bytes that are here or about to be, and bytes a second; None between
+        chunks. Any thread."""
         ...
 
     def leave(self, why: str) -> None:
-        """Whoever waits for it is told why nobody does any more. Any thread."""
+        """Shuts the connection; a waiting thread raises UNAVAILABLE with this reason. Any thread."""
         ...
 
     def shut(self) -> None:
-        """Whoever waits for it wakes up. Any thread."""
+        """Shuts the connection, which wakes up a waiting thread. Any thread."""
         ...
 
     def close(self) -> None:
-        """Closes, on its own thread, once it is done. May be repeated."""
+        """Closes the connection, on the thread that uses it. May be repeated."""
         ...
 
 

@@ -1,9 +1,9 @@
 """Reading over transports that bring bytes: any `Fetcher` as the `Transport` that plans use.
 
-Boxes are cut into runs of bytes that lie in one piece at their owner. Runs are read into a ring of staging buffers, and
-copied and cast from there while the next ones are on their way: what arrives from elsewhere never lands in a parameter.
-A read that fails, stalls or outlives the deadline severs every link before anybody hears of it, so staging memory is
-written by nobody afterwards; the next `check` connects anew. Reader's side, one thread.
+Boxes are cut into runs of bytes that are contiguous at their owner. Runs are read into a ring of staging buffers, and
+copied and cast from there while the next ones are in flight: fetched bytes never land directly in a parameter. A read
+that fails, stalls or outlives the deadline severs every link before the error is raised, so nothing writes to staging
+memory afterwards; the next `check` connects again. Reader's side, one thread.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import Problem, Region
 
 SLOT_BYTES = 16 << 20
-"""Of one staging buffer."""
+"""The size of one staging buffer."""
 
 SLOTS = 4
-"""Buffers: one that is copied from, others that are filled meanwhile."""
+"""Staging buffers: one is copied from while the others are filled."""
 
 RUN_BYTES = 64 << 10
-"""What should travel at once, if what lies in between is not more than it is worth."""
+"""Runs shorter than this are joined, if the gaps between them are small enough (_WASTE)."""
 
 STALL_SECONDS = 60.0
-"""How long nothing may arrive. Mostly the deadline of the update is nearer."""
+"""How long nothing may arrive. Mostly the update's deadline comes first."""
 
 _WASTE = 4
 _ALIGNMENT = 64
@@ -76,8 +76,8 @@ class FetchedTransport:
     ) -> FetchedRegions:
         """Connects to the owner of each region. Raises what the fetcher raises, naming the source.
 
-        landing: uint8[n], the memory that is to be filled, if nothing is cast or laid out anew on the way: bytes land
-        there directly (`landing.py`), and there is no staging memory.
+        landing: uint8[n], the memory to fill, if nothing is cast or laid out differently: bytes land there directly
+        (`landing.py`), and there is no staging memory.
         """
         opened = FetchedRegions(self._fetcher, regions, seconds, landing)
         try:
@@ -104,16 +104,16 @@ class FetchedRegions:
         self.landing = landing
 
     def connect(self) -> None:
-        """Connects to those that there is no link to. Raises UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED."""
+        """Connects to owners without a link. Raises UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED."""
         stop_at = time.monotonic() + self._seconds
         for locator, region in self._regions.items():
             if locator in self._links:
                 continue
-            left = stop_at - time.monotonic()
-            if left <= 0:
+            remaining = stop_at - time.monotonic()
+            if remaining <= 0:
                 raise deadline(f"{source_of(region)} could not be reached: others took all of {self._seconds:g} s")
             with Naming(region):
-                self._links[locator] = self._fetcher.connect(region, self.landing, left)
+                self._links[locator] = self._fetcher.connect(region, self.landing, remaining)
 
     def prepare(self, moves: Sequence[Move]) -> FetchedCopy:
         """Checks every move and cuts it into runs. Raises INVALID_ARGUMENT."""
@@ -122,8 +122,8 @@ class FetchedRegions:
         return FetchedCopy(self, moves)
 
     def check(self) -> None:
-        """Raises unless every owner offers the very memory that was published, and leaves it so where it can be asked
-        to (LeasedLink). Connects anew, once, where a link was cut."""
+        """Raises unless every owner offers the memory that was published; a LeasedLink's owner is asked to keep it.
+        Connects again, once, where a link was cut."""
         held = {locator for locator, link in self._links.items() if self._holds(locator, link)}
         for locator in self._links.keys() - held:
             self._links.pop(locator).sever()
@@ -133,7 +133,7 @@ class FetchedRegions:
                 _check(self._links[locator], self._seconds)
 
     def rest(self) -> None:
-        """Owners may write to their memory again. Reads that nobody waits for any more must have been severed."""
+        """Lets owners write to their memory again. Abandoned reads must have been severed before."""
         for link in self._links.values():
             if isinstance(link, LeasedLink):
                 link.rest()
@@ -158,7 +158,7 @@ class FetchedRegions:
         return len(self._links) == len(self._regions)
 
     def close(self) -> None:
-        """Ends every link. When it returns nothing can land any more."""
+        """Ends every link. When it returns, nothing can land any more."""
         self.sever()
         self._regions = {}
 
@@ -183,18 +183,15 @@ def _check(link: Link, seconds: float) -> None:
 
 
 class _FetchedPiece(NamedTuple):
-    """A part of a move that is read at once, and how it lies in staging memory. offset, lengths: bytes.
-
-    outer: axes (extent, stride) that are counted out in runs, slowest first. stride: elements, of the staged view.
-    """
+    """A part of a move that is read at once, and how it lies in staging memory."""
 
     region: Region
     destination: torch.Tensor
     dtype: torch.dtype
-    offset: int
-    length: int
-    outer: tuple[tuple[int, int], ...]
-    stride: tuple[int, ...]
+    offset: int  # bytes in the region
+    length: int  # bytes of each run
+    outer: tuple[tuple[int, int], ...]  # axes (extent, stride) with a run for each coordinate, slowest first
+    stride: tuple[int, ...]  # elements, of the staged view
 
     @property
     def size(self) -> int:
@@ -207,13 +204,13 @@ class _FetchedPiece(NamedTuple):
             beyond = sum(i * step for i, (_, step) in zip(place, self.outer, strict=True))
             yield ByteRun(self.offset + beyond * width, local + number * self.length, self.length)
 
-    def staged(self, landing: torch.Tensor, local: int) -> torch.Tensor:
+    def stage_view(self, landing: torch.Tensor, local: int) -> torch.Tensor:
         flat = landing[local : local + self.size].view(self.dtype)
         return flat.as_strided(self.destination.shape, self.stride)
 
 
 class _FetchedBatch(NamedTuple):
-    """What fills one staging buffer. reads: by region."""
+    """The reads that fill one staging buffer, by region, and the copy out of it."""
 
     reads: list[tuple[Region, list[ByteRun]]]
     copy: PreparedCopy
@@ -245,7 +242,7 @@ class FetchedCopy:
         for piece, local in pieces:
             reads.setdefault(piece.region.locator, (piece.region, []))[1].extend(piece.runs(first + local))
         landing = self._regions.landing
-        copy = TensorCopy((piece.destination, piece.staged(landing, first + local)) for piece, local in pieces)
+        copy = TensorCopy((piece.destination, piece.stage_view(landing, first + local)) for piece, local in pieces)
         self._batches.append(_FetchedBatch(list(reads.values()), copy))
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
@@ -258,8 +255,8 @@ class FetchedCopy:
                     flying.append((batch, Reads(self._regions, batch.reads, on_bytes)))
                 if not flying:
                     return self.bytes
-                over = [reads.over() for _, reads in flying]
-                if over[0]:
+                finished = [reads.finished() for _, reads in flying]
+                if finished[0]:
                     flying.popleft()[0].copy.run(on_bytes)
                 else:
                     time.sleep(_POLL_SECONDS)
@@ -269,48 +266,49 @@ class FetchedCopy:
 
 
 class Reads:
-    """Reads, by region, that were asked for together."""
+    """Reads of several regions that were begun together."""
 
     def __init__(
         self,
         regions: FetchedRegions,
-        asked: Sequence[tuple[Region, Sequence[ByteRun]]],
+        requests: Sequence[tuple[Region, Sequence[ByteRun]]],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._on_bytes = on_bytes
         self._tickets: list[tuple[Region, ReadTicket, int]] = []
         self._landed = 0
-        self._moved = self._told = time.monotonic()
-        for region, runs in asked:
+        self._moved = self._last_report = time.monotonic()
+        for region, runs in requests:
             with Naming(region):
                 self._tickets.append((region, regions.link(region).read(runs), sum(run.length for run in runs)))
 
-    def over(self) -> bool:
-        """Whether all has arrived. Raises what the links raise, DEADLINE_EXCEEDED if nothing arrives for long."""
+    def finished(self) -> bool:
+        """Whether all bytes have arrived. Raises what the links raise, DEADLINE_EXCEEDED after STALL_SECONDS without
+        any."""
         landed = 0
-        late: Region | None = None
-        for region, ticket, asked in self._tickets:
+        unfinished: Region | None = None
+        for region, ticket, expected in self._tickets:
             with Naming(region):
                 found = ticket.poll()
-                if found > asked:
-                    raise data_loss(f"{found} bytes came of {asked} that were asked for")
+                if found > expected:
+                    raise data_loss(f"{found} bytes came of {expected} that were asked for")
             landed += found
-            late = region if found < asked else late
+            unfinished = region if found < expected else unfinished
         now = time.monotonic()
         if landed != self._landed:
             self._landed, self._moved = landed, now
-        if late is None:
+        if unfinished is None:
             return True
         if now > self._moved + STALL_SECONDS:
-            raise deadline(f"nothing came of {source_of(late)} for {STALL_SECONDS:g} s")
-        if self._on_bytes is not None and now > self._told + _TELL_SECONDS:
-            self._told = now
+            raise deadline(f"nothing came of {source_of(unfinished)} for {STALL_SECONDS:g} s")
+        if self._on_bytes is not None and now > self._last_report + _TELL_SECONDS:
+            self._last_report = now
             self._on_bytes(0)
         return False
 
 
 class Naming:
-    """Names the source in what is raised within the block."""
+    """A context that adds the source's name to errors raised in it."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -327,7 +325,8 @@ class Naming:
 
 
 def _pieces_of(move: Move) -> Iterator[_FetchedPiece]:
-    """A move in pieces that each fit a staging buffer. Raises INVALID_ARGUMENT for one that fits nothing."""
+    """A move in pieces that each fit a staging buffer. Raises INVALID_ARGUMENT if it does not fit its region or its
+    destination."""
     check_destination(move)
     dtype = move.stored or move.dtype
     if span_of(move.region.size, move.offset, move.shape, move.stride, itemsize(dtype)):
@@ -360,8 +359,8 @@ def _cut(
 
 
 def _in_one_run(shape: Sequence[int], stride: Sequence[int], axes: Sequence[int], width: int) -> int:
-    """How many of the fastest axes one run covers: those that lie densely, and, where runs would be short, also some
-    whose gaps are read along."""
+    """How many of the fastest axes one run covers: dense ones, and where runs would be short also some with gaps, which
+    are read too."""
     run = useful = 1
     for number, axis in enumerate(reversed(axes)):
         wider = run + (shape[axis] - 1) * stride[axis]

@@ -1,8 +1,8 @@
 """Fetched bytes that land where they belong: no staging memory, each byte is written once.
 
-For boxes that lie in the landing memory and need no cast: a relay's slot. Boxes are cut into runs that lie in one piece
-on both sides, and neighbours that follow each other on both sides become one run, with the padding between them. What
-has landed is nobody's yet: whoever asked compares it with what was sealed before it is used. Reader's side, one thread.
+For boxes that lie in the landing memory and need no cast: a relay's slot. Boxes are cut into runs that are contiguous
+on both sides; runs that follow each other on both sides become one, with the padding between them. The caller compares
+landed bytes with the sealed record before it uses them. Reader's side, one thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ckpt_engine.transport.mapped import check_destination, span_of
 from ckpt_engine.v1.weights_pb2 import Region
 
 LONGEST_RUN = 16 << 20
-"""Runs that are longer are asked for in parts."""
+"""Bytes; longer runs are asked for in parts."""
 
 
 class Landing:
-    """Moves that are read together, made ready. padded: bytes behind each destination that belong to nobody.
+    """Prepared moves that are read together. padded: unused bytes behind each destination.
 
     Raises INVALID_ARGUMENT for a move that does not fit, or whose destination is not in the landing memory.
     """
@@ -41,27 +41,27 @@ class Landing:
                 _append(runs, run, gap)
                 gap = 0
             behind[move.region.locator] = padding
-        self._asked = [(region, [part for run in runs for part in _parts(run)]) for region, runs in found.values()]
+        self._requests = [(region, [part for run in runs for part in _parts(run)]) for region, runs in found.values()]
         self._reads: Reads | None = None
 
     def start(self) -> None:
-        """Asks for all of it. Waits for nothing. Raises what the links raise; then they are severed."""
+        """Asks for all of it. Does not wait. Raises what the links raise; then they are severed."""
         try:
-            self._reads = Reads(self._regions, self._asked)
+            self._reads = Reads(self._regions, self._requests)
         except BaseException:
             self._regions.sever()
             raise
 
     @property
     def started(self) -> bool:
-        """Whether something may land now."""
+        """Whether bytes may land now."""
         return self._reads is not None
 
-    def over(self) -> bool:
-        """Whether all of it has landed. Waits for nothing. Raises what the links raise; then they are severed."""
+    def finished(self) -> bool:
+        """Whether all of it has landed. Does not wait. Raises what the links raise; then they are severed."""
         assert self._reads is not None, "start comes first"
         try:
-            is_over = self._reads.over()
+            is_over = self._reads.finished()
         except BaseException:
             self.sever()
             raise
@@ -70,13 +70,13 @@ class Landing:
         return is_over
 
     def sever(self) -> None:
-        """When it returns, nothing of what was asked for can land any more, here or elsewhere over these links."""
+        """Severs the links: when it returns, nothing can land over them any more, also for other landings."""
         self._reads = None
         self._regions.sever()
 
 
 def _runs(move: Move, landing: torch.Tensor) -> Iterator[ByteRun]:
-    """A move in runs that lie in one piece on both sides, in the order in which they lie there."""
+    """A move in runs that are contiguous on both sides, in the order in which they lie there."""
     check_destination(move)
     destination, width = move.destination, itemsize(move.dtype)
     if move.stored and move.stored != move.dtype:
@@ -100,7 +100,7 @@ def _runs(move: Move, landing: torch.Tensor) -> Iterator[ByteRun]:
 
 
 def _append(runs: list[ByteRun], run: ByteRun, padding: int) -> None:
-    """Adds a run, to the last one if it follows that on both sides with no more than `padding` in between."""
+    """Adds a run; joins it to the last one if it follows on both sides with at most `padding` in between."""
     if runs:
         last = runs[-1]
         gap = run.local - (last.local + last.length)

@@ -1,4 +1,4 @@
-"""Reading what a region says about where its memory lies: it came over a wire, so it may be anything."""
+"""Reads a region's locator, which came over a wire and may contain anything."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Reading from memory that is mapped: what shared memory and files have in common.
+"""Reading from mapped memory: what shared memory and files have in common.
 
 Runs in the reader. A `Mapping` is one region, mapped read-only. It is unmapped when the last tensor over it is gone,
-never earlier, so no view can outlive its memory. Pages are entered into the page table by the first copy that touches
-them, and stay there for the next ones: doing it ahead takes as long, and a worker that needs a slice of each tensor
-would pay for all of them.
+never earlier, so no view can outlive its memory. The first copy that touches a page enters it into the page table. To
+do that ahead would take as long, and a worker that needs a slice of each tensor would pay for all pages.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Mapping:
         self.size = size
 
     def pin(self) -> str:
-        """Registers the memory with the GPU driver, so that GPUs read it at the speed of the link, until this object
-        is gone. Takes some 0.1 s a GB, the first time. Why it cannot be done; empty if it is. Never raises."""
+        """Registers the memory with the GPU driver until this object is gone, so that GPUs read it at the speed of the
+        link. Takes some 0.1 s a GB, the first time. Returns why it cannot be done; empty if it is. Never raises."""
         if self._pinned is None:
             self._pinned = self._register() if self.size else ""
         return self._pinned
@@ -81,9 +80,9 @@ class Mapping:
 
 
 class MappedRegions:
-    """OpenedRegions over mappings, by locator. `recheck` does what `check` promises, `offered` what its namesake does.
+    """OpenedRegions over mappings, by locator. recheck, offered: carry out `check` and `offered`.
 
-    pins: whether memory that goes to a GPU is worth registering with its driver.
+    pins: whether memory that goes to a GPU is registered with its driver.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What workers of this host may read over, as an agent tells the manager, without what a worker would load for it.
+"""Which transports workers of this host may use, as an agent tells the manager, without loading what a worker would.
 
-An agent stands beside every engine, so nothing here imports torch or starts CUDA. How a transport works is decided in
-its own module; here only whether a host has what it needs.
+An agent runs beside every engine, so nothing here imports torch or starts CUDA. How a transport works is decided in its
+own module; here only whether a host has what it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
-    """What workers of an engine on this host may use.
+    """The transports that workers of an engine on this host may use.
 
     only: the names that a user allows; none: all that work. Raises ValueError for a name that is unknown or does not
     work here.
@@ -43,9 +43,9 @@ def worker_transports(only: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for name, each in found.items() if each.ok and (not only or name in only))
 
 
-def loaded(kind: TransportKind, maker: Maker) -> Any:
-    """What it makes, or an Availability that says why not, which is in the log: no transport of others may stop a
-    worker or an agent."""
+def try_load(kind: TransportKind, maker: Maker) -> Any:
+    """Calls a maker; on failure logs it and returns an Availability that says why: a third-party transport must not
+    stop a worker or an agent."""
     try:
         return made(maker)
     except Exception as error:
@@ -55,7 +55,7 @@ def loaded(kind: TransportKind, maker: Maker) -> Any:
 
 def _on_host(kind: TransportKind) -> Availability:
     if kind.on_host is None:
-        reader = loaded(kind, kind.reader)
+        reader = try_load(kind, kind.reader)
         return reader if isinstance(reader, Availability) else reader.availability()
-    found: Availability = loaded(kind, kind.on_host)
+    found: Availability = try_load(kind, kind.on_host)
     return found

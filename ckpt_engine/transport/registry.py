@@ -1,4 +1,4 @@
-"""Which transports this process can use: those of core/transports.py, asked to try themselves."""
+"""Which transports this process can use: those of core/transports.py that find themselves available."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from ckpt_engine.core.transports import TransportKind, transport_kinds, worker_kinds
 from ckpt_engine.transport.base import Availability, Fetcher, Transport
 from ckpt_engine.transport.fetched import FetchedTransport
-from ckpt_engine.transport.on_host import loaded
+from ckpt_engine.transport.on_host import try_load
 
 
 @dataclass(frozen=True, slots=True)
 class TransportRow:
-    """What `ckpt-engine doctor` shows of one transport."""
+    """A row of `ckpt-engine doctor`: one transport."""
 
     name: str
     ok: bool
@@ -20,10 +20,10 @@ class TransportRow:
 
 
 def all_transports(relay: bool = False) -> dict[str, Transport]:
-    """A new instance of every transport that this process can use, by name; not of collectives, over which nobody reads
-    alone. Call it once a worker.
+    """A new instance of every transport that this process can use, by name; not of collectives, over which no process
+    reads alone. Call it once a worker.
 
-    relay: also those that are between relays; nothing else may load them.
+    relay: also the transports between relays; only relays may load them.
     """
     readers = {name: _reader(kind) for name, kind in (transport_kinds() if relay else worker_kinds()).items()}
     return {
@@ -34,7 +34,7 @@ def all_transports(relay: bool = False) -> dict[str, Transport]:
 
 
 def transport_rows() -> list[TransportRow]:
-    """Every transport, and why it is on or off in this process. Never raises."""
+    """Every transport, and why this process can or cannot use it. Never raises."""
     rows = []
     for name, kind in transport_kinds().items():
         found = _available(kind)
@@ -44,7 +44,7 @@ def transport_rows() -> list[TransportRow]:
 
 
 def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
-    reader: Transport | Fetcher | Availability = loaded(kind, kind.reader)
+    reader: Transport | Fetcher | Availability = try_load(kind, kind.reader)
     return reader
 
 

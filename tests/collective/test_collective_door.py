@@ -34,7 +34,7 @@ def door() -> Iterator[MeetingDoor]:
 
 def lets_in(door: MeetingDoor) -> bool:
     member = Attendance(door.address, KEY, "worker 1", "rank 0", LIMIT)
-    there = member.there()
+    there = member.attendees()
     member.close()
     return there == ["worker 1"]
 

@@ -171,7 +171,7 @@ def test_a_meeting_wants_its_key_and_hears_of_lost_connections() -> None:
             Attendance(door.address, b"another key", "worker 9", "rank 0", LIMIT)
         one, other = (Attendance(door.address, KEY, name, "rank 0", LIMIT) for name in ("worker 1", "worker 2"))
         one.set("word", b"said")
-        assert (other.get("word"), other.get("other"), other.there()) == (b"said", None, ["worker 1", "worker 2"])
+        assert (other.get("word"), other.get("other"), other.attendees()) == (b"said", None, ["worker 1", "worker 2"])
         one._socket.close()
         wait_for(lambda: other.hear(running=False) == "worker 1 lost its connection")
         assert other.end("something else") == "worker 1 lost its connection"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
-from ckpt_engine.copy.blocks import RowBlock, aligned, blocks_of, cut, merged
+from ckpt_engine.copy.blocks import RowBlock, align, blocks_of, cut, merge
 from tests.copy.test_copying import layouts, view
 
 
@@ -42,7 +42,7 @@ def test_blocks_are_the_bytes_of_the_pair(drawn: tuple) -> None:
     if blocks is not None:
         wanted = sorted(bytes_of(destination, source))
         assert sorted(expanded(blocks)) == wanted
-        assert sorted(expanded([part for block in merged(blocks) for part in aligned(block)])) == wanted
+        assert sorted(expanded([part for block in merge(blocks) for part in align(block)])) == wanted
 
 
 def test_what_lies_together_is_one_block() -> None:
@@ -63,15 +63,15 @@ def test_what_lies_together_is_one_block() -> None:
 
 def test_touching_runs_become_one() -> None:
     runs = [RowBlock(100, 500, 8), RowBlock(92, 492, 8), RowBlock(108, 600, 4), RowBlock(200, 608, 4)]
-    assert merged(runs) == [RowBlock(92, 492, 16), RowBlock(108, 600, 4), RowBlock(200, 608, 4)]
+    assert merge(runs) == [RowBlock(92, 492, 16), RowBlock(108, 600, 4), RowBlock(200, 608, 4)]
 
 
 def test_a_misaligned_run_is_copied_aligned_but_for_its_ends() -> None:
-    parts = aligned(RowBlock(1003, 2011 - 16, 10_000))
+    parts = align(RowBlock(1003, 2011 - 16, 10_000))
     assert [part.alignment for part in parts] == [1, 8 if (1003 - 1995) % 16 else 16, 1]
     assert sum(part.length for part in parts) == 10_000
     short = RowBlock(1003, 2011, 100)
-    assert aligned(short) == [short]
+    assert align(short) == [short]
 
 
 def test_a_run_is_cut() -> None:

@@ -22,7 +22,7 @@ def die() -> None:
     """Once all workers run their part: one that has not heard by then that all begin goes back instead, and rightly.
     They miss this one after five seconds."""
     (meeting,) = [each._meeting[2] for each in _doors.values() if each._meeting is not None]
-    eventually("all workers run", 60.0, lambda: len(meeting._heard) == len(meeting._there) - 1)
+    eventually("all workers run", 60.0, lambda: len(meeting._running) == len(meeting._attendees) - 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterator
 
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.transport.collective.door import MeetingDoor
-from ckpt_engine.transport.collective.frames import BALLOT, END, GET, HEAR, HELLO, IN, LATE, REST, SET, WHO, message
+from ckpt_engine.transport.collective.frames import (
+    ATTENDEES,
+    BALLOT,
+    END,
+    GET,
+    HEAR,
+    HELLO,
+    IN,
+    LATE,
+    REST,
+    SET,
+    message,
+)
 from ckpt_engine.transport.collective.meeting import Attendance, Meeting
 
 KEY, COMMUNICATOR = b"k" * 32, b"one"
@@ -25,7 +37,7 @@ QUESTIONS = [
     message(LATE, "", b"it is late"),
     message(HEAR, ""),
     message(REST, ""),
-    message(WHO, ""),
+    message(ATTENDEES, ""),
     *(message(BALLOT, "", vote) for vote in VOTES),
 ]
 ANSWERS = [
@@ -86,7 +98,7 @@ def hellos() -> Iterator[Callable[[bytes], None]]:
             visitor.sendall(framed(data))
             visitor.shutdown(socket.SHUT_WR)
             try:
-                admitted = door._admitted(inside)
+                admitted = door._admit(inside)
             except (OSError, ValueError) as refused:
                 raise invalid(str(refused)) from refused
             assert admitted is None or KEY in data, "who does not show the key is not let in"
@@ -123,7 +135,7 @@ def answers() -> Iterator[Callable[[bytes], None]]:
     def take(data: bytes) -> None:
         told[:] = [data]
         for ask in (
-            attendance.there,
+            attendance.attendees,
             attendance.reached,
             attendance.broken,
             lambda: attendance.get("a word"),

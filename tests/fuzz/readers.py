@@ -31,11 +31,11 @@ from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
 from ckpt_engine.transport.file.files import FileTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import wire
-from ckpt_engine.transport.tcp.fetcher import checked
+from ckpt_engine.transport.tcp.fetcher import read_locator as read_tcp_locator
 from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.ucx import channel
 from ckpt_engine.transport.ucx.helpers import Helper
-from ckpt_engine.transport.ucx.reader import checked as ucx_checked
+from ckpt_engine.transport.ucx.reader import read_locator as read_ucx_locator
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.words.routes import route_of
@@ -186,7 +186,7 @@ def tcp_locators() -> Iterator[Callable[[bytes], None]]:
     """Where a table says that a relay is reached over TCP."""
 
     def take(data: bytes) -> None:
-        checked(weights_pb2.Region.FromString(data))
+        read_tcp_locator(weights_pb2.Region.FromString(data))
 
     yield take
 
@@ -197,7 +197,7 @@ def ucx_locators() -> Iterator[Callable[[bytes], None]]:
 
     def take(data: bytes) -> None:
         region = weights_pb2.Region.FromString(data)
-        for lane in ucx_checked(region).lanes:
+        for lane in read_ucx_locator(region).lanes:
             channel.pack_runs([(lane.memory + region.size, 0, 1)])
             channel.TOKEN.pack(lane.board, bytes(16))
 

@@ -233,7 +233,13 @@ def relay_reader() -> bytes:
     """All that a relay says that reads another one over TCP."""
     read = wire.question(wire.READ, bytes(range(16)), [(0, 64), (128, 3968)])
     said = wire.hello(0, bytes(16), bytes(32)) + wire.question(wire.HOLD)
-    return said + read + wire.question(wire.RELEASE) + wire.passed(bytes(16), 1) + wire.passed(bytes(16), 0)
+    return (
+        said
+        + read
+        + wire.question(wire.RELEASE)
+        + wire.chunk_question(bytes(16), 1)
+        + wire.chunk_question(bytes(16), 0)
+    )
 
 
 def relay_owner() -> bytes:

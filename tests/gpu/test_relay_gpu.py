@@ -85,7 +85,7 @@ def test_a_trainers_gpu_is_read_bit_for_bit(
             for shard, memory in zip(held.table.shards, held.sealed, strict=True):
                 assert memory.is_pinned()
                 assert _hash(memory) == expected[held.table.tensors[shard.tensor].name]
-            size = sum(held.filled.brought.values())
+            size = sum(held.filled.bytes_by_source.values())
             print(
                 f"version {version}: {size / 1e9:.3f} GB in {held.filled.seconds:.3f} s, context "
                 f"{slots.gpu_context_bytes / 1e6:.0f} MB, torch {torch.__version__}"

@@ -8,4 +8,4 @@ from ckpt_engine.transport.tcp.connection import Lane
 
 def lanes() -> list[Lane]:
     """Those that are not collected yet, whether they run or have ended."""
-    return [each for each in forks._known if isinstance(each, Lane)]
+    return [each for each in forks._registered if isinstance(each, Lane)]

@@ -102,10 +102,10 @@ def test_each_byte_leaves_its_holder_once(world: World) -> None:
         total = found["a"].layout.bytes
         for each in found.values():
             assert (each.filled.missing, each.filled.faults, each.filled.again) == ((), (), 0)
-            assert sum(each.filled.brought.values()) == total
+            assert sum(each.filled.bytes_by_source.values()) == total
             assert_same(each, world.weights)
-        assert sum(each.filled.brought["relay near"] for each in found.values()) == total
-        assert all(len(each.filled.brought) == 3 for each in found.values()), "everybody passes on"
+        assert sum(each.filled.bytes_by_source["relay near"] for each in found.values()) == total
+        assert all(len(each.filled.bytes_by_source) == 3 for each in found.values()), "everybody passes on"
 
 
 def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
@@ -156,7 +156,7 @@ def test_who_is_gone_is_done_without(world: World) -> None:
     orders = world.orders()
     world.relays["a"].close()
     for found in others_find_all(world, orders):
-        assert "relay a" not in found.filled.brought
+        assert "relay a" not in found.filled.bytes_by_source
         assert any("relay a cannot be reached" in each.message for each in found.filled.faults)
 
 
@@ -182,7 +182,7 @@ def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: 
     for future in held.values():
         found = future.result(60)
         assert len(found.filled.missing) >= len(NAMES)
-        assert any("nobody has brought that as it was sealed" in each.message for each in found.filled.faults)
+        assert any("no source has it as it was sealed" in each.message for each in found.filled.faults)
 
 
 def test_who_says_nothing_at_all_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,16 +226,16 @@ def test_a_parent_that_would_take_twice_as_long_as_all_others_is_left(
 
 def test_who_cannot_be_dialled_costs_one_filling_its_patience(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a firewall that drops: nothing is refused, nothing is heard. Patience is short for that one alone."""
-    original = connection.connected
+    original = connection.connect
     dialled: list[set[str]] = []  # in vain, by filling
 
-    def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+    def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
         if list(locator.addresses) != [dropped]:
             return original(locator, owner, stop_at)
         dialled[-1].add(owner)
         return original(locator, owner, time.monotonic() + 0.2)
 
-    monkeypatch.setattr(connection, "connected", connected)
+    monkeypatch.setattr(connection, "connect", connect)
     with contextlib.ExitStack() as stack:
         hole = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         dropped = f"127.0.0.1:{hole.getsockname()[1]}"
@@ -297,10 +297,10 @@ def test_whoever_is_stopped_tells_those_who_wait(world: World, monkeypatch: pyte
 
 def test_nothing_lands_any_more_when_a_filling_has_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`b` is told to stop while `a` passes on to it: the next version may be written to that memory at once."""
-    landing: list[asking.Passed] = []
-    receive = asking.Passed.receive
+    landing: list[asking.ChunkReader] = []
+    receive = asking.ChunkReader.receive
 
-    def noted(self: asking.Passed, *wishes: Any) -> None:
+    def noted(self: asking.ChunkReader, *wishes: Any) -> None:
         landing.append(self)
         world.relays["b"].stop()
         try:
@@ -309,7 +309,7 @@ def test_nothing_lands_any_more_when_a_filling_has_ended(world: World, monkeypat
             time.sleep(0.1)  # as if what has come were still being written
             landing.remove(self)
 
-    monkeypatch.setattr(asking.Passed, "receive", noted)
+    monkeypatch.setattr(asking.ChunkReader, "receive", noted)
     with pytest.raises(CkptEngineError, match="overtaken by a newer command"):
         world.fill("b", world.orders()["b"]).result(60)
     assert not landing
@@ -322,7 +322,7 @@ def test_nothing_is_sent_before_it_is_verified(world: World) -> None:
     key = b"k" * 16
     slots._arena.reserve(0, 4096, "a test")
     memory = slots._arena.tensor(0, 0, (4096,), torch.uint8)
-    connection = asking.Passed(region, "relay a", key, time.monotonic() + 30)
+    connection = asking.ChunkReader(region, "relay a", key, time.monotonic() + 30)
     found = bytearray(1000)
     heard: list[int] = []
 
@@ -392,7 +392,7 @@ def test_what_is_sent_and_received_counts_from_when_it_was_there(world: World) -
     filling = slots._ways.pass_on(0, key, [[(0, size)], [(0, 1)]], passed)
     assert filling is not None
     assert filling.sent is None
-    connection = asking.Passed(region, "relay a", key, time.monotonic() + 60)
+    connection = asking.ChunkReader(region, "relay a", key, time.monotonic() + 60)
     found = memoryview(bytearray(size))
     with ThreadPoolExecutor(1) as threads:
         connection.ask(0)
@@ -423,7 +423,7 @@ def test_a_relay_says_how_fast_it_passed_on_and_got_what_others_passed_on(
     orders = world.orders()
     held = {name: world.fill(name, orders[name], passed=told[name].append) for name in NAMES}
     for future in held.values():
-        said = work.told(future.result(60))
+        said = work.filled_report(future.result(60))
         assert said.received == manager_pb2.Rate(bytes_per_second=2.0, seconds=2.0), "from two others"
         assert said.HasField("sent")
     eventually("all readers have left", 60.0, lambda: all(Rate(1.0, 2.0) in rates for rates in told.values()))
@@ -438,17 +438,17 @@ def test_only_who_shows_the_token_asks_and_for_nothing_else(world: World) -> Non
     forged.token = b"x" * 32
     other = Region(transport="tcp", size=region.size, locator=forged.SerializeToString())
     stop_at = time.monotonic() + 30
-    with pytest.raises(CkptEngineError, match="whoever reads what is being filled has to show the token"):
-        asking.Passed(other, "relay a", b"k" * 16, stop_at)
-    socket = connection.connected(locator, "relay a", stop_at)
+    with pytest.raises(CkptEngineError, match="a reader of what is being filled has to show the token"):
+        asking.ChunkReader(other, "relay a", b"k" * 16, stop_at)
+    socket = connection.connect(locator, "relay a", stop_at)
     socket.sendall(wire.question(wire.HOLD))
     kind, size = wire.read_frame(socket.recv(wire.FRAME.size))
     assert kind == wire.NO
-    assert b"nobody reads a slot" in socket.recv(size)
+    assert b"cannot read a slot" in socket.recv(size)
     socket.close()
     slot = TcpLocator.FromString(next(way for way in world.table.regions[0].offers if way.transport == "tcp").locator)
-    socket = connection.connected(slot, "relay near", stop_at)
-    socket.sendall(wire.passed(b"k" * 16, 0))
+    socket = connection.connect(slot, "relay near", stop_at)
+    socket.sendall(wire.chunk_question(b"k" * 16, 0))
     kind, _ = wire.read_frame(socket.recv(wire.FRAME.size))
     assert kind == wire.NO
     socket.close()

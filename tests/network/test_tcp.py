@@ -97,7 +97,7 @@ def test_every_shape_arrives_bit_for_bit(pair: tuple[Slots, Slots], monkeypatch:
     checkpoint.close()
     held = filled(far, 1, recorded, [first.table])
     assert (held.filled.missing, held.filled.faults, held.filled.again) == ((), (), 0)
-    assert held.filled.brought == {"relay near": held.layout.bytes}
+    assert held.filled.bytes_by_source == {"relay near": held.layout.bytes}
     assert_same(held, weights)
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_byte_is_read_from_another_holder_or_left_out(pair: tuple[Slot
         second = filled(other, 0, recorded, tables(checkpoint)).table
         held = filled(far, 0, recorded, [first.table, second])
     assert (held.filled.missing, held.filled.again) == ((), 1)
-    assert set(held.filled.brought) == {"relay near", "relay other"}
+    assert set(held.filled.bytes_by_source) == {"relay near", "relay other"}
     assert_same(held, checkpoint.weights)
 
 
@@ -396,7 +396,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
     owner, region = lent
     slow = [link_to(region)[0] for _ in range(2)]
     locator = TcpLocator.FromString(region.locator)
-    deaf = connection.connected(locator, "near", time.monotonic() + 10)
+    deaf = connection.connect(locator, "near", time.monotonic() + 10)
     deaf.sendall(wire.question(wire.HOLD))
     _, size = wire.read_frame(connection.receive(deaf, wire.FRAME.size))
     lending = connection.receive(deaf, size)

@@ -85,7 +85,7 @@ def test_what_is_passed_on_is_encrypted_and_wants_a_certificate(keys: Keys, monk
         near._arena.tensor(0, 0, (100,), torch.uint8).fill_(3)
         filling.verified(0)
         keys.of("far")
-        passed = asking.Passed(region, "relay near", b"k" * 16, time.monotonic() + 30)
+        passed = asking.ChunkReader(region, "relay near", b"k" * 16, time.monotonic() + 30)
         assert isinstance(passed._socket, ssl.SSLSocket)
         passed.ask(0)
         found = bytearray(100)
@@ -95,7 +95,7 @@ def test_what_is_passed_on_is_encrypted_and_wants_a_certificate(keys: Keys, monk
         for variable in (CERTIFICATE, KEY, AUTHORITY):
             monkeypatch.delenv(variable)
         with pytest.raises(CkptEngineError, match="wants a certificate of this one"):
-            asking.Passed(region, "relay near", b"k" * 16, time.monotonic() + 30)
+            asking.ChunkReader(region, "relay near", b"k" * 16, time.monotonic() + 30)
 
 
 def refused(region: Region) -> str:

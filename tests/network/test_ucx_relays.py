@@ -69,7 +69,7 @@ def test_a_relay_fills_itself_over_ucx_bit_for_bit(pair: tuple[Slots, Slots]) ->
     for slot in (0, 1, 0):
         held = filled(far, slot, recorded, [table])
         assert_same(held, weights)
-        assert held.filled.brought == {"relay near": sum(weight.nbytes for weight in weights.values())}
+        assert held.filled.bytes_by_source == {"relay near": sum(weight.nbytes for weight in weights.values())}
         assert not held.filled.faults
     assert len(read.helpers) == 2  # one reads for both slots
 

@@ -91,7 +91,7 @@ def _fill(slots: Slots, slot: int, wish: dict[str, Any], seconds: float) -> dict
         "table": held.table.SerializeToString().hex(),
         "missing": [each.problem.message for each in held.filled.missing],
         "faults": [each.message for each in held.filled.faults],
-        "brought": dict(held.filled.brought),
+        "brought": dict(held.filled.bytes_by_source),
         "again": held.filled.again,
         "seconds": held.filled.seconds,
         "overruled": held.overruled,

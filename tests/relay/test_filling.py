@@ -89,8 +89,8 @@ def test_what_a_source_damaged_is_read_from_another_holder(slots: Slots) -> None
     assert (held.filled.missing, held.filled.again) == ((), 2)
     assert {fault.tensors[0] for fault in held.filled.faults} == {"layers.0.down", "embed_tokens.weight"}
     assert all("as rank" in fault.message for fault in held.filled.faults)
-    assert {source.split()[0] for source in held.filled.brought} == {"rank", "copy"}
-    assert sum(held.filled.brought.values()) == held.layout.bytes, "what was read in vain counts for nothing"
+    assert {source.split()[0] for source in held.filled.bytes_by_source} == {"rank", "copy"}
+    assert sum(held.filled.bytes_by_source.values()) == held.layout.bytes, "what was read in vain counts for nothing"
     assert_holds(held, checkpoint)
 
 
@@ -126,14 +126,14 @@ def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> No
     opened = RelayMemoryTransport().open(regions)
     opened.check()
     checkpoint.arenas[0].tensor(0, (64,), torch.uint8).zero_()  # whoever reads it again finds other bytes
-    with pytest.raises(CkptEngineError, match="nobody within reach"):
+    with pytest.raises(CkptEngineError, match="no source within reach"):
         slots.fill(0, all_of(recorded, []), 60.0, more=True)
     assert slots.held(0) is part
     assert slots.count(0, all_of(recorded, [second]), 60.0, more=True) == part.layout.bytes
     held = slots.fill(0, all_of(recorded, [second]), 60.0, more=True)
     assert (held.filled.missing, held.overruled) == ((), 0)
-    assert set(held.filled.brought) == {"rank 0", "rank 1"}
-    assert sum(held.filled.brought.values()) == held.layout.bytes
+    assert set(held.filled.bytes_by_source) == {"rank 0", "rank 1"}
+    assert sum(held.filled.bytes_by_source.values()) == held.layout.bytes
     assert_holds(held, checkpoint)
     opened.check()
     opened.close()
@@ -157,7 +157,7 @@ def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_fin
             assert small.count(1, asked, 60.0) < whole
             held.append(small.fill(1, asked, 60.0))
             assert held[-1].filled.missing == (), "what lies elsewhere is not missed"
-            assert held[-1].layout.bytes == sum(held[-1].filled.brought.values()) <= sizes[number]
+            assert held[-1].layout.bytes == sum(held[-1].filled.bytes_by_source.values()) <= sizes[number]
         end = slots.fill(0, all_of(recorded, [each.table for each in held]), 60.0)
         assert end.filled.missing == ()
         assert_holds(end, checkpoint)
@@ -178,7 +178,7 @@ def test_who_has_nothing_that_is_needed_holds_nothing(slots: Slots) -> None:
 def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of()
     slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
-    with pytest.raises(CkptEngineError, match=r"nobody within reach holds .* \(no source was asked\)") as caught:
+    with pytest.raises(CkptEngineError, match=r"no source within reach holds .* \(no source was asked\)") as caught:
         slots.fill(0, all_of(recorded, []), 60.0)
     assert caught.value.problem.code == Problem.NOT_FOUND
     held = slots.held(0)
@@ -198,7 +198,7 @@ def test_a_source_that_is_gone_or_fits_not_is_left_out_with_its_reason(slots: Sl
     told = [fault.message for fault in held.filled.faults]
     assert any("gone" in each for each in told), told
     assert any("source other 0" in each and "norm.weight" in each for each in told), told
-    assert set(held.filled.brought) == {"rank 0"}
+    assert set(held.filled.bytes_by_source) == {"rank 0"}
 
 
 def test_a_file_that_was_cut_off_is_not_read(slots: Slots, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_relay_fills_itself_from_another_one(slots: Slots) -> None:
     table = first.fill(0, all_of(recorded, tables(checkpoint)), 60.0).table
     checkpoint.close()
     held = slots.fill(1, all_of(recorded, [table]), 60.0)
-    assert held.filled.brought == {"relay first": held.layout.bytes}
+    assert held.filled.bytes_by_source == {"relay first": held.layout.bytes}
     assert_holds(held, checkpoint)
     assert first._ways.retire(0) == 0, "who has filled himself holds nothing any more"
     first.close()
@@ -405,7 +405,7 @@ def test_what_arrives_is_digested_as_it_lies_in_the_slot(
     assert damaged
     assert digested
     assert (held.filled.missing, held.filled.again) == ((), 1)
-    assert sum(held.filled.brought.values()) == held.layout.bytes
+    assert sum(held.filled.bytes_by_source.values()) == held.layout.bytes
     assert_holds(held, checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""What members and the lead tell each other of a ballot, read from bytes that anybody on the network may have sent."""
+"""Messages between members and the lead about a ballot, read from bytes that come from the network unchecked."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from ckpt_engine.core.json_text import load_json
 _VERBS = frozenset({"ask", "vote", "give up", "leave", "done"})
 
 
-class Voted(NamedTuple):
-    """What a member says to the ballot of an epoch. until: of "vote". why, blamed: of "leave". hold: seconds for which
-    the answer may be kept back until there is something to tell."""
+class BallotMessage(NamedTuple):
+    """A member's message to the ballot of an epoch."""
 
     epoch: int
-    verb: str
-    until: float
-    why: str
-    blamed: tuple[str, ...]
-    hold: float
+    verb: str  # one of _VERBS
+    until: float  # of "vote": until when it holds, by the lead's clock
+    why: str  # of "leave"
+    blamed: tuple[str, ...]  # of "leave": members
+    hold: float  # seconds for which the answer may be held back while nothing is decided
 
 
-def voted(data: bytes) -> Voted:
-    """Raises ValueError for what no member of ours would say."""
+def read_ballot_message(data: bytes) -> BallotMessage:
+    """Reads a member's message. Raises ValueError if it is malformed."""
     try:
-        asked = load_json(data)
-        found = Voted(
-            int(asked["epoch"]),
-            str(asked["verb"]),
-            float(asked.get("until", 0.0)),
-            str(asked.get("why", "")),
-            tuple(map(str, asked.get("blamed", ()))),
-            float(asked.get("hold", 0.0)),
+        fields = load_json(data)
+        found = BallotMessage(
+            int(fields["epoch"]),
+            str(fields["verb"]),
+            float(fields.get("until", 0.0)),
+            str(fields.get("why", "")),
+            tuple(map(str, fields.get("blamed", ()))),
+            float(fields.get("hold", 0.0)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"nothing that is said to a ballot: {error}") from error
@@ -45,11 +44,13 @@ def voted(data: bytes) -> Voted:
     return found
 
 
-def answer_of(told: Mapping[str, Any]) -> BallotAnswer:
-    """What the lead answers. Raises ValueError for what no lead of ours would."""
+def answer_of(fields: Mapping[str, Any]) -> BallotAnswer:
+    """Reads the lead's answer. Raises ValueError if it is malformed."""
     try:
-        clock = None if told["clock"] is None else float(told["clock"])
-        answer = BallotAnswer(Word(told["word"]), clock, bool(told["voted"]), bool(told["aborted"]), str(told["why"]))
+        clock = None if fields["clock"] is None else float(fields["clock"])
+        answer = BallotAnswer(
+            Word(fields["word"]), clock, bool(fields["voted"]), bool(fields["aborted"]), str(fields["why"])
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"no answer of a ballot: {error}") from error
     if clock is not None and not math.isfinite(clock):

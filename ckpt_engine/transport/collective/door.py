@@ -1,8 +1,8 @@
 """Where members knock: the listener of a process that may be the lead of a collective, and the meeting behind it.
 
-A source that is offered for collectives has a door from when it is published until it closes, so its address can be
-told beforehand. The lead opens a meeting behind it when it hears of a communicator; who knocks before that is told to
-come again. There is one meeting at a time. Any thread; nobody is waited for.
+A source that is offered for collectives has a door from when it is published until it closes, so its address is known
+beforehand. The lead opens a meeting behind it when it hears of a communicator; a member that knocks earlier is told to
+try again. There is one meeting at a time. Any thread; nothing here waits for a member.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ _AGAIN_SECONDS = 0.1
 
 
 class MeetingDoor:
-    """Listens from when it is made. host, port: what members are told. address: where its own process reaches it."""
+    """A listener, open from when it is made. host, port: where other members connect. address: where this process
+    connects."""
 
     def __init__(self, advertise: str = "") -> None:
-        """advertise: the name or address at which other hosts reach this one; empty: nobody but this host does. Raises
+        """advertise: the name or address at which other hosts reach this one; empty: only this host connects. Raises
         OSError if no address can be bound."""
         self._lock = threading.Lock()
         self._meeting: tuple[bytes, bytes, Meeting] | None = None
         self._connections: set[socket.socket] = set()
         self._closed = False
         self.host: str = advertise or LOOPBACK
-        self._listener = _bound(self.host)
+        self._listener = _bind(self.host)
         self._listener.listen(_BACKLOG)
-        bound, self.port = self._listener.getsockname()[:2]
-        self.address: tuple[str, int] = _ITSELF.get(bound, bound), self.port
+        own_host, self.port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = _ITSELF.get(own_host, own_host), self.port
         _doors[os.getpid(), self.port] = self
         threading.Thread(target=self._accept, name="ckpt-engine door", daemon=True).start()
 
     def meeting(self, communicator: bytes, key: bytes, silence: float = SILENCE_SECONDS) -> Meeting:
-        """The meeting of a communicator, which those who show the key may attend; made if there is none. The meeting
-        of another one ends."""
+        """The meeting of a communicator, made if there is none. Members must show the key. The meeting of any other
+        communicator ends."""
         with self._lock:
             former = self._meeting
             if former is not None and former[:2] == (communicator, key):
                 return former[2]
-            made = Meeting(silence)
-            self._meeting = communicator, key, made
+            meeting = Meeting(silence)
+            self._meeting = communicator, key, meeting
             if self._closed:
-                made.close()
+                meeting.close()
         if former is not None:
             former[2].close()
-        return made
+        return meeting
 
     def close(self) -> None:
-        """Ends the meeting for all, and listens no more. May be repeated."""
+        """Ends the meeting for all members and stops listening. May be repeated."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -105,7 +106,7 @@ class MeetingDoor:
                 self._wait(error)
 
     def _wait(self, error: Exception) -> None:
-        """After a member could not be let in: mostly no descriptors or threads are left."""
+        """Pauses after a member could not be let in, mostly because no descriptors or threads are left."""
         if not self._closed:
             log.warning("ckpt-engine: a member of a collective could not be let in: %s", error)
             time.sleep(_AGAIN_SECONDS)
@@ -113,31 +114,31 @@ class MeetingDoor:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             try:
-                admitted = self._admitted(connection)
+                admission = self._admit(connection)
             finally:
                 with self._lock:
                     self._connections.discard(connection)
-            if admitted is not None:
-                meeting, name = admitted
+            if admission is not None:
+                meeting, name = admission
                 meeting.serve(connection, name)
 
-    def _admitted(self, connection: socket.socket) -> tuple[Meeting, str] | None:
-        """The meeting that a hello is for, and the member's name."""
+    def _admit(self, connection: socket.socket) -> tuple[Meeting, str] | None:
+        """The meeting that a hello is for, and the member's name; None: it is refused."""
         tune(connection)
-        kind, name, shown = read(connection, time.monotonic() + CALL_SECONDS)
+        kind, name, credentials = read(connection, time.monotonic() + CALL_SECONDS)
         connection.settimeout(CALL_SECONDS)
         if kind != HELLO or self._closed:
             return None
         with self._lock:
-            known = self._meeting
-        size = 0 if known is None else len(known[1])
-        if known is None or shown[size:] != known[0]:
+            current = self._meeting
+        size = 0 if current is None else len(current[1])
+        if current is None or credentials[size:] != current[0]:
             write(connection, LATER)
             return None
-        if not hmac.compare_digest(shown[:size], known[1]):
+        if not hmac.compare_digest(credentials[:size], current[1]):
             return None
         connection.settimeout(None)
-        return known[2], name
+        return current[2], name
 
 
 def door_at(port: int) -> MeetingDoor | None:
@@ -145,25 +146,28 @@ def door_at(port: int) -> MeetingDoor | None:
     return _doors.get((os.getpid(), port))
 
 
-def _bound(host: str) -> socket.socket:
-    """A socket at a free port of the address that a name leads to. Of all addresses of this host, if it does not have
-    that one (a forwarded one), or if the name leads to loopback here (as many hosts' own names do)."""
+def _bind(host: str) -> socket.socket:
+    """A socket bound to a free port of the address that a name resolves to.
+
+    Binds to all addresses of this host if it does not have that one (a forwarded one), or if the name resolves to
+    loopback here (as many hosts' own names do).
+    """
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     local = is_loopback(host)
-    tried = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         try:
             elsewhere = not local and any(is_loopback(str(each[4][0])) for each in found)
-            tried.bind((_ANY[family], 0) if elsewhere else address)
+            listener.bind((_ANY[family], 0) if elsewhere else address)
         except OSError:
             if local:
                 raise
-            tried.bind((_ANY[family], 0))
+            listener.bind((_ANY[family], 0))
     except BaseException:
-        tried.close()
+        listener.close()
         raise
-    return tried
+    return listener
 
 
 _doors: weakref.WeakValueDictionary[tuple[int, int], MeetingDoor] = weakref.WeakValueDictionary()

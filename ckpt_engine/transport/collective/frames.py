@@ -1,4 +1,4 @@
-"""How a member and a meeting talk: frames with a length, of which a message is a kind, a key and a value."""
+"""The wire format between a member and a meeting: frames with a length; a message is a kind, a key and a value."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from ckpt_engine.core.problems import internal
 
 CALL_SECONDS = 5.0
-"""What one question to the meeting may take; after it, the lead counts as gone."""
+"""For one question to the meeting; after that the lead counts as gone."""
 
 LONGEST_WORD = 64 << 10
 """Bytes of a message; NCCL's id has 128, Gloo's addresses some hundred."""
 
-HELLO, SET, GET, END, HEAR, REST, WHO, BYE, LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
+HELLO, SET, GET, END, HEAR, REST, ATTENDEES, BYE, LATE = b"h", b"s", b"g", b"e", b"r", b"i", b"w", b"b", b"l"
 BALLOT, WHOLE, REACHED = b"v", b"o", b"a"
 
 IN, LATER = b"in", b"later"
-"""What is answered to a hello: the meeting was joined; or there is none of this communicator yet."""
+"""Answers to a hello: the meeting was joined; or there is none of this communicator yet."""
 
 _HEADER = struct.Struct(">I")
 _KEY = struct.Struct(">cH")
@@ -28,7 +28,7 @@ _SILENT_SECONDS, _BETWEEN_SECONDS, _PROBES = 10, 5, 3
 
 
 def tune(connection: socket.socket) -> None:
-    """Sends words at once, and notices a peer that is gone while nobody says anything (after 25 s)."""
+    """Sets a socket to send messages at once, and to notice within 25 s that a silent peer is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS)
@@ -37,7 +37,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def message(kind: bytes, key: str, value: bytes = b"") -> bytes:
-    """What `read` reads."""
+    """A message as `read` reads it."""
     return _KEY.pack(kind, len(key.encode())) + key.encode() + value
 
 
@@ -49,8 +49,8 @@ def write(connection: socket.socket, data: bytes) -> None:
 
 
 def read(connection: socket.socket, stop_at: float | None = None) -> tuple[bytes, str, bytes]:
-    """Kind, key and value of a message. stop_at: monotonic seconds by which all of it has to be there. Raises
-    ValueError for what is no message, TimeoutError."""
+    """Receives a message: kind, key and value. stop_at: monotonic seconds by which all of it must have come. Raises
+    ValueError for a malformed one, and as `frame`."""
     data = frame(connection, stop_at)
     if len(data) < _KEY.size:
         raise ValueError("a message without a head")
@@ -60,7 +60,8 @@ def read(connection: socket.socket, stop_at: float | None = None) -> tuple[bytes
 
 
 def frame(connection: socket.socket, stop_at: float | None = None) -> bytes:
-    """What one frame holds. Raises ConnectionError if the other side has ended the connection, and TimeoutError."""
+    """Receives the content of one frame. Raises ConnectionError if the other side has closed the connection, and
+    TimeoutError."""
     (length,) = _HEADER.unpack(_exactly(connection, _HEADER.size, stop_at))
     if length > LONGEST_WORD:
         raise ConnectionError(f"a message of {length} bytes")
@@ -71,10 +72,10 @@ def _exactly(connection: socket.socket, length: int, stop_at: float | None) -> b
     data = bytearray()
     while len(data) < length:
         if stop_at is not None:
-            left = stop_at - time.monotonic()
-            if left <= 0:
+            remaining = stop_at - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError("a message was not complete in time")
-            connection.settimeout(left)
+            connection.settimeout(remaining)
         part = connection.recv(length - len(data))
         if not part:
             raise ConnectionError("the connection was ended")

@@ -1,8 +1,8 @@
 """Buckets from CPU to CPU: Gloo's process group as an object of ours, which touches no default group of the process.
 
 Peers find each other through words of the meeting, and connect when the group is made. A wait of Gloo cannot be
-cancelled; but a wait that times out closes every connection of its group, and with them all other waits end. So `abort`
-waits a millisecond for a message that nobody sends. Nothing lands in memory after it.
+cancelled; but a wait that times out closes every connection of its group, which ends all other waits. So `abort` waits
+a millisecond for a message that no peer sends. Nothing lands in memory after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gloo_availability() -> Availability:
 
 
 class _Words(c10d.Store):
-    """The meeting's words as torch wants a store."""
+    """The meeting's words as a store of torch."""
 
     def __init__(self, attendance: Attendance, members: Sequence[str], stop_at: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Words(c10d.Store):
 class GlooGroup:
     """The communicator of one member. rank: its number. Made by all members at once.
 
-    address: of the interface that peers reach this process at. Raises DEADLINE_EXCEEDED, naming who did not come, and
+    address: of the interface at which peers reach this process. Raises DEADLINE_EXCEEDED, naming absent members, and
     UNAVAILABLE.
     """
 
@@ -81,33 +81,33 @@ class GlooGroup:
             if words.problem is not None:
                 raise words.problem from None
             if time.monotonic() >= stop_at:
-                raise attendance.late(dict.fromkeys(members)) from error
+                raise attendance.absence(dict.fromkeys(members)) from error
             raise unavailable(f"{members[rank]} could not join the collective: {error}") from error
 
     def start(
         self, send: tuple[int, torch.Tensor] | None, receive: tuple[int, torch.Tensor] | None
     ) -> list[tuple[int, Any]]:
-        """Begins both exchanges of a step: (peer, bytes). Waits for nothing. Returns them by peer, for `finish`."""
-        begun = []
+        """Begins both exchanges of a step: (peer, bytes). Does not wait. Returns them by peer, for `finish`."""
+        exchanges = []
         for peer, ask in ((receive, self._group.recv), (send, self._group.send)):
             if peer is None:
                 continue
             try:
-                begun.append((peer[0], ask([peer[1]], peer[0], _BUCKETS)))
+                exchanges.append((peer[0], ask([peer[1]], peer[0], _BUCKETS)))
             except RuntimeError as error:
-                raise self._lost(peer[0], error) from error
-        return begun
+                raise self._loss(peer[0], error) from error
+        return exchanges
 
-    def finish(self, begun: Sequence[tuple[int, Any]], seconds: float) -> None:
-        """Waits until all of it has happened. Raises UNAVAILABLE, naming the peer; then the group is broken."""
-        for peer, work in begun:
+    def finish(self, exchanges: Sequence[tuple[int, Any]], seconds: float) -> None:
+        """Waits for these exchanges. Raises UNAVAILABLE, naming the peer; then the group is broken."""
+        for peer, work in exchanges:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
-                raise self._lost(peer, error) from error
+                raise self._loss(peer, error) from error
 
     def abort(self) -> None:
-        """Ends every wait of this group, here and at its peers; another thread's too. Never raises."""
+        """Ends every wait of this group, on any thread here and at its peers. Never raises."""
         nothing = torch.empty(1, dtype=torch.uint8)
         try:
             peer = (self._rank + 1) % len(self._members)
@@ -119,5 +119,5 @@ class GlooGroup:
         """Lets go of the connections. May be repeated."""
         self._group = None
 
-    def _lost(self, peer: int, error: RuntimeError) -> CkptEngineError:
+    def _loss(self, peer: int, error: RuntimeError) -> CkptEngineError:
         return unavailable(f"{self._members[peer]} was lost ({str(error).splitlines()[0]})")

@@ -10,7 +10,7 @@ NAME = "nccl"
 
 
 def on_host() -> Availability:
-    """Always: a worker without Gloo, or with an NCCL that is too old, says so when it is made ready for one."""
+    """True: a worker without Gloo, or with an NCCL that is too old, reports it when it prepares to join."""
     driver = library_problem()
     gpus = f"not between GPUs: {driver}" if driver else "between GPUs over NCCL"
     return Availability(True, f"between CPUs over Gloo; {gpus}")

@@ -1,6 +1,6 @@
 """The owner's side of a collective: memory that its owner sends itself, in one schedule with the others.
 
-Nobody opens this memory, so all that is told of it is on which device it lies, and where members meet if its owner
+No reader opens this memory, so its locator says only on which device it lies, and where members meet if its owner
 leads. A rank has one device: it is one member of a communicator.
 """
 
@@ -39,13 +39,13 @@ class CollectiveLender:
             size = memory.bytes.numel()
         self._devices.add(device)
         if len(self._devices) > 1:
-            named = " and on ".join(sorted("the CPU" if each is None else f"cuda:{each}" for each in self._devices))
-            raise invalid(f"a rank is in a collective with one device, and publishes on {named}: move all to one")
+            places = " and on ".join(sorted("the CPU" if each is None else f"cuda:{each}" for each in self._devices))
+            raise invalid(f"a rank is in a collective with one device, and publishes on {places}: move all to one")
         locator = NcclLocator(host=self._door.host, port=self._door.port, gpu=gpu)
         return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
     def unchanged(self) -> bool:
-        """Always: nobody maps it, so there is nothing that could have become something else."""
+        """True: no reader maps the memory, so nothing that was offered can have changed."""
         return True
 
     def withdraw(self, seconds: float) -> None:
@@ -53,5 +53,5 @@ class CollectiveLender:
         self.close()
 
     def close(self) -> None:
-        """Lets nobody find this process for a collective any more. May be repeated."""
+        """Closes the door: no member finds this process any more. May be repeated."""
         self._door.close()

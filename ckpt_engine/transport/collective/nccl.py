@@ -98,17 +98,17 @@ class Nccl:
         self.call("ncclGetVersion", byref(found))
         self.path, self.version = path, found.value
         if self.version < OLDEST:
-            raise NcclError("", -1, f"NCCL {spelled(self.version)} is older than {spelled(OLDEST)}")
+            raise NcclError("", -1, f"NCCL {version_text(self.version)} is older than {version_text(OLDEST)}")
 
     def unique_id(self) -> bytes:
-        """What all members of one communicator have to be given. The process that makes it answers the others."""
-        made = _UniqueId()
-        self.call("ncclGetUniqueId", byref(made))
-        return bytes(memoryview(made))
+        """A new id, which all members of one communicator must get. The process that makes it answers the others."""
+        unique = _UniqueId()
+        self.call("ncclGetUniqueId", byref(unique))
+        return bytes(memoryview(unique))
 
-    def call(self, name: str, *given: Any) -> int:
-        """One function; returns its result if that is success, or in progress."""
-        code = int(getattr(self._library, name)(*given))
+    def call(self, name: str, *arguments: Any) -> int:
+        """Calls one function; returns its result if that is success or in progress."""
+        code = int(getattr(self._library, name)(*arguments))
         if code not in (_SUCCESS, _IN_PROGRESS):
             raise NcclError(name, code, self.text(code))
         return code
@@ -118,14 +118,14 @@ class Nccl:
         return str(self._library.ncclGetErrorString(code).decode())
 
 
-def spelled(version: int) -> str:
+def version_text(version: int) -> str:
     """A NCCL_VERSION_CODE as people write it: 2.27.5 for 22705."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 @functools.cache
 def nccl() -> Nccl:
-    """NCCL as torch has loaded it, or as NVIDIA's wheel has it. Raises NcclError, naming what was tried."""
+    """NCCL as torch has loaded it, or from NVIDIA's wheel. Raises NcclError, naming the paths that were tried."""
     tried = []
     for path in (LIBRARY, *_in_packages()):
         try:
@@ -141,7 +141,7 @@ def nccl_availability() -> Availability:
         found = nccl()
     except NcclError as error:
         return Availability(False, str(error))
-    return Availability(True, f"NCCL {spelled(found.version)} ({found.path})")
+    return Availability(True, f"NCCL {version_text(found.version)} ({found.path})")
 
 
 def _in_packages() -> list[str]:
@@ -159,7 +159,7 @@ def _in_packages() -> list[str]:
 class Communicator:
     """A communicator of one member. rank: its number; id: of `unique_id`, the same for all.
 
-    check: called while it polls, every fraction of a millisecond; what it raises ends what it waits for. Made by all
+    check: called while this polls, every fraction of a millisecond; an exception of it ends the wait. Made by all
     members at once, each with its device current. Raises NcclError, and what `check` raises.
     """
 
@@ -192,13 +192,13 @@ class Communicator:
         receives: Sequence[tuple[int, int, int]],
         stream: int,
     ) -> None:
-        """Begins to queue all at once on a stream: (peer, address, bytes). `complete` says when they are queued."""
+        """Queues all of these at once on a stream: (peer, address, bytes). `complete` waits until they are queued."""
         with self._lock:
-            comm = self._there()
+            comm = self._handle()
             self._library.call("ncclGroupStart")
             try:
-                for call, asked in (("ncclSend", sends), ("ncclRecv", receives)):
-                    for peer, address, size in asked:
+                for call, transfers in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for peer, address, size in transfers:
                         self._library.call(call, address, size, _UINT8, peer, comm, stream)
             except BaseException:
                 # A group that stays open would only queue all that this thread asks of NCCL later, torch's calls too.
@@ -208,17 +208,17 @@ class Communicator:
             self._library.call("ncclGroupEnd")
 
     def look(self) -> bool:
-        """Whether everything that was asked for is queued. Raises NcclError for an error that came since."""
+        """Whether all requests are queued. Raises NcclError for an error that came since."""
         with self._lock:
             code = c_int()
-            self._library.call("ncclCommGetAsyncError", self._there(), byref(code))
+            self._library.call("ncclCommGetAsyncError", self._handle(), byref(code))
         if code.value not in (_SUCCESS, _IN_PROGRESS):
             raise NcclError("NCCL", code.value, self._library.text(code.value))
         return code.value == _SUCCESS
 
     def abort(self) -> None:
-        """Gives it up: what is queued ends, here. Any thread, also while another one waits. May be repeated. Never
-        raises."""
+        """Gives the communicator up, which ends what is queued here. Any thread, also while another one waits. May be
+        repeated. Never raises."""
         # A call that hangs inside NCCL keeps the lock, and only an abort ends it.
         held = self._lock.acquire(timeout=_ABORT_LOCK_SECONDS)
         try:
@@ -229,13 +229,13 @@ class Communicator:
             if held:
                 self._lock.release()
 
-    def _there(self) -> c_void_p:
+    def _handle(self) -> c_void_p:
         if self._comm is None:
             raise NcclError("", -1, "the communicator was given up")
         return self._comm
 
     def complete(self, check: Callable[[], None]) -> None:
-        """Waits until what was asked for is queued, or the communicator is made; not until it is done."""
+        """Waits until all requests are queued, or the communicator is made; not until transfers have ended."""
         spin_until = time.perf_counter() + _SPIN_SECONDS
         while not self.look():
             check()

@@ -25,7 +25,7 @@ AHEAD = 6
 """Rounds that are queued at a time: the GPU never waits for the host, and few are left when it is aborted."""
 
 DRAIN_SECONDS = 10.0
-"""How long what was aborted may go on. It ends in milliseconds unless a GPU hangs."""
+"""For aborted work to end. It takes milliseconds unless a GPU hangs."""
 
 _ID = "nccl id"
 _HANDSHAKE_BYTES = 64
@@ -36,7 +36,7 @@ class GpuMember:
     """One member on a GPU. bytes: what one run unpacks, or packs. memory: bytes of its slots. One thread at a time.
 
     places: where its memory is; none: it is bound later. Raises INVALID_ARGUMENT (memory that does not fit the
-    schedule), DEADLINE_EXCEEDED (naming who did not come) and UNAVAILABLE.
+    schedule), DEADLINE_EXCEEDED (naming absent members) and UNAVAILABLE.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class GpuMember:
             torch.cuda.current_stream(device).synchronize()
             self._broken = ""
             self.bind(places)
-            self._communicator = self._joined(member, seconds)
+            self._communicator = self._join(member, seconds)
 
     def bind(self, places: Places | None) -> None:
-        """Binds as `HostMember.bind` does. Between runs, so nothing of it is on its way."""
+        """Binds as `HostMember.bind` does. Called between runs, so no copy is in flight."""
         self._packs, self._unpacks, self.bytes = {}, {}, 0
         self._bound = places is not None
         if places is not None:
             with torch.cuda.device(self._device):
-                made = self._part.copies(lambda pairs: DeviceWork(pairs, self._device), places)
-            self._packs, self._unpacks, self.bytes = made
+                copies = self._part.copies(lambda pairs: DeviceWork(pairs, self._device), places)
+            self._packs, self._unpacks, self.bytes = copies
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Runs as `HostMember.run` does. Begins after what the current stream was given; all bytes have arrived when it
-        returns."""
+        """Runs as `HostMember.run` does. Begins after the work that is queued on the current stream; all bytes have
+        arrived when it returns."""
         if self._broken:
             raise precondition(f"this collective has ended ({self._broken}); its members have to make a new one")
         if not self._bound:
@@ -104,38 +104,38 @@ class GpuMember:
         self.bind(None)
         self._part.slots = []
 
-    def _joined(self, member: int, seconds: float) -> Communicator:
+    def _join(self, member: int, seconds: float) -> Communicator:
         stop_at = time.monotonic() + seconds
         everybody = dict.fromkeys(self._names)
         try:
             if member == 0:
                 self._attendance.set(_ID, nccl().unique_id())
             id = self._attendance.wait(_ID, stop_at, everybody)
-            asked = time.monotonic()
+            heard_at = time.monotonic()
 
             def check() -> None:
-                nonlocal asked
+                nonlocal heard_at
                 now = time.monotonic()
                 if now > stop_at:
-                    raise self._attendance.late(everybody)
-                if now - asked > 0.1:
-                    asked = now
+                    raise self._attendance.absence(everybody)
+                if now - heard_at > 0.1:
+                    heard_at = now
                     if why := self._attendance.hear(running=False):
                         raise unavailable(f"the collective was ended: {why}")
 
-            made = Communicator(nccl(), id, member, len(self._names), check)
+            communicator = Communicator(nccl(), id, member, len(self._names), check)
             try:
-                self._connect(made, check)
+                self._connect(communicator, check)
             except BaseException:
-                made.abort()
+                communicator.abort()
                 raise
-            return made
+            return communicator
         except NcclError as error:
             raise unavailable(f"{self._names[member]} could not join the collective: {error}") from error
 
     def _connect(self, communicator: Communicator, check: Callable[[], None]) -> None:
-        """Has every pair exchange some bytes that belong to nobody: NCCL connects two members at their first exchange,
-        which should not take the time of an update."""
+        """Exchanges some unused bytes between every pair: NCCL connects two members at their first exchange, which
+        should not take the time of an update."""
         steps = self._part.steps
         sends = sorted({step.send.peer for step in steps if step.send is not None})
         receives = sorted({step.receive.peer for step in steps if step.receive is not None})
@@ -156,7 +156,7 @@ class GpuMember:
             time.sleep(_POLL_SECONDS)
 
     def _drain(self) -> None:
-        """Waits until nothing of this member's is on its way: its memory may be freed or written after it."""
+        """Waits until no transfer or copy of this member is in flight: then its memory may be freed or written."""
         stop_at = time.monotonic() + DRAIN_SECONDS
         with torch.cuda.device(self._device):
             for stream in (self._network, self._copies):
@@ -198,17 +198,17 @@ class _GpuRun:
             if after is not None and (send is None or after.send is None or after.send.slot != send.slot):
                 self._pack(after)  # while NCCL queues
             self._settle()
-            over = self._event(self._network)
+            end = self._event(self._network)
             if send is not None:
-                self._sent[send.slot] = over
+                self._sent[send.slot] = end
             size = 0 if receive is not None else self._packs[step.round].bytes if step.round in self._packs else 0
             if receive is not None:
-                self._copies.wait_event(over)
+                self._copies.wait_event(end)
                 self._queue(self._unpacks[step.round])
-                over = self._emptied[receive.slot] = self._event(self._copies)
+                end = self._emptied[receive.slot] = self._event(self._copies)
                 size = self._unpacks[step.round].bytes
             peers = sorted({each.peer for each in (send, receive) if each is not None})
-            self._flying.append((over, size, " and ".join(self._part.name(peer) for peer in peers)))
+            self._flying.append((end, size, " and ".join(self._part.name(peer) for peer in peers)))
             self._land(AHEAD)
         self._land(0)
         for stream in (self._network, self._copies):
@@ -232,16 +232,16 @@ class _GpuRun:
         try:
             self._communicator.exchange(sends, receives, self._network.cuda_stream)
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def _settle(self) -> None:
         try:
             self._communicator.complete(self._watch.check)
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def _land(self, most: int) -> None:
-        """Until at most so many rounds are on their way; looks at what may have failed meanwhile."""
+        """Waits until at most so many rounds are in flight; raises for what has failed meanwhile."""
         while len(self._flying) > most:
             event, size, self._watch.waits_for = self._flying[0]
             while not event.query():
@@ -257,10 +257,10 @@ class _GpuRun:
         try:
             self._communicator.look()
         except NcclError as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
-    def _failed(self, error: NcclError) -> CkptEngineError:
-        self._watch.check()  # whoever ended it said why
+    def _failure(self, error: NcclError) -> CkptEngineError:
+        self._watch.check()  # if the collective was ended, that reason counts
         return unavailable(f"NCCL failed while it waited for {self._watch.waits_for} ({error})")
 
     def _queue(self, work: DeviceWork) -> None:

@@ -1,7 +1,7 @@
 """A member's part on a CPU: while Gloo moves a bucket, the next one is packed and the last one is unpacked.
 
-Made when a plan is made ready: slots are allocated and peers are connected; `bind` prepares copies. `run` may be
-repeated for as long as members and plan stay the same, and memory can be bound anew; after an error it is broken, and
+Made when a plan is prepared: slots are allocated and peers are connected; `bind` prepares copies. `run` may be
+repeated as long as members and plan stay the same, and other memory can be bound. After an error it is broken, and
 all members make a new one.
 """
 
@@ -20,7 +20,7 @@ from ckpt_engine.transport.collective.part import MemberPart, Places
 from ckpt_engine.transport.collective.watch import Watch
 
 LATE_SECONDS = 5.0
-"""Beyond its deadline: the watch is to say who was late, and ends all waits of Gloo when it does."""
+"""Beyond the deadline: the watch is to report the late member first, and ends all waits of Gloo then."""
 
 
 class HostMember:
@@ -53,15 +53,15 @@ class HostMember:
         self._group = GlooGroup(attendance, [each.name for each in schedule.members], member, address, seconds)
 
     def bind(self, places: Places | None) -> None:
-        """Prepares the copies of what runs from now on; None: none, and nothing of that memory is kept. Raises
-        INVALID_ARGUMENT for memory that does not fit the schedule."""
+        """Prepares the copies for the next runs; None: forgets the memory that was bound. Raises INVALID_ARGUMENT for
+        memory that does not fit the schedule."""
         self._packs, self._unpacks, self.bytes = {}, {}, 0
         self._bound = places is not None
         if places is not None:
             self._packs, self._unpacks, self.bytes = self._part.copies(TensorCopy, places)
 
     def run(self, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Sends, passes on and unpacks all of it; returns the bytes unpacked, or packed. Every destination may have
+        """Sends, passes on and unpacks everything; returns the bytes unpacked, or packed. Every destination may have
         been written if it raises.
 
         on_bytes: called in this thread after each bucket; what it raises ends the collective. Raises UNAVAILABLE or
@@ -111,14 +111,14 @@ class _HostRun:
             self._pack(step)
             if step.receive is not None and step.receive.slot in self._full:
                 self._unpack(step.receive.slot)
-            begun = self._group.start(self._side(step.send), self._side(step.receive))
+            exchanges = self._group.start(self._side(step.send), self._side(step.receive))
             peers = {each.peer for each in (step.send, step.receive) if each is not None}
             self._watch.waits_for = " and ".join(self._part.name(peer) for peer in sorted(peers))
             for slot in list(self._full):
                 self._unpack(slot)
-            if after is not None and after.send is not None and after.send.slot not in _used(step):
+            if after is not None and after.send is not None and after.send.slot not in _slots_of(step):
                 self._pack(after)
-            self._group.finish(begun, self._watch.left + LATE_SECONDS)
+            self._group.finish(exchanges, self._watch.remaining + LATE_SECONDS)
             if step.receive is not None:
                 self._full[step.receive.slot] = step.round
         for slot in list(self._full):
@@ -131,16 +131,16 @@ class _HostRun:
         copy = self._packs.get(step.round)
         if copy is not None and step.round not in self._packed:
             self._packed.add(step.round)
-            self._told(copy.run())
+            self._report(copy.run())
 
     def _unpack(self, slot: int) -> None:
-        self._told(self._unpacks[self._full.pop(slot)].run())
+        self._report(self._unpacks[self._full.pop(slot)].run())
 
-    def _told(self, size: int) -> None:
+    def _report(self, size: int) -> None:
         self._watch.check()
         if self._tell is not None:
             self._tell(size)
 
 
-def _used(step: ExchangeStep) -> set[int]:
+def _slots_of(step: ExchangeStep) -> set[int]:
     return {each.slot for each in (step.send, step.receive) if each is not None}

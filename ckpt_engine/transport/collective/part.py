@@ -59,23 +59,27 @@ class MemberPart:
         return self.slots[exchange.slot][: exchange.bytes]
 
     def copies(
-        self, made: Callable[[list[Pair]], Work], places: Places
+        self, prepare: Callable[[list[Pair]], Work], places: Places
     ) -> tuple[dict[int, Work], dict[int, Work], int]:
-        """What packs and what unpacks, by round, and the bytes that one run unpacks, or packs. made: of pairs.
+        """Prepares packing and unpacking, by round; also the bytes that one run unpacks, or packs.
+
+        prepare: makes copies of pairs.
 
         Raises INVALID_ARGUMENT if the memory that `places` names has another shape than its box."""
         packs = {
-            step.round: made(pairs)
+            step.round: prepare(pairs)
             for step in self.steps
             if step.send is not None and (pairs := self._packing(step.send, places))
         }
         unpacks = {
-            step.round: made(self._unpacking(step.receive, places)) for step in self.steps if step.receive is not None
+            step.round: prepare(self._unpacking(step.receive, places))
+            for step in self.steps
+            if step.receive is not None
         }
         return packs, unpacks, sum(work.bytes for work in (unpacks or packs).values())
 
     def _packing(self, exchange: Exchange, places: Places) -> list[Pair]:
-        """What fills the slot before it is sent; none for what was received."""
+        """The copies that fill the slot before it is sent; none if its bytes were received."""
         if self.schedule.buckets[exchange.bucket].chain[0] != self.member:
             return []
         found = []
@@ -86,7 +90,7 @@ class MemberPart:
         return found
 
     def _unpacking(self, exchange: Exchange, places: Places) -> list[Pair]:
-        """Where what was received belongs."""
+        """The copies from the slot to where received bytes belong."""
         return [(place, slot) for slot, memory in self._both(exchange, places) for place in memory]
 
     def _both(self, exchange: Exchange, places: Places) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
@@ -104,7 +108,7 @@ class MemberPart:
 
 
 def held_boxes(held: Sequence[tuple[int, Box, torch.Tensor]]) -> Places:
-    """`Places` of who holds these boxes: (tensor, box, memory of the box's shape).
+    """`Places` of a member that holds these boxes: (tensor, box, memory of the box's shape).
 
     What it returns raises INVALID_ARGUMENT for a box that none of them contains.
     """

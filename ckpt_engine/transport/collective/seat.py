@@ -1,8 +1,8 @@
 """One process's place in collectives: its attendance, its communicator and its buffers, kept from update to update.
 
-They are kept under the communicator's name, its plan and its meeting; another one takes their place. What an order says
-came over a wire, so it may be anything. Whoever cannot go on says so in the ballot, so that the others need not wait.
-One thread at a time.
+They are kept under the communicator's name, its plan and its meeting; another communicator replaces them. An order came
+over a wire, so it may contain anything. A member that cannot go on says so in the ballot, so that the others need not
+wait. One thread at a time.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class Seat:
 
     def __init__(self) -> None:
         self._key: tuple[bytes, ...] = ()
-        self._host = ""  # of the lead, as members are told it
+        self._host = ""  # of the lead, as the order has it
         self._attendance: Attendance | None = None
         self._member: HostMember | GpuMember | None = None
         self._bound: Hashable = None
-        self._left = 0  # the last epoch of which the others were told that it does not go on
+        self._abandoned_epoch = 0  # the last epoch that this member gave up; the others know
         self.device = torch.device("cpu")
 
     @property
     def communicator(self) -> bytes:
-        """The name of the one that it is a member of; empty: of none."""
+        """The name of this member's communicator; empty: it has none."""
         return self._key[0] if self._member is not None else b""
 
     @property
     def memory(self) -> int:
-        """Bytes of buffers that it takes."""
+        """Bytes of its buffers."""
         return 0 if self._member is None else self._member.memory
 
     def has(self, order: CollectiveOrder) -> bool:
-        """Whether it is the very member that an order is for."""
+        """Whether it is the member that an order is for."""
         return self._member is not None and self._key == _key(order)
 
     def broken(self) -> str:
@@ -84,11 +84,11 @@ class Seat:
             return error.problem.message
 
     def join(self, order: CollectiveOrder, epoch: int, seconds: float) -> None:
-        """Is that member when it returns. Others have to join at the same time, unless they have it already.
+        """Joins the communicator of an order. The others must join at the same time, unless they have joined already.
 
-        Raises INVALID_ARGUMENT for an order that is inconsistent, FAILED_PRECONDITION (no such device or no room here),
-        UNAVAILABLE and DEADLINE_EXCEEDED, naming who did not come; the others have been told then, if the lead could be
-        reached, and what it had before is given up.
+        Raises INVALID_ARGUMENT for an inconsistent order, FAILED_PRECONDITION (no such device or no room here),
+        UNAVAILABLE, and DEADLINE_EXCEEDED, naming absent members. Then the others have been told, if the lead could be
+        reached, and the former communicator is given up.
         """
         if self.has(order):
             return
@@ -99,20 +99,20 @@ class Seat:
         try:
             schedule, dtypes = _schedule(order)
             self._attend(order, seconds)
-            self._member = self._made(schedule, order.member, dtypes, stop_at - time.monotonic())
+            self._member = self._make_member(schedule, order.member, dtypes, stop_at - time.monotonic())
         except Exception as error:
             self.leave(order, epoch, error, self._missing(schedule, error))
             self.close()
             raise
 
     def bind(self, key: Hashable, held: Callable[[], Held]) -> None:
-        """Binds memory: what runs from now on packs from and unpacks to it. key: another one than before: memory has
-        changed, and `held` is asked.
+        """Binds the memory that the next runs pack from and unpack to. key: if it differs from the last one, memory has
+        changed, and `held` is called.
 
         Raises INVALID_ARGUMENT if it does not fit the schedule or is on another device, FAILED_PRECONDITION if there is
         no member.
         """
-        member = self._there()
+        member = self._joined_member()
         if self._bound is None or self._bound != key:
             self._bound = None
             memory = held()
@@ -125,31 +125,31 @@ class Seat:
             self._bound = key
 
     def unbind(self) -> None:
-        """Keeps nothing of that memory; the communicator stays."""
+        """Forgets the memory that was bound; the communicator stays."""
         self._bound = None
         if self._member is not None:
             self._member.bind(None)
 
     def vote(self, epoch: int, patience: float, seconds: float) -> None:
         """Returns when all members begin; see `wait_for_go`, which says what it raises."""
-        self._there()
+        self._joined_member()
         assert self._attendance is not None
         wait_for_go(self._attendance, epoch, patience, seconds)
 
     def run(self, epoch: int, seconds: float, on_bytes: Callable[[int], None] | None = None) -> int:
-        """Runs this member's part, after *go*: see `HostMember.run`. The member is given up if it raises, and all
+        """Runs this member's part, after *go*: see `HostMember.run`. If it raises, the member is given up, and all
         others have been told."""
-        member = self._there()
+        member = self._joined_member()
         try:
             return member.run(seconds, on_bytes)
         except BaseException:
-            self._left = epoch
+            self._abandoned_epoch = epoch
             self.close()
             raise
 
     def done(self, epoch: int) -> None:
-        """Says that everything that this member receives is there, and that everything others want of it is sent. Never
-        raises: who has all its bytes does not need the lead any more."""
+        """Reports that this member has received everything and sent everything. Never raises: a member that has all its
+        bytes does not need the lead any more."""
         if self._attendance is not None:
             try:
                 self._attendance.ballot(epoch, "done")
@@ -157,10 +157,10 @@ class Seat:
                 log.warning("ckpt-engine: %s", error.problem.message)
 
     def leave(self, order: CollectiveOrder, epoch: int, error: Exception, blamed: Sequence[str] = ()) -> None:
-        """Tells the others that this member does not take part, or cannot go on. Once an epoch. Never raises."""
-        if epoch == self._left:
+        """Tells the others that this member does not take part, or cannot go on; once an epoch. Never raises."""
+        if epoch == self._abandoned_epoch:
             return
-        self._left, why = epoch, _text(error)
+        self._abandoned_epoch, why = epoch, _text(error)
         try:
             if self._attendance is None or self._key != _key(order):
                 self.close()
@@ -183,7 +183,7 @@ class Seat:
             if attendance is not None:
                 attendance.close()
 
-    def _there(self) -> HostMember | GpuMember:
+    def _joined_member(self) -> HostMember | GpuMember:
         if self._member is None:
             raise precondition("this process is no member of the collective: it was not made ready, or was given up")
         return self._member
@@ -204,23 +204,25 @@ class Seat:
         self._attendance = Attendance(address, meeting.key, names[order.member], names[0], seconds, order.communicator)
         self._key = _key(order)
 
-    def _made(self, schedule: Schedule, number: int, dtypes: Sequence[str], seconds: float) -> HostMember | GpuMember:
+    def _make_member(
+        self, schedule: Schedule, number: int, dtypes: Sequence[str], seconds: float
+    ) -> HostMember | GpuMember:
         assert self._attendance is not None
         if seconds <= 0:
             raise deadline("there was no time left to make the collective")
         gpu, memory = schedule.members[number].gpu, schedule.memory(number)
-        given = [torch_dtype(each) for each in dtypes]
+        served_dtypes = [torch_dtype(each) for each in dtypes]
         if not gpu:
             self.device = torch.device("cpu")
             if memory > (room := memory_room()):
                 raise precondition(f"a collective's buffers take {memory} bytes, and this host has room for {room}")
-            # Loaded here only, as Gloo is: who is in no collective does not need it.
+            # Loaded here only, as Gloo is: a process without a collective does not need it.
             from ckpt_engine.transport.collective.on_host import HostMember
 
             stop_at = time.monotonic() + seconds
             address = self._interface(self._attendance, [each.name for each in schedule.members], stop_at)
-            left = max(0.001, stop_at - time.monotonic())
-            return HostMember(schedule, number, self._attendance, None, given, address, left)
+            remaining = max(0.001, stop_at - time.monotonic())
+            return HostMember(schedule, number, self._attendance, None, served_dtypes, address, remaining)
         from ckpt_engine.transport.collective.on_gpu import GpuMember
 
         self.device = _device(gpu)
@@ -228,11 +230,14 @@ class Seat:
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if memory > free:
             raise precondition(f"a collective's buffers take {memory} bytes, and {self.device} has {free} free")
-        return GpuMember(schedule, number, self._attendance, None, given, self.device, seconds)
+        return GpuMember(schedule, number, self._attendance, None, served_dtypes, self.device, seconds)
 
     def _interface(self, attendance: Attendance, names: Sequence[str], stop_at: float) -> str:
-        """The address of this host at which the others reach this member. The lead whose host does not have the
-        address that others were told has it from their connections, so it waits until all have come."""
+        """The address of this host at which the others reach this member.
+
+        If the lead's host does not have the address that the others use, the lead learns it from their connections, so
+        it waits until all have come.
+        """
         own = attendance.address
         if not is_loopback(own) or is_loopback(self._host):
             return own
@@ -240,20 +245,20 @@ class Seat:
             if why := attendance.hear(running=False):
                 raise unavailable(f"the collective was ended: {why}")
             if time.monotonic() > stop_at:
-                raise attendance.late(dict.fromkeys(names))
+                raise attendance.absence(dict.fromkeys(names))
             time.sleep(_POLL_SECONDS)
         return next((address for address in reached.values() if not is_loopback(address)), own)
 
     def _missing(self, schedule: Schedule | None, error: Exception) -> list[str]:
-        """The members because of which the others could not be joined."""
-        late = isinstance(error, CkptEngineError) and error.problem.code == Problem.DEADLINE_EXCEEDED
-        if schedule is None or self._attendance is None or not late:
+        """The absent members, if joining failed because of them."""
+        timed_out = isinstance(error, CkptEngineError) and error.problem.code == Problem.DEADLINE_EXCEEDED
+        if schedule is None or self._attendance is None or not timed_out:
             return []
         try:
-            there = set(self._attendance.there())
+            attendees = set(self._attendance.attendees())
         except CkptEngineError:
             return []
-        return [each.name for each in schedule.members if each.name not in there]
+        return [each.name for each in schedule.members if each.name not in attendees]
 
 
 def _schedule(order: CollectiveOrder) -> tuple[Schedule, tuple[str, ...]]:

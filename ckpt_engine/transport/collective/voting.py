@@ -1,7 +1,7 @@
-"""One member's vote: it waits here until all begin, or none.
+"""One member's vote: it waits here until all members begin, or none.
 
-To be called when the member is ready for its first byte: its engine is paused, its plan is checked, its device has
-ended what it did. What a member may do next is decided in core/arming.py.
+Called when the member is ready for its first byte: its engine is paused, its plan is checked, its device is idle. What
+a member may do next is decided in core/arming.py.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from ckpt_engine.transport.collective.frames import CALL_SECONDS
 from ckpt_engine.transport.collective.meeting import Attendance
 
 ASK_SECONDS = 0.002
-"""Between two questions at least, unless something was decided: all members are paused meanwhile."""
+"""Between two questions at least, unless there is a decision: all members are paused meanwhile."""
 
 LONGEST_ASK_SECONDS = 0.02
-"""The same of a member that has waited for long."""
+"""The same for a member that has waited for long."""
 
 HOLD_SECONDS = 0.1
-"""How long the meeting may keep an answer back until there is a decision, so that members hear of *go* when it is
+"""How long the meeting may hold an answer back until there is a decision, so that members hear of *go* when it is
 written and not when they ask next."""
 
 
 def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: float) -> None:
-    """Votes, and returns when all members begin. patience: how long a decision is waited for. seconds: until this
-    member's part has to be over.
+    """Votes, and returns when all members begin. patience: seconds to wait for a decision. seconds: until this member's
+    part must have ended.
 
-    Raises ABORTED if they do not begin, saying why; then nothing was written, and nothing may be.
+    Raises ABORTED, saying why, if they do not begin; then nothing was written, and nothing may be.
     """
     now = time.monotonic()
     part = Participant(patience, CALL_SECONDS, now + seconds, now)
     wait = ASK_SECONDS
     while (step := part.step(time.monotonic())) not in (BallotStep.GO, BallotStep.BACK, BallotStep.STOP):
-        asked = time.monotonic()
-        hold = max(0.0, min(HOLD_SECONDS, part.waits_until - asked))
+        start = time.monotonic()
+        hold = max(0.0, min(HOLD_SECONDS, part.waits_until - start))
         try:
             if step is BallotStep.VOTE and part.until is not None:
                 answer = attendance.ballot(epoch, "vote", until=part.until, hold=hold)
@@ -44,11 +44,11 @@ def wait_for_go(attendance: Attendance, epoch: int, patience: float, seconds: fl
             else:
                 answer = attendance.ballot(epoch, "ask", hold=hold)
         except CkptEngineError as error:
-            # Nobody can tell this member to go any more: a connection that failed is not used again.
+            # No *go* can reach this member any more: a connection that failed is not used again.
             raise aborted(f"the collective does not begin: {error.problem.message}") from error
         part.took(answer, time.monotonic(), step)
         if part.step(time.monotonic()) in (BallotStep.ASK, BallotStep.GIVE_UP):
-            time.sleep(max(0.0, asked + wait - time.monotonic()))
+            time.sleep(max(0.0, start + wait - time.monotonic()))
             wait = min(LONGEST_ASK_SECONDS, wait * 1.1)
     if step is not BallotStep.GO:
         raise aborted(f"the collective does not begin: {part.why}")

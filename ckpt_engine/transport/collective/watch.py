@@ -1,5 +1,5 @@
-"""What runs beside a member's part: a thread that asks the meeting whether the collective was ended, and ends this
-member's part then, or at its deadline. The part itself may be inside a library meanwhile."""
+"""A thread beside a member's part: it polls the meeting, and ends the part if the collective was ended, or at its
+deadline. The part itself may be inside a library meanwhile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _JOIN_SECONDS = 30.0
 class Watch:
     """A context around one run of a member's part.
 
-    abort: ends whatever the part waits for, from another thread; called at most once. An error that leaves the context
-    ends the collective for all, and comes out as one that says why it ended: the reason that was written first counts,
-    since what follows from a failure fails too.
+    abort: ends any wait of the part, from another thread; called at most once. An error that leaves the context ends
+    the collective for all members, and is raised with the reason why it ended. The first reason that was written
+    counts, since a failure causes others.
     """
 
     def __init__(self, attendance: Attendance, seconds: float, abort: Callable[[], None]) -> None:
@@ -30,24 +30,24 @@ class Watch:
         self._abort = abort
         self._seconds = seconds
         self._stop_at = time.monotonic() + seconds
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckpt-engine collective", daemon=True)
-        self._late = False
+        self._timed_out = False
         self.why = ""
         self.waits_for = "its peers"
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the deadline, a little more than 0 at least."""
         return max(0.001, self._stop_at - time.monotonic())
 
     def check(self) -> None:
-        """Raises if the collective was ended or its time is over. Asks nobody."""
+        """Raises if the collective was ended or its time is over. Does not ask the lead."""
         if self.why:
             raise self._error(self.why)
 
     def __enter__(self) -> Watch:
-        if why := self._attendance.hear(running=True):  # before anything, so that who stops at once is missed
+        if why := self._attendance.hear(running=True):  # first, so that a member that stops at once is missed
             raise unavailable(f"the collective was ended: {why}")
         self._thread.start()
         return self
@@ -57,9 +57,9 @@ class Watch:
     ) -> None:
         stands = ""
         if error is not None:
-            said = error.problem.message if isinstance(error, CkptEngineError) else f"{error}"
-            stands = self._end(self.why or f"{self._attendance.name} failed: {said}")
-        self._over.set()
+            message = error.problem.message if isinstance(error, CkptEngineError) else f"{error}"
+            stands = self._end(self.why or f"{self._attendance.name} failed: {message}")
+        self._finished.set()
         self._thread.join(_JOIN_SECONDS)
         if error is None:
             self._attendance.hear(running=False)
@@ -67,26 +67,26 @@ class Watch:
             raise self._error(stands) from error
 
     def _run(self) -> None:
-        while not self.why and not self._over.wait(HEAR_SECONDS):
+        while not self.why and not self._finished.wait(HEAR_SECONDS):
             try:
                 why = self._attendance.hear(running=True)
             except CkptEngineError as error:
                 why = error.problem.message
             if not why and time.monotonic() > self._stop_at:
-                self._late = True
+                self._timed_out = True
                 why = self._end(
                     f"{self._attendance.name} was not done within {self._seconds:g} s: it waited for {self.waits_for}",
-                    late=True,
+                    overdue=True,
                 )
             if why:
                 self.why = why
                 self._abort()
 
-    def _end(self, why: str, late: bool = False) -> str:
+    def _end(self, why: str, overdue: bool = False) -> str:
         try:
-            return self._attendance.end(why, late)
+            return self._attendance.end(why, overdue)
         except CkptEngineError as error:
             return error.problem.message
 
     def _error(self, why: str) -> CkptEngineError:
-        return (deadline if self._late else unavailable)(f"the collective was ended: {why}")
+        return (deadline if self._timed_out else unavailable)(f"the collective was ended: {why}")

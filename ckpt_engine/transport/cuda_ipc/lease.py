@@ -1,12 +1,12 @@
-"""Leases on memory that the kernel does not count: who maps it, who has to let go, and that the owner still lives.
+"""Leases on memory that the kernel does not count: which readers map it, and whether the owner still lives.
 
-An owner listens on an abstract Unix socket (nothing lies on the disk). A reader connects before it maps and stays
-connected for as long as it does: the connection is the lease. It ends in one of three ways, each of which the other
+An owner listens on an abstract Unix socket (nothing lies on the disk). A reader connects before it maps memory, and
+stays connected as long as it does: the connection is the lease. It ends in one of three ways, each of which the other
 side notices at once and without asking:
 
 - the reader unmaps, then closes;
 - the owner withdraws: it stops sending, the reader unmaps and closes, and the owner waits for that before it frees;
-- either process dies, however: the kernel closes its end.
+- either process dies: the kernel closes its end.
 
 A reader may also ask the owner for file descriptors of its memory, on a connection of its own. That needs no permission
 to trace the owner. Reader and owner are processes of one user (or the other is root) in one network namespace.
@@ -36,7 +36,7 @@ BATCH = 64
 """Descriptors a message; the kernel passes at most 253."""
 
 ASK_SECONDS = 10.0
-"""How long an owner may take to accept or to answer. Its thread waits for nobody but the interpreter."""
+"""How long an owner may take to accept or to answer. Its thread waits only for the interpreter."""
 
 _QUESTION = struct.Struct("<II")
 _TEXT_BYTES = 1024
@@ -50,7 +50,7 @@ class LeaseOffice:
     """The owner's end. Any thread; it runs one of its own."""
 
     def __init__(self, export: Export | None = None) -> None:
-        """export: hands out descriptors; none: there are none. Raises UNAVAILABLE without Unix sockets."""
+        """export: hands out descriptors; None: there are none. Raises UNAVAILABLE without Unix sockets."""
         self._export = export
         self.name = f"ckpt-engine-{os.getpid()}-{secrets.token_hex(8)}"
         self._readers: set[socket.socket] = set()
@@ -78,9 +78,9 @@ class LeaseOffice:
             return len(self._readers)
 
     def withdraw(self, seconds: float) -> None:
-        """Takes no more readers, asks those that there are to let go, and waits until all did. May be repeated.
+        """Refuses further readers, asks the others to unmap, and waits until all have. May be repeated.
 
-        Raises DEADLINE_EXCEEDED if some did not; they may still map the memory, and freeing it frees nothing yet.
+        Raises DEADLINE_EXCEEDED if some have not; they may still map the memory, which is not free before they unmap.
         """
         stop_at = time.monotonic() + seconds
         with self._changed:
@@ -91,8 +91,8 @@ class LeaseOffice:
                 for reader in self._readers:
                     _half_close(reader)
                 self._wake()
-            while self._readers and (left := stop_at - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self._readers and (remaining := stop_at - time.monotonic()) > 0:
+                self._changed.wait(remaining)
             if self._readers:
                 raise deadline(
                     f"{len(self._readers)} readers still map the memory after {seconds:g} s; it is not free before "
@@ -100,7 +100,7 @@ class LeaseOffice:
                 )
 
     def forget(self) -> None:
-        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        """Closes this process's copies of the sockets without telling their peers: for a forked child."""
         for each in (self._listener, self._waker, self._woken, *self._readers):
             with contextlib.suppress(OSError):
                 each.close()
@@ -176,7 +176,7 @@ class Lease:
     """The reader's end: a connection to an owner's office, and a thread that notices its end."""
 
     def __init__(self, name: str, on_end: Callable[[], None]) -> None:
-        """on_end: called once, in a thread of its own, when the owner withdraws or dies; not after `close`.
+        """on_end: called once, on a thread of its own, when the owner withdraws or dies; not after `close`.
 
         Raises UNAVAILABLE if the owner is gone, has withdrawn, or does not answer.
         """
@@ -188,12 +188,12 @@ class Lease:
         threading.Thread(target=self._watch, name="ckpt-engine lease", daemon=True).start()
 
     def close(self) -> None:
-        """Tells the owner that nothing of it is mapped any more. May be repeated."""
+        """Tells the owner that this process maps none of its memory any more. May be repeated."""
         self._closed.set()
         _half_close(self._socket)  # wakes the watching thread, which closes it
 
     def forget(self) -> None:
-        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        """Closes this process's copy of the socket without telling the peer: for a forked child."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -213,12 +213,12 @@ class Lease:
 def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
     """Descriptors of the `count` parts of an owner's region, in order; the caller closes each before it goes on.
 
-    Raises UNAVAILABLE (the owner is gone or cannot export them any more), DATA_LOSS (it has fewer).
+    Raises UNAVAILABLE (the owner is gone or cannot export them any more), DATA_LOSS (it has another number of parts).
     """
-    with contextlib.closing(_connect(name)) as asked:
+    with contextlib.closing(_connect(name)) as connection:
         first = 0
         while first < count:
-            waiting = _ask(asked, region, first)
+            waiting = _ask(connection, region, first)
             first += len(waiting)
             try:
                 if not waiting or first > count:
@@ -230,10 +230,10 @@ def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
                     os.close(descriptor)
 
 
-def _ask(asked: socket.socket, region: int, first: int) -> list[int]:
+def _ask(connection: socket.socket, region: int, first: int) -> list[int]:
     try:
-        asked.send(_QUESTION.pack(region, first))
-        answer, descriptors, _, _ = socket.recv_fds(asked, _TEXT_BYTES + 1, BATCH)
+        connection.send(_QUESTION.pack(region, first))
+        answer, descriptors, _, _ = socket.recv_fds(connection, _TEXT_BYTES + 1, BATCH)
     except OSError as error:
         raise unavailable(f"the owner of region {region} does not hand out its memory: {error}") from error
     if answer[:1] == b"\1":

@@ -1,8 +1,8 @@
 """The owner's side: GPU memory of this process, lent to processes of its host.
 
-What can be shared is tried out by mapping it in another process, once for each GPU and kind of memory. Readers hold
-leases (transport/cuda_ipc/lease.py), so the owner knows when its memory is free again. Any thread; nothing here starts
-CUDA.
+Whether memory can be shared is tried out by mapping it in another process, once for each GPU and kind of memory.
+Readers hold leases (transport/cuda_ipc/lease.py), so the owner knows when its memory is free again. Any thread; nothing
+here starts CUDA.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CudaIpcLender:
         return region
 
     def unchanged(self) -> bool:
-        """Whether this process still holds the very allocations that it offered."""
+        """Whether this process still holds the allocations that it offered."""
         try:
             for device, region in self._regions.values():
                 with driver().on(device):
@@ -61,17 +61,18 @@ class CudaIpcLender:
         return True
 
     def withdraw(self, seconds: float) -> None:
-        """Returns when no reader maps the memory any more. Raises DEADLINE_EXCEEDED; see LeaseOffice."""
+        """Takes the memory back, and returns when no reader maps it any more. Raises DEADLINE_EXCEEDED; see
+        LeaseOffice."""
         self._office.withdraw(seconds)
 
     def close(self) -> None:
-        """Asks readers to let go, and does not wait for them."""
+        """Asks readers to unmap the memory, and does not wait for them."""
         try:
             self._office.withdraw(0)
         except CkptEngineError:
             log.debug("ckpt-engine: readers are still unmapping GPU memory that is closed")
 
     def _export(self, region: int, first: int) -> list[int]:
-        """Exports memory on the office's thread."""
+        """Exports descriptors, on the office's thread."""
         device, found = self._regions[region]
         return export_parts(driver(), device, found, first)

@@ -1,8 +1,8 @@
-"""GPU memory between processes: what its owner offers of it, and mapping it in a reader.
+"""GPU memory between processes: regions that its owner offers, and their mappings in a reader.
 
-It knows allocations and no tensors. The owner's side finds the driver's allocations that tensors lie in, however many
-lie in one, and describes them as regions; the reader's side maps such a region for one device. Who may read when, and
-for how long, is the lease's matter (transport/cuda_ipc/lease.py). No torch here: a probing process loads this alone.
+It knows allocations and no tensors. The owner's side finds the driver's allocations in which tensors lie, and describes
+them as regions; the reader's side maps such a region for one device. When a process may read is decided by its lease
+(transport/cuda_ipc/lease.py). No torch here: a probing process loads this alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOT_SHAREABLE, LEGACY, PIECES = (
 )
 
 Look = Callable[[int], tuple[Allocation, Kind]]
-"""An address to the allocation that it lies in, and how that can be shared."""
+"""From an address to the allocation in which it lies, and how that can be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AllocationRun:
 
 
 def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[AllocationRun]:
-    """The memory that `spans` (first address, address after the last) lie in, by address, each allocation once."""
+    """The allocations in which `spans` (first address, address after the last) lie, by address, each once."""
     found: dict[int, tuple[Allocation, Kind]] = {}
     for start, stop in sorted(spans):
         at = start
@@ -76,7 +76,7 @@ def runs_of(spans: Iterable[tuple[int, int]], look: Look) -> list[AllocationRun]
 
 
 def run_at(runs: Sequence[AllocationRun], start: int, stop: int) -> int | None:
-    """Which of `runs` (as runs_of gave them) holds these addresses; None: none does wholly."""
+    """The index of the run (of `runs_of`) that holds all of these addresses; None: no run does."""
     index = bisect_right(runs, start, key=lambda run: run.pointer) - 1
     return index if index >= 0 and stop <= runs[index].stop else None
 
@@ -89,7 +89,7 @@ def look(driver: Driver, pointer: int) -> tuple[Allocation, Kind]:
 
 
 def region_of(driver: Driver, run: AllocationRun, id: int, lease: str) -> Region:
-    """The region that lets other processes map a run, as long as the office `lease` is open. Owner's side; in the
+    """The region with which other processes map a run, as long as the office `lease` is open. Owner's side; in the
     context of the memory's device. Raises CudaDriverError if the driver gives no handle of it."""
     locator = CudaIpcLocator(
         kind=run.kind,
@@ -106,7 +106,7 @@ def region_of(driver: Driver, run: AllocationRun, id: int, lease: str) -> Region
 
 
 def unchanged(driver: Driver, region: Region) -> bool:
-    """Whether the owner still holds the very allocations of a region. Owner's side, in the device's context."""
+    """Whether the owner still holds the allocations of a region. Owner's side, in the device's context."""
     locator = CudaIpcLocator.FromString(region.locator)
     at = locator.pointer
     for part in locator.parts:
@@ -137,14 +137,16 @@ def export_parts(driver: Driver, device: int, region: Region, first: int) -> lis
 
 
 class UnmappableError(CkptEngineError):
-    """The owner is there, and this process's driver does not map its memory. UNAVAILABLE."""
+    """The owner lives, and this process's driver does not map its memory. UNAVAILABLE."""
 
 
 class Imported:
-    """Another process's memory, mapped for one device of this one. `release` it exactly once. users: of its holder."""
+    """Another process's memory, mapped for one device of this one. `release` it exactly once. users: counted by its
+    holder."""
 
     def __init__(self, driver: Driver, device: int, region: Region) -> None:
-        """Maps it. Raises UnmappableError, saying why, if the driver does not; UNAVAILABLE if the owner is gone."""
+        """Maps the region. Raises UnmappableError, saying why, if the driver refuses; UNAVAILABLE if the owner is
+        gone."""
         self._driver = driver
         self.users = 0
         self.device = device
@@ -162,7 +164,7 @@ class Imported:
                 else:
                     raise invalid(f"region {region.id} is shared in a way that this version does not know")
         except CudaDriverError as error:
-            raise self._why(region, error) from error
+            raise self._mapping_error(region, error) from error
         self._span = (self.pointer, self.pointer + self.size) if away else None
         if self._span is not None:
             note_elsewhere(self._span)
@@ -173,11 +175,11 @@ class Imported:
         return self._locator.parts[0].handle
 
     def is_of(self, locator: CudaIpcLocator) -> bool:
-        """Whether it is this very memory: the same allocation of the same process, and not a later one."""
+        """Whether it is the memory of a locator: the same allocation of the same process, and not a later one."""
         return locator.kind == LEGACY == self._locator.kind and locator.parts[0] == self._locator.parts[0]
 
     def release(self) -> None:
-        """Unmaps it, in the device's context. The caller made sure that nothing uses it. Raises CudaDriverError."""
+        """Unmaps the memory, in the device's context. Nothing may use it any more. Raises CudaDriverError."""
         if self._span is not None:
             forget_elsewhere(self._span)
         if self._locator.kind == LEGACY:
@@ -214,15 +216,15 @@ class Imported:
             at += part.size
         self._driver.unreserve(pointer, self.size)
 
-    def _why(self, region: Region, error: CudaDriverError) -> CkptEngineError:
-        """What is raised."""
+    def _mapping_error(self, region: Region, error: CudaDriverError) -> CkptEngineError:
+        """The error to raise for a mapping that failed."""
         what = f"GPU memory region {region.id} ({region.size} bytes of process {self._locator.pid}) cannot be mapped"
         if process_start_time(self._locator.pid) != self._locator.started:
             return unavailable(f"{what}: its owner is gone; publish again")
-        here = self._driver.device_of_uuid(self._locator.gpu_uuid)
+        owner_gpu = self._driver.device_of_uuid(self._locator.gpu_uuid)
         if error.code == OUT_OF_MEMORY:
             advice = "this process's GPU has no room for the mapping"
-        elif error.code == NOT_FOUND or here == self.device:
+        elif error.code == NOT_FOUND or owner_gpu == self.device:
             advice = "publish again; if that does not help, publish with transport='shared_memory'"
         else:
             advice = "its GPU may be out of reach of this worker's: publish with transport='shared_memory'"

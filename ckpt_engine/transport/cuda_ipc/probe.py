@@ -1,9 +1,9 @@
-"""Whether another process can really map this one's GPU memory: tried out, in one.
+"""Tries out, in another process, whether that can map this process's GPU memory.
 
-Settings, driver versions, containers and permissions all have a say in it, so nothing is concluded from any of them. A
-handle cannot be opened by its exporter, hence the other process; it loads the driver and no torch, takes a fraction of
-a second and, while it lives, a context's memory on the GPU. Where the GPU has no room for that, nothing is known, and
-the answer is yes: a reader that cannot map it says why, before any weight is touched. Owner's side, any thread.
+It depends on settings, driver versions, containers and permissions, so it is tried and not concluded. A process cannot
+open a handle of its own, hence the other one. That loads the driver and no torch, takes a fraction of a second and,
+while it lives, a context's memory on the GPU. If the GPU has no room for that, the answer is yes: a reader that cannot
+map the memory says why, before any weight is touched. Owner's side, any thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_ROOM = 3
 
 
 def probe(region: Region) -> str:
-    """Maps `region` in a new process and compares bytes. Why that does not work; empty: it does. Never raises."""
+    """Maps `region` in a new process and compares bytes. Returns why that failed; empty: it worked. Never raises."""
     command = [sys.executable, "-m", "ckpt_engine.transport.cuda_ipc.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:

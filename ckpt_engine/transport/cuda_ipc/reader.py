@@ -1,9 +1,8 @@
-"""Memory of GPUs of this host: a worker maps what a trainer's parameters lie in, and reads it where it lies.
+"""Memory of GPUs of this host: a worker maps a trainer's allocations, and reads parameters where they lie.
 
 Each allocation is mapped once a process and device, however many tensors and plans read from it, and stays mapped from
-plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies, which a lease tells at once
-(transport/cuda_ipc/lease.py): also between updates, and without the engine's help. What was prepared then refuses to
-run.
+plan to plan. It is unmapped when no plan uses it, or when its owner withdraws it or dies. A lease reports that at once
+(transport/cuda_ipc/lease.py), also between updates, and without the engine's help. Prepared copies then refuse to run.
 
 Everything is mapped for the device that reads, wherever the memory is, so tensors over it carry that device. The
 owner's GPU need not be visible here; GPUs are told apart by their UUIDs. A view is valid until its regions are closed.
@@ -38,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class _Owner:
-    """A process whose memory is mapped here."""
+    """Another process, and its memory that is mapped in this one."""
 
     def __init__(self, locator: CudaIpcLocator, on_end: Callable[[], None]) -> None:
         self.pid = locator.pid
         self.started = locator.started
         self.name = locator.lease
         self.lost = False
-        self.mapped: dict[tuple[bytes, int], _Mapped] = {}
+        self.mapped: dict[tuple[bytes, int], _MappedRegion] = {}
         self.lease = Lease(locator.lease, on_end)
 
     def check(self) -> None:
@@ -56,8 +55,9 @@ class _Owner:
             )
 
 
-class _Mapped:
-    """A region, mapped for one device. users: OpenedRegions that use it. memory: may be shared with other regions."""
+class _MappedRegion:
+    """A region, mapped for one device. users: OpenedRegions that use it. memory: may belong to other regions too; None
+    once it is unmapped."""
 
     def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported) -> None:
         self.key = key
@@ -93,7 +93,7 @@ class CudaIpcTransport:
         self._handles: dict[tuple[bytes, int], Imported] = {}
 
     def availability(self) -> Availability:
-        """Looks for the driver's library. It starts CUDA in no process that does not use it."""
+        """Looks for the driver's library. Does not start CUDA."""
         if torch.version.cuda is None:
             return Availability(False, f"this torch ({torch.__version__}) is built without CUDA")
         if problem := library_problem():
@@ -103,13 +103,13 @@ class CudaIpcTransport:
         return Availability(True, "an NVIDIA driver is installed")
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> CudaRegions:
-        """Maps the regions for the current device, those already mapped once more at no cost.
+        """Maps the regions for the current device; costs nothing for those that are mapped already.
 
         Raises UNAVAILABLE if an owner is gone or has withdrawn its memory, CannotOpenError if it cannot be mapped here.
         """
         if not torch.cuda.is_initialized():
-            said = "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
-            raise CannotOpenError(said, regions[0]) if regions else unavailable(said)
+            message = "this worker uses no GPU, so it cannot map one's memory; publish with transport='shared_memory'"
+            raise CannotOpenError(message, regions[0]) if regions else unavailable(message)
         opened = CudaRegions(self, torch.cuda.current_device())
         try:
             for region in regions:
@@ -121,18 +121,18 @@ class CudaIpcTransport:
 
     @property
     def mappings(self) -> int:
-        """Regions that are mapped now, each device's counted."""
+        """Regions that are mapped now, counted for each device."""
         with self._lock:
             return sum(len(owner.mapped) for owner in self._owners.values())
 
-    def acquire(self, region: Region, device: int) -> _Mapped:
-        """The region mapped for `device`, for one more user."""
+    def acquire(self, region: Region, device: int) -> _MappedRegion:
+        """Maps a region for `device`, if it is not mapped, and counts one user more."""
         with self._lock:
             key = region.locator, device
             locator = CudaIpcLocator.FromString(region.locator)
             owner = self._owners.get(locator.lease)
             if owner is None:
-                owner = _Owner(locator, partial(self._lost, locator.lease))
+                owner = _Owner(locator, partial(self._lose, locator.lease))
                 self._owners[locator.lease] = owner
             try:
                 owner.check()
@@ -144,8 +144,8 @@ class CudaIpcTransport:
             mapped.users += 1
             return mapped
 
-    def give_back(self, mapped: Sequence[_Mapped]) -> None:
-        """One user less of each; what has none is unmapped. Never raises."""
+    def give_back(self, mapped: Sequence[_MappedRegion]) -> None:
+        """Counts one user less of each, and unmaps those without users. Never raises."""
         with self._lock:
             for each in mapped:
                 each.users -= 1
@@ -154,8 +154,8 @@ class CudaIpcTransport:
                 self._let_go_of_unused(owner)
 
     @contextlib.contextmanager
-    def reading(self, mapped: Sequence[_Mapped]) -> Iterator[None]:
-        """Keeps everything mapped within the block. Raises UNAVAILABLE if something was before."""
+    def reading(self, mapped: Sequence[_MappedRegion]) -> Iterator[None]:
+        """Keeps these regions mapped within the block. Raises UNAVAILABLE if one was unmapped before."""
         with self._lock:
             for each in mapped:
                 if each.memory is None:
@@ -163,17 +163,17 @@ class CudaIpcTransport:
                     raise unavailable("the memory that this plan reads was let go of; publish again")
             yield
 
-    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _Mapped:
-        """A driver opens a handle once: two sources of one process that lie in one allocation share its mapping."""
+    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _MappedRegion:
+        """Maps a region. A driver opens a handle once, so sources of one process in one allocation share a mapping."""
         handle = locator.parts[0].handle if locator.parts else b""
-        known = self._handles.get((handle, key[1])) if handle else None
-        if known is not None and known.is_of(locator):
-            return _Mapped(key, owner, known)
-        if known is not None:
-            # The owner freed an allocation and got another one under the same handle: the driver would give back the
-            # old mapping. Plans that still read it are of an older publication.
+        memory_of_handle = self._handles.get((handle, key[1])) if handle else None
+        if memory_of_handle is not None and memory_of_handle.is_of(locator):
+            return _MappedRegion(key, owner, memory_of_handle)
+        if memory_of_handle is not None:
+            # The owner freed an allocation and got another one under the same handle: the driver would return the old
+            # mapping. Plans that still read it are of an older publication.
             every = [each for owner in self._owners.values() for each in owner.mapped.values()]
-            self._unmap([each for each in every if each.memory is known])
+            self._unmap([each for each in every if each.memory is memory_of_handle])
         try:
             memory = Imported(driver(), key[1], region)
         except UnmappableError as error:
@@ -182,17 +182,17 @@ class CudaIpcTransport:
             raise CannotOpenError(f"GPU memory cannot be mapped: {error}", region) from error
         if handle:
             self._handles[handle, key[1]] = memory
-        return _Mapped(key, owner, memory)
+        return _MappedRegion(key, owner, memory)
 
-    def _lost(self, name: str) -> None:
-        """Notes, on the lease's thread, that the owner has withdrawn its memory, or died."""
+    def _lose(self, name: str) -> None:
+        """Unmaps an owner's memory, on the lease's thread: the owner has withdrawn it, or died."""
         with self._lock:
             owner = self._owners.pop(name, None)
             if owner is not None:
                 owner.lost = True
                 self._unmap(list(owner.mapped.values()))
 
-    def _unmap(self, mapped: Sequence[_Mapped]) -> None:
+    def _unmap(self, mapped: Sequence[_MappedRegion]) -> None:
         for device in {each.key[1] for each in mapped}:
             try:
                 found = driver()
@@ -205,7 +205,7 @@ class CudaIpcTransport:
             except CudaDriverError:
                 log.exception("ckpt-engine: GPU %d cannot let go of a source's memory", device)
 
-    def _unmap_one(self, mapped: _Mapped) -> None:
+    def _unmap_one(self, mapped: _MappedRegion) -> None:
         memory, mapped.memory = mapped.memory, None
         mapped.owner.mapped.pop(mapped.key, None)
         if memory is None:
@@ -230,20 +230,20 @@ class CudaRegions:
     def __init__(self, transport: CudaIpcTransport, device: int) -> None:
         self._transport = transport
         self.device = device
-        self._mapped: dict[tuple[bytes, int], _Mapped] = {}
+        self._mapped: dict[tuple[bytes, int], _MappedRegion] = {}
 
-    def add(self, region: Region, device: int) -> _Mapped:
-        """The region as it is mapped for `device`, opened if it was not."""
+    def add(self, region: Region, device: int) -> _MappedRegion:
+        """The region as it is mapped for `device`; maps it if it is not."""
         key = region.locator, device
         if key not in self._mapped:
             self._mapped[key] = self._transport.acquire(region, device)
         return self._mapped[key]
 
     def prepare(self, moves: Sequence[Move]) -> LeasedCopy:
-        """Checks every move and builds its views; memory that goes to another of this process's GPUs is mapped for that
+        """Checks every move and builds its views. Memory that goes to another of this process's GPUs is mapped for that
         one, too. Raises INVALID_ARGUMENT, UNAVAILABLE."""
         pairs = []
-        used: dict[tuple[bytes, int], _Mapped] = {}
+        used: dict[tuple[bytes, int], _MappedRegion] = {}
         for move in moves:
             check_destination(move)
             mapped = self._of(move.region, move.destination)
@@ -269,30 +269,30 @@ class CudaRegions:
         self, region: Region, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
     ) -> torch.Tensor:
         """The owner's memory as a tensor of the reading device; valid until `close`, or until the owner withdraws."""
-        return self._opened(region).view(offset, shape, stride, dtype)
+        return self._find(region).view(offset, shape, stride, dtype)
 
     def close(self) -> None:
         """Forgets the regions. May be repeated."""
         mapped, self._mapped = list(self._mapped.values()), {}
         self._transport.give_back(mapped)
 
-    def _opened(self, region: Region) -> _Mapped:
+    def _find(self, region: Region) -> _MappedRegion:
         mapped = self._mapped.get((region.locator, self.device))
         if mapped is None:
             raise invalid(f"region {region.id} ({region.transport}) was not opened, or was closed")
         return mapped
 
-    def _of(self, region: Region, destination: torch.Tensor) -> _Mapped:
-        mapped = self._opened(region)
+    def _of(self, region: Region, destination: torch.Tensor) -> _MappedRegion:
+        mapped = self._find(region)
         if destination.device.type == "cuda" and destination.device.index != self.device:
             return self.add(region, destination.device.index)
         return mapped
 
 
 class LeasedCopy:
-    """PreparedCopy that refuses to run once its memory was let go of."""
+    """PreparedCopy that refuses to run once its memory was unmapped."""
 
-    def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_Mapped], copy: PreparedCopy) -> None:
+    def __init__(self, transport: CudaIpcTransport, mapped: Sequence[_MappedRegion], copy: PreparedCopy) -> None:
         self._transport = transport
         self._mapped = tuple(mapped)
         self._copy = copy
@@ -308,14 +308,14 @@ class LeasedCopy:
         return self._copy.notes
 
     def run(self, on_bytes: Callable[[int], None] | None = None) -> int:
-        """See PreparedCopy. Raises UNAVAILABLE if an owner has died or withdrawn its memory before it began; one that
-        dies later does no harm: what is mapped stays until this ends."""
+        """See PreparedCopy. Raises UNAVAILABLE if an owner has died or withdrawn its memory before the copy begins. One
+        that dies later does no harm: memory stays mapped until the copy ends."""
         with self._transport.reading(self._mapped):
             return self._copy.run(on_bytes)
 
     def queue(self) -> Queued | None:
-        """See QueueableCopy. Raises as `run`. What is let go of afterwards is unmapped only once the GPU has done what
-        it was given."""
+        """See QueueableCopy. Raises as `run`. Memory is not unmapped before the GPU has carried out the queued
+        copies."""
         if not isinstance(self._copy, QueueableCopy):
             return None
         with self._transport.reading(self._mapped):

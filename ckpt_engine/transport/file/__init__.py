@@ -1,1 +1,1 @@
-"""Files that several processes of one host, or of several, can open (files.py)."""
+"""Files that processes of one or several hosts can open (files.py)."""

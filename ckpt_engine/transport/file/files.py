@@ -1,10 +1,10 @@
 """Files that every process of this host can open, mapped read-only: what a checkpoint directory offers.
 
-A file is known by its path, size and modification time, which are the same on every host that has its directory (NFS,
-Lustre), other than device and inode. What it holds is told by the digests. It is checked when it is mapped and again
-before every update, because nobody can stop it from being changed. A file that is replaced by renaming another over it
-does no harm: the mapping stays on the old one, and the check refuses it. One that is truncated while it is read kills
-the reader with a bus error, as it does every reader of safetensors that maps them.
+A file is identified by its path, size and modification time, which unlike device and inode are the same on every host
+that has its directory (NFS, Lustre). Digests verify its content. It is checked when it is mapped and again before every
+update, because it can be changed at any time. A file that is replaced by renaming another over it does no harm: the
+mapping stays on the old one, and the check refuses the new one. One that is truncated while it is read kills the reader
+with a bus error, as it does every reader that maps safetensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_engine.v1.weights_pb2 import FileLocator, Region
 
 
 def file_region(id: int, path: str, offset: int, size: int) -> Region:
-    """A region of `size` bytes from `offset` of the file as it is now. The source's side; any thread.
+    """A region of `size` bytes from `offset` of a file as it is now. The source's side; any thread.
 
     Raises UNAVAILABLE if the file cannot be looked at.
     """
@@ -45,7 +45,7 @@ class FileLender:
         self._check = FileCheck(())
 
     def offer(self, id: int, memory: Memory) -> Region:
-        """Lends a part of a file. Raises UNAVAILABLE for what is no file, or cannot be looked at."""
+        """Lends a part of a file. Raises UNAVAILABLE for other memory, or a file that cannot be looked at."""
         if not isinstance(memory, FileMemory):
             raise unavailable(f"{memory.kind} is no file that others could open")
         region = file_region(id, memory.path, memory.offset, memory.size)
@@ -61,7 +61,7 @@ class FileLender:
         return True
 
     def withdraw(self, seconds: float) -> None:
-        """Returns at once. Who can read the files can go on doing so."""
+        """Closes as `close` does and does not wait. Readers that can read the files still can."""
         self.close()
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class FileLender:
 
 
 class FileTransport:
-    """Reads regions of files. One instance a worker; mappings are shared by what it opened."""
+    """Reads regions of files. One instance a worker; regions that it opens share mappings."""
 
     name = NAME
 
@@ -78,11 +78,11 @@ class FileTransport:
         self._mappings: weakref.WeakValueDictionary[bytes, Mapping] = weakref.WeakValueDictionary()
 
     def availability(self) -> Availability:
-        """Whether it works, for every process of the host alike."""
+        """Whether files can be read; the same for every process of the host."""
         return on_host()
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
-        """Maps the regions, those already mapped once more at no cost.
+        """Maps the regions; costs nothing for those that are mapped already.
 
         Raises CannotOpenError if a file cannot be read, DATA_LOSS if it is not the one that was published.
         """
@@ -105,7 +105,7 @@ class FileCheck:
         self._files = tuple(files)
 
     def of(self, regions: Sequence[Region]) -> FileCheck:
-        """The same, and the files of these regions besides."""
+        """A check of these files and those of the regions."""
         found = {(each.path, each.modified_nanoseconds, each.file_size) for each in map(_locator, regions)}
         return FileCheck(sorted({*self._files, *found}))
 
@@ -162,6 +162,7 @@ def _same(status: os.stat_result, path: str, modified: int, size: int) -> None:
 
 
 def _same_time(one: int, other: int) -> bool:
-    """Some file systems tell whole seconds to one host and nanoseconds to another."""
+    """Whether two modification times agree. Some file systems report whole seconds to one host and nanoseconds to
+    another."""
     second = 10**9
     return one == other or (0 in (one % second, other % second) and one // second == other // second)

@@ -11,8 +11,8 @@ NAME = "relay_memory"
 
 
 def on_host() -> Availability:
-    """Whether there is a directory in which relays could be; made if it is missing, so that a relay that starts after
-    its readers is within their reach."""
+    """Whether there is a directory for relays' sockets. Makes it if it is missing, so that readers can find a relay
+    that starts after them."""
     if not directory_identity():
         try:
             made_directory(shared=False)

@@ -2,9 +2,9 @@
 
 The socket is a file in a directory that relay and reader both see, maybe under two names, so they need neither a common
 pid namespace nor a common network. The connection is the lease: while it lasts the relay knows its reader, and when
-either process dies the kernel ends it. A reader asks for a slot before each install and says when it is over; a relay
-fills no slot that is held, but it waits no longer than its `slot_grace`. A relay that has died leaves what was mapped
-readable and unchanged.
+either process dies the kernel ends it. A reader asks for a slot before each install and reports its end. A relay fills
+no slot that is held, but it waits no longer than its `slot_grace`. After a relay's death mapped memory stays readable
+and unchanged.
 
 This is the reader's side; the relay's is `relay/door.py`. One arena is mapped once, and only as far as it is read.
 """
@@ -49,28 +49,28 @@ QUESTION = struct.Struct("<B3xI16s")
 """Kind, slot, arena. A message of a reader."""
 
 OPEN, HOLD, RELEASE = range(1, 4)
-"""Kinds. OPEN: answered with the arena's descriptor. HOLD: the slot is about to be read; answered with yes or no.
-RELEASE: it was read; not answered."""
+"""Kinds. OPEN: asks for the arena's descriptor. HOLD: asks to read the slot; answered with yes or no. RELEASE: ends the
+hold; not answered."""
 
 ANSWER_BYTES = 1024
-"""Of an answer: 1, or 0 and why not in words."""
+"""The most of an answer: 1, or 0 and the reason in words."""
 
 ASK_SECONDS = 10.0
 """How long a relay may take to answer."""
 
 _KEPT = 64
-"""Regions of an arena that stay mapped though no plan uses them: those of both slots, for the plan after the next."""
+"""Regions of an arena that stay mapped without a plan that uses them: those of both slots, for later plans."""
 
 
 class _Arena:
-    """A lease on one arena of one relay, and what is mapped of it. Any thread."""
+    """A lease on one arena of one relay, and the arena's regions that are mapped. Any thread."""
 
     def __init__(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> None:
         self._seconds = seconds  # for each answer
         self._arena = locator.arena
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
-        self._held: dict[int, int] = {}  # slots to how many opened regions hold them
+        self._held: dict[int, int] = {}  # by slot: how many RelayRegions hold it
         self.ended = False
         self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
         self._connection = _connect(region, locator, seconds)
@@ -93,7 +93,7 @@ class _Arena:
             raise data_loss("the relay's memory could be cut off while it is read: it is not sealed")
 
     def mapping(self, offset: int, size: int) -> Mapping:
-        """A region of it, mapped once. Raises DATA_LOSS if it is not that large, UNAVAILABLE."""
+        """Maps a region of the arena, once. Raises DATA_LOSS if the arena is too small, UNAVAILABLE."""
         if offset + size > self._size:
             raise data_loss(
                 f"the relay's memory has {self._size} bytes, and a region of it was to end at {offset + size}"
@@ -110,7 +110,7 @@ class _Arena:
             return self.mappings[offset, size]
 
     def hold(self, slot: int, again: bool) -> None:
-        """Asks to read a slot. again: for somebody who held it already, and may have lost it since.
+        """Asks to read a slot. again: the caller held it already, and may have lost it since.
 
         Raises UNAVAILABLE if the relay is gone or the slot is being filled with something else.
         """
@@ -121,7 +121,7 @@ class _Arena:
             self._held[slot] = self._held.get(slot, 0) + (not again)
 
     def release(self, slot: int) -> None:
-        """Whoever held it does not read it until he asks again. Never raises."""
+        """Ends one caller's hold of a slot. Never raises."""
         with self._lock:
             self._held[slot] -= 1
             if not self._held[slot]:
@@ -129,14 +129,14 @@ class _Arena:
                     self._connection.send(QUESTION.pack(RELEASE, slot, self._arena))
 
     def close(self) -> None:
-        """Ends the lease. What is mapped stays so for as long as a tensor or a copy uses it."""
+        """Ends the lease. Memory stays mapped as long as a tensor or a copy uses it."""
         self.ended = True
         self.mappings = OrderedDict()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        """Closes this process's copy of the socket without telling the peer: for a forked child."""
         self.ended = True
         with contextlib.suppress(OSError):
             self._connection.close()
@@ -146,7 +146,7 @@ class _Arena:
             if self.ended:
                 raise unavailable("the relay has gone, or has taken its memory back")
             try:
-                with contextlib.suppress(OSError):  # who has hung up may have said why
+                with contextlib.suppress(OSError):  # a relay that has hung up may have said why
                     self._connection.send(QUESTION.pack(kind, slot, self._arena))
                 found = self._answers.get(timeout=self._seconds)
             except queue.Empty:
@@ -157,7 +157,7 @@ class _Arena:
             return found
 
     def _listen(self) -> None:
-        """Takes answers, and notices the relay's end: then nothing new is mapped, and what nobody uses is let go."""
+        """Takes answers, and notices the relay's end: then nothing more is mapped, and unused mappings end."""
         with self._connection as connection:
             with contextlib.suppress(OSError):
                 while True:
@@ -186,8 +186,8 @@ def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> soc
             connection.connect(address)
         user = peer_user(connection)
         if not is_ours(user):
-            said = f"{where} is served by user {user}, not by this user or root: it is not believed"
-            raise CannotOpenError(said, region)
+            message = f"{where} is served by user {user}, not by this user or root: it is not believed"
+            raise CannotOpenError(message, region)
         connection.settimeout(None)
     except PermissionError as error:
         connection.close()
@@ -230,11 +230,11 @@ class RelayRegions:
             self._holding.add(index)
 
     def offered(self) -> bool:
-        """Whether the relays still lend their memory, as far as one can tell without asking them."""
+        """Whether the relays still lend their memory, as far as is known without asking them."""
         return all(not arena.ended for arena, _ in self._slots)
 
     def rest(self) -> None:
-        """The slots may be filled again."""
+        """Ends the holds: relays may fill the slots again."""
         for index in self._holding:
             arena, slot = self._slots[index]
             arena.release(slot)
@@ -256,15 +256,15 @@ class RelayMemoryTransport:
         self._arenas: dict[bytes, _Arena] = {}
 
     def availability(self) -> Availability:
-        """What holds for the host."""
+        """Whether relays could be read; the same for every process of the host."""
         return on_host()
 
     def open(self, regions: Sequence[Region], seconds: float = ASK_SECONDS) -> RelayRegions:
-        """Maps the regions, those already mapped once more at no cost, and holds their slots. seconds: at most
-        ASK_SECONDS for each relay.
+        """Maps the regions, which costs nothing for those that are mapped already, and holds their slots. seconds: at
+        most ASK_SECONDS for each relay.
 
-        Raises UNAVAILABLE if a relay is gone, does not lend a slot now, CannotOpenError if it is another user's;
-        DATA_LOSS if its memory is not what it told.
+        Raises UNAVAILABLE if a relay is gone or does not lend a slot now, CannotOpenError if it is another user's,
+        DATA_LOSS if its memory is not what its regions say.
         """
         opened: dict[bytes, Mapping] = {}
         slots: dict[tuple[bytes, int], tuple[_Arena, int]] = {}

@@ -1,12 +1,12 @@
 """Shared memory of one host: anonymous memory files, opened through /proc.
 
-The owner makes a file that has no name (memfd) and says its pid, descriptor, device and inode. A reader opens
+The owner makes a file without a name (memfd) and publishes its pid, descriptor, device and inode. A reader opens
 /proc/<pid>/fd/<descriptor> read-only and maps it. There is nothing to unlink: the kernel frees the memory when the
-last process that maps it is gone, however it went. It needs one pid namespace and one user, and no room in /dev/shm.
+last process that maps it has ended. It needs one pid namespace and one user, and no room in /dev/shm.
 
-A forked child of the owner gets private pages: what it writes, neither its parent nor a reader sees. What its parent
-writes it sees, page by page, until it has written to that page itself; copying all at each fork would cost a data
-loader's workers the size of the model each.
+A forked child of the owner gets private pages: neither its parent nor a reader sees what it writes. It sees its
+parent's writes to a page until it has written to that page itself. A copy of all pages at each fork would cost every
+worker of a data loader the size of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 class OwnedMemory(mmap.mmap):
-    """The owner's mapping of a whole memory file. It lives as long as any tensor over it."""
+    """The owner's mapping of a whole memory file. Lives as long as any tensor over it."""
 
     address: int
     descriptor: int
@@ -73,7 +73,7 @@ class OwnedMemory(mmap.mmap):
         return HostMemory(self.tensor(0, (len(self),), torch.uint8), self.descriptor)
 
     def make_private(self) -> None:
-        """Puts a private mapping of the file in the place of the shared one. In a forked child. Raises OSError."""
+        """Replaces the shared mapping by a private one, in a forked child. Raises OSError."""
         access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         if _libc().mmap(self.address, len(self), access, flags, self.descriptor, 0) != self.address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -92,13 +92,13 @@ _owned: weakref.WeakSet[OwnedMemory] = weakref.WeakSet()
 
 
 def lies_in_arena(address: int) -> bool:
-    """Whether memory of this process lies in an arena that it made, be that closed or not."""
+    """Whether memory of this process lies in an arena that it made, closed or not."""
     return any(memory.address <= address < memory.address + len(memory) for memory in _owned)
 
 
 def arena_at(address: int) -> OwnedMemory | None:
-    """The arena in which memory lies that others can map, be that closed or not. None: it lies in none, or in one of
-    the process that this one was forked from."""
+    """The arena, closed or not, in which memory lies that others can map. None: it lies in none, or in one of the
+    process from which this one was forked."""
     process = os.getpid()
     return next(
         (
@@ -124,8 +124,8 @@ os.register_at_fork(after_in_child=_become_child)
 class SharedArena:
     """`size` bytes that this process owns and others may map. Owner's side; any thread.
 
-    Its size is sealed, so no reader can be hurt by a truncation. The memory is reserved at once: a host without room
-    is an error here and not a bus error later. Tensors over it stay valid as long as they live, also after `close`.
+    Its size is sealed, so no truncation can hurt a reader. The memory is reserved at once: a host without room causes
+    an error here and not a bus error later. Tensors over it stay valid as long as they live, also after `close`.
 
     Raises UNAVAILABLE if the memory cannot be had, INVALID_ARGUMENT if `size` is not positive.
     """
@@ -162,13 +162,13 @@ class SharedArena:
 
     @property
     def memory(self) -> OwnedMemory:
-        """What tensors keep alive. Raises INVALID_ARGUMENT after `close`."""
+        """The mapping, which tensors keep alive. Raises INVALID_ARGUMENT after `close`."""
         if self._memory is None:
             raise invalid("this shared memory was closed")
         return self._memory
 
     def region(self, id: int) -> Region:
-        """The region that lets others open this memory while this process lives and `close` was not called."""
+        """The region with which others open this memory, until this process ends or `close` is called."""
         return _region(id, self._descriptor, len(self.memory))
 
     def lendable(self) -> HostMemory:
@@ -176,19 +176,20 @@ class SharedArena:
         return self.memory.lendable()
 
     def close(self) -> None:
-        """Lets nobody open it from now on. May be repeated. The memory goes when no tensor of any process uses it."""
+        """Ends opening by other processes. May be repeated. The memory is freed when no tensor of any process uses
+        it."""
         self._memory = None
         self._closer()
 
 
 class SharedMemoryLender:
-    """The owner's side. Who has memory mapped keeps it for as long as it wants, so nobody is waited for."""
+    """The owner's side. Readers keep mapped memory as long as they want, so nothing waits for them."""
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
 
     def offer(self, id: int, memory: Memory) -> Region:
-        """Lends a whole memory file. Raises UNAVAILABLE for memory that is none."""
+        """Lends a whole memory file. Raises UNAVAILABLE for other memory."""
         if not isinstance(memory, HostMemory):
             raise unavailable(f"{memory.kind} cannot be opened through /proc")
         try:
@@ -199,22 +200,22 @@ class SharedMemoryLender:
         return _region(id, descriptor, memory.bytes.numel())
 
     def unchanged(self) -> bool:
-        """Always: the files are this process's own, and cannot change their size."""
+        """True: the files are this process's own, and their size is sealed."""
         return True
 
     def withdraw(self, seconds: float) -> None:
-        """Lets nobody open it from now on."""
+        """Closes as `close` does, without waiting."""
         self.close()
 
     def close(self) -> None:
-        """Lets nobody open it from now on."""
+        """Ends opening by other processes."""
         descriptors, self._descriptors = self._descriptors, []
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 class SharedMemoryTransport:
-    """Reads regions of other processes of this host. One instance a worker; mappings are shared by what it opened."""
+    """Reads regions of other processes of this host. One instance a worker; regions that it opens share mappings."""
 
     name = NAME
 
@@ -236,7 +237,7 @@ class SharedMemoryTransport:
         return Availability(True, "memory files of this user's processes open through /proc")
 
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> MappedRegions:
-        """Maps the regions, those already mapped once more at no cost.
+        """Maps the regions; costs nothing for those that are mapped already.
 
         Raises UNAVAILABLE if an owner is gone, CannotOpenError if it may not be read, DATA_LOSS if its memory is not
         what it published.

@@ -1,8 +1,8 @@
 """The reader's side: a few connections to one slot of one owner, each with a thread that receives into landing memory.
 
-Only those threads write to landing memory, each only what was asked for; when `Lanes.close` has returned they have
-ended. A thread first says all that is to be said, as far as the owner's side takes it, and then receives one answer, so
-that the next question is there before the owner has answered the last one.
+Only those threads write to landing memory, each only what was asked for. They have ended when `SlotConnections.close`
+returns. A thread first sends questions, as many as may be in flight, and then receives one answer, so that the owner
+has the next question before it has answered the last one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ckpt_engine.transport.tcp.sockets import (
     has_hung_up,
     receive,
     receive_some,
-    resolved,
+    resolve,
     send,
     shut,
-    tuned,
+    tune,
 )
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 
@@ -37,13 +37,13 @@ LANES = 2
 """Connections to one slot of one owner."""
 
 STALL_SECONDS = 15.0
-"""How long an owner may send nothing of what it was asked for. A host that was stopped for a few seconds goes on."""
+"""How long an owner may send nothing of what it was asked for; a host that was stopped for a few seconds goes on."""
 
 ASK_SECONDS = 10.0
-"""How long it may take to greet, and to lend its slot."""
+"""How long an owner may take to greet, and to lend its slot."""
 
 _WAITING = 2
-"""Questions that are on their way on one connection: more would fill the buffers of an owner that is sending."""
+"""Questions in flight on one connection: more would fill the buffers of an owner that is sending."""
 
 _GATHERED = 256
 """Short runs that are received in one call."""
@@ -52,20 +52,20 @@ _SHORT = 64 << 10
 
 
 class OwnerRequest:
-    """Something that was asked of an owner. landed: bytes of it. Its thread alone writes to it."""
+    """A question to an owner, and what became of it. Only the lane's thread changes it."""
 
-    def __init__(self, question: bytes, landing: Sequence[memoryview] = (), answered: bool = True) -> None:
+    def __init__(self, question: bytes, landing: Sequence[memoryview] = (), expects_answer: bool = True) -> None:
         self.question = question
         self.landing = deque(landing)
-        self.answered = answered
-        self.landed = 0
+        self.expects_answer = expects_answer
+        self.landed = 0  # bytes
         self.answer = b""
         self.problem: CkptEngineError | None = None
-        self.over = threading.Event()
+        self.finished = threading.Event()
 
     def fail(self, problem: CkptEngineError) -> None:
         self.problem = problem
-        self.over.set()
+        self.finished.set()
 
 
 class Lane:
@@ -73,25 +73,25 @@ class Lane:
 
     def __init__(self, locator: TcpLocator, owner: str, stop_at: float) -> None:
         self.owner = owner
-        self._socket = connected(locator, owner, stop_at)
+        self._socket = connect(locator, owner, stop_at)
         self._queue: queue.SimpleQueue[OwnerRequest | None] = queue.SimpleQueue()
         self._problem: CkptEngineError | None = None
         self._lock = threading.Lock()
-        self.waiting = 0  # bytes that were asked for, less what has landed, as far as the asking thread knows
+        self.waiting = 0  # bytes that were asked for, above those of the least busy lane
         forget_in_children(self)
         self._thread = threading.Thread(target=self._run, name="ckpt-engine tcp lane", daemon=True)
         self._thread.start()
 
-    def ask(self, asked: OwnerRequest) -> None:
-        """Waits for nothing. Once the lane has failed, what is asked has failed, too."""
+    def ask(self, request: OwnerRequest) -> None:
+        """Queues a request and does not wait. Once the lane has failed, so has the request."""
         with self._lock:
             if self._problem is None:
-                self._queue.put(asked)
+                self._queue.put(request)
                 return
-        asked.fail(self._problem)
+        request.fail(self._problem)
 
     def check(self) -> None:
-        """Raises if it has failed, or the owner has hung up, as far as one can tell without waiting."""
+        """Raises if the lane has failed, or the owner has hung up as far as is known without waiting."""
         if self._problem is not None:
             raise self._problem
         if has_hung_up(self._socket):
@@ -108,20 +108,20 @@ class Lane:
         self._thread.join()
 
     def forget(self) -> None:
-        """Closes this process's copy of the socket, without a word to anybody: for a forked child."""
+        """Closes this process's copy of the socket without telling the peer: for a forked child."""
         if self._socket.fileno() >= 0:
             os.close(self._socket.detach())
 
     # -- its thread
 
     def _run(self) -> None:
-        said: deque[OwnerRequest] = deque()
+        sent: deque[OwnerRequest] = deque()
         problem = unavailable(f"the connection to {self.owner} was severed")
         try:
-            while self._say(said):
-                if said:
-                    self._receive(said[0])
-                    said.popleft().over.set()
+            while self._send_requests(sent):
+                if sent:
+                    self._receive(sent[0])
+                    sent.popleft().finished.set()
         except Silence:
             problem = deadline(
                 f"{self.owner} sent nothing of what it was asked for in {STALL_SECONDS:g} s: it is stopped, or the "
@@ -134,73 +134,73 @@ class Lane:
         except Exception as error:
             problem = unavailable(f"reading from {self.owner} failed: {type(error).__name__}: {error}")
         self._fail(problem)
-        for each in said:
+        for each in sent:
             each.fail(self._problem or problem)
         self._socket.close()
 
     def _fail(self, problem: CkptEngineError) -> None:
-        """Whatever is asked from now on has failed; what was not said yet, too. The first reason stays."""
+        """Fails the lane: all requests that were not sent yet, and all later ones. The first reason stays."""
         with self._lock:
             if self._problem is None:
                 self._problem = problem
             while True:
                 try:
-                    asked = self._queue.get_nowait()
+                    request = self._queue.get_nowait()
                 except queue.Empty:
                     break
-                if asked is not None:
-                    asked.fail(self._problem)
+                if request is not None:
+                    request.fail(self._problem)
             self._queue.put(None)
 
-    def _say(self, said: deque[OwnerRequest]) -> bool:
-        """Says what is to be said; waits for something if nothing was. False: it is over."""
-        while len(said) < _WAITING:
+    def _send_requests(self, sent: deque[OwnerRequest]) -> bool:
+        """Sends questions until enough are in flight; waits for the first if none is. False: the lane has ended."""
+        while len(sent) < _WAITING:
             try:
-                asked = self._queue.get(block=not said)
+                request = self._queue.get(block=not sent)
             except queue.Empty:
                 return True
-            if asked is None:
+            if request is None:
                 return False
-            if asked.answered:
-                said.append(asked)
-            send(self._socket, asked.question)
+            if request.expects_answer:
+                sent.append(request)
+            send(self._socket, request.question)
         return True
 
-    def _receive(self, asked: OwnerRequest) -> None:
-        """One answer. Raises Silence, HungUp, INVALID_ARGUMENT for what is none."""
+    def _receive(self, request: OwnerRequest) -> None:
+        """Receives one answer. Raises Silence, HungUp, INVALID_ARGUMENT for a malformed one."""
         while True:
             kind, size = wire.read_frame(receive(self._socket, wire.FRAME.size))
-            if kind == wire.DATA and asked.landing:
-                self._land(asked, size)
-                if asked.landing:
+            if kind == wire.DATA and request.landing:
+                self._land(request, size)
+                if request.landing:
                     continue
                 return
-            asked.answer = receive(self._socket, size) if size else b""
+            request.answer = receive(self._socket, size) if size else b""
             if kind == wire.GONE:
-                asked.problem = unavailable(f"{self.owner}: {_words(asked.answer)}")
+                request.problem = unavailable(f"{self.owner}: {_words(request.answer)}")
             elif kind == wire.NO:
-                raise HungUp(_words(asked.answer))
-            elif kind != wire.YES or asked.landing:
-                raise HungUp("it sends what nobody asked for")
+                raise HungUp(_words(request.answer))
+            elif kind != wire.YES or request.landing:
+                raise HungUp("it sends what was not asked for")
             return
 
-    def _land(self, asked: OwnerRequest, size: int) -> None:
+    def _land(self, request: OwnerRequest, size: int) -> None:
         while size:
-            if not asked.landing:
+            if not request.landing:
                 raise HungUp("it sends more than it was asked for")
-            if len(asked.landing[0]) < _SHORT and isinstance(self._socket, ssl.SSLSocket) is False:
-                got = self._gather(asked, size)
+            if len(request.landing[0]) < _SHORT and isinstance(self._socket, ssl.SSLSocket) is False:
+                got = self._gather(request, size)
             else:
-                into = asked.landing[0][:size]
+                into = request.landing[0][:size]
                 got = receive_some(self._socket, into)
-                _advance(asked.landing, got)
-            asked.landed += got
+                _advance(request.landing, got)
+            request.landed += got
             size -= got
 
-    def _gather(self, asked: OwnerRequest, size: int) -> int:
-        """Several short runs in one call."""
+    def _gather(self, request: OwnerRequest, size: int) -> int:
+        """Receives several short runs in one call."""
         parts: list[memoryview] = []
-        for view in asked.landing:
+        for view in request.landing:
             parts.append(view[:size])
             size -= len(parts[-1])
             if not size or len(parts) == _GATHERED:
@@ -213,7 +213,7 @@ class Lane:
             raise HungUp(str(error)) from error
         if not got:
             raise HungUp("it has hung up")
-        _advance(asked.landing, got)
+        _advance(request.landing, got)
         return got
 
 
@@ -230,17 +230,17 @@ def _words(answer: bytes) -> str:
     return answer.decode("utf-8", "replace") or "it gives no reason"
 
 
-def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
-    """A connection whose owner has admitted us. Its addresses are tried in turn."""
+def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
+    """A connection to an owner that has admitted us. Tries its addresses in turn."""
     problem = unavailable(f"{owner} told no address")
     for address in locator.addresses:
-        left = stop_at - time.monotonic()
-        if left <= 0:
+        remaining = stop_at - time.monotonic()
+        if remaining <= 0:
             raise deadline(f"{owner} could not be reached in time: {problem.problem.message}")
         try:
-            return _connected_to(address, locator, owner, left)
+            return _connect_to(address, locator, owner, remaining)
         except TimeoutError:
-            problem = deadline(f"{owner} did not answer within {left:.3g} s")
+            problem = deadline(f"{owner} did not answer within {remaining:.3g} s")
         except OSError as error:
             problem = unavailable(f"{owner} cannot be reached: {error}")
         except CkptEngineError as error:
@@ -248,15 +248,15 @@ def connected(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     raise problem
 
 
-def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
-    connection = _dialled(address, owner, seconds)
+def _connect_to(address: str, locator: TcpLocator, owner: str, seconds: float) -> socket.socket:
+    connection = _dial(address, owner, seconds)
     try:
         connection.settimeout(seconds)
         if locator.certificate:
             encrypted = tls.readers_context().wrap_socket(connection)
             connection = encrypted
             tls.check_certificate(encrypted, locator.certificate)
-        tuned(connection, seconds)
+        tune(connection, seconds)
         try:
             send(connection, wire.hello(locator.slot, locator.arena, locator.token))
             kind, size = wire.read_frame(receive(connection, wire.FRAME.size))
@@ -267,19 +267,19 @@ def _connected_to(address: str, locator: TcpLocator, owner: str, seconds: float)
             raise unavailable(f"{owner} is gone: {error}") from error
         if kind != wire.YES:
             raise unavailable(f"{owner} does not let us read: {_words(words)}")
-        tuned(connection, STALL_SECONDS)
+        tune(connection, STALL_SECONDS)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _dialled(address: str, owner: str, seconds: float) -> socket.socket:
-    """A connection to the first of the name's addresses that takes one. Raises OSError, DEADLINE_EXCEEDED."""
+def _dial(address: str, owner: str, seconds: float) -> socket.socket:
+    """A connection to the first of the name's addresses that accepts one. Raises OSError, DEADLINE_EXCEEDED."""
     stop_at = time.monotonic() + seconds
     host, port = split_address(address)
     try:
-        places = resolved(host, port, seconds)
+        places = resolve(host, port, seconds)
     except Silence as error:
         raise deadline(f"{owner}: the resolver did not say within {seconds:.3g} s where {host} is") from error
     failed: OSError | None = None

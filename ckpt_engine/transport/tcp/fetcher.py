@@ -19,7 +19,7 @@ from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
 REQUEST_BYTES = 8 << 20
-"""Of one question, about: several are on their way at any time."""
+"""About the most of one question: several are in flight at any time."""
 
 
 class SlotConnections:
@@ -48,39 +48,39 @@ class SlotConnections:
             lane.check()
 
     def hold(self, link: TcpLink, seconds: float) -> None:
-        """Asks for the slot, once for all links that read it."""
+        """Asks the owner to lend the slot, once for all links that read it."""
         self.check()
         if not self._holding:
-            asked = OwnerRequest(wire.question(wire.HOLD))
-            self._lanes[0].ask(asked)
-            if not asked.over.wait(seconds):
+            request = OwnerRequest(wire.question(wire.HOLD))
+            self._lanes[0].ask(request)
+            if not request.finished.wait(seconds):
                 self.close()
                 raise deadline(f"{self.owner} did not say within {seconds:.3g} s whether its slot can be read")
-            if asked.problem is not None:
-                raise asked.problem
-            if len(asked.answer) != wire.LENDING_BYTES:
+            if request.problem is not None:
+                raise request.problem
+            if len(request.answer) != wire.LENDING_BYTES:
                 raise unavailable(f"{self.owner} lends its slot in a way that is not known here")
-            self._lending = asked.answer
+            self._lending = request.answer
         self._holding.add(link)
 
     def rest(self, link: TcpLink) -> None:
-        """The slot may be filled again once nobody reads it."""
+        """Ends a link's hold; without any hold the owner may fill the slot again."""
         self._holding.discard(link)
         if not self._holding and self._lending:
             self._lending = b""
-            self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), answered=False))
+            self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), expects_answer=False))
 
     def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[OwnerRequest]:
-        """Asks for runs of the slot, each to land in its own memory, over the connection that waits for least."""
+        """Asks for runs of the slot, each to land in its own memory, over the least busy connection."""
         if not self._lending:
             raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
         found = []
         for first, last in _requests(runs):
-            asked = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
+            request = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
             lane = min(self._lanes, key=lambda each: each.waiting)
             lane.waiting += sum(length for _, length in runs[first:last])
-            lane.ask(asked)
-            found.append(asked)
+            lane.ask(request)
+            found.append(request)
         if all(lane.waiting for lane in self._lanes):  # only the difference counts
             least = min(lane.waiting for lane in self._lanes)
             for lane in self._lanes:
@@ -88,7 +88,7 @@ class SlotConnections:
         return found
 
     def leave(self, link: TcpLink) -> None:
-        """A link has ended; the last one ends the connections."""
+        """Forgets a link that has ended; the last one ends the connections."""
         self.rest(link)
         self.links.discard(link)
         if not self.links:
@@ -104,22 +104,22 @@ class SlotConnections:
 
 
 class TcpTicket:
-    """Runs that were asked for."""
+    """Requests for runs."""
 
-    def __init__(self, asked: Sequence[OwnerRequest]) -> None:
-        self._asked = asked
+    def __init__(self, requests: Sequence[OwnerRequest]) -> None:
+        self._requests = requests
 
     @property
     def is_over(self) -> bool:
         """Whether nothing of it can land any more."""
-        return all(each.over.is_set() for each in self._asked)
+        return all(each.finished.is_set() for each in self._requests)
 
     def poll(self) -> int:
-        """Bytes that have landed. Raises what became of it if it has failed."""
-        for each in self._asked:
+        """Bytes that have landed. Raises the problem of a request that has failed."""
+        for each in self._requests:
             if each.problem is not None:
                 raise each.problem
-        return sum(each.landed for each in self._asked)
+        return sum(each.landed for each in self._requests)
 
 
 class TcpLink:
@@ -141,21 +141,21 @@ class TcpLink:
                 raise invalid(f"{run.length} bytes at {run.remote} are no run of a region of {self._size} bytes")
             if run.local < 0 or run.local + run.length > len(self._landing):
                 raise invalid(f"{run.length} bytes at {run.local} do not fit into {len(self._landing)}")
-        self._ask_nothing_of_the_severed()
-        asked = [(self._first + run.remote, run.length) for run in runs]
+        self._check_open()
+        slot_runs = [(self._first + run.remote, run.length) for run in runs]
         landing = [self._landing[run.local : run.local + run.length] for run in runs]
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
-        self._tickets.append(TcpTicket(self._lanes.read(asked, landing)))
+        self._tickets.append(TcpTicket(self._lanes.read(slot_runs, landing)))
         return self._tickets[-1]
 
     def check(self) -> None:
         """See Link."""
-        self._ask_nothing_of_the_severed()
+        self._check_open()
         self._lanes.check()
 
     def hold(self, seconds: float) -> None:
         """See LeasedLink."""
-        self._ask_nothing_of_the_severed()
+        self._check_open()
         self._lanes.hold(self, min(seconds, connection.ASK_SECONDS))
 
     def rest(self) -> None:
@@ -163,7 +163,7 @@ class TcpLink:
         self._lanes.rest(self)
 
     def sever(self) -> None:
-        """See Link. Where something of it may still land, the connections end, and with them those of other links."""
+        """See Link. If bytes may still land, ends the connections, also for other links."""
         if self._severed:
             return
         self._severed = True
@@ -171,7 +171,7 @@ class TcpLink:
             self._lanes.close()
         self._lanes.leave(self)
 
-    def _ask_nothing_of_the_severed(self) -> None:
+    def _check_open(self) -> None:
         if self._severed:
             raise unavailable(f"the link to {self._lanes.owner} was severed")
 
@@ -191,7 +191,7 @@ class TcpFetcher:
 
     def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> TcpLink:
         """See Fetcher. Links to one slot share their connections."""
-        locator = checked(region)
+        locator = read_locator(region)
         key = TcpLocator(
             addresses=locator.addresses,
             arena=locator.arena,
@@ -207,8 +207,8 @@ class TcpFetcher:
             return TcpLink(self._lanes[key], locator, region.size, landing)
 
 
-def checked(region: Region) -> TcpLocator:
-    """The region's locator. Raises INVALID_ARGUMENT for one that cannot be."""
+def read_locator(region: Region) -> TcpLocator:
+    """The region's locator. Raises INVALID_ARGUMENT for an inconsistent one."""
     locator = locator_of(region, NAME, TcpLocator)
     if not 1 <= len(locator.addresses) <= 8:
         raise invalid(f"the locator of region {region.id} has {len(locator.addresses)} addresses, not 1 to 8")

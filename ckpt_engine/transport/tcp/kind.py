@@ -14,7 +14,7 @@ KIND = TransportKind(
     reader="ckpt_engine.transport.tcp.fetcher:TcpFetcher",
     relays_only=True,
     arena="ckpt_engine.transport.tcp.server:TcpArenaLender",
-    passed="ckpt_engine.transport.tcp.asking:Passed",
+    passed="ckpt_engine.transport.tcp.asking:ChunkReader",
     over_network=True,
     rates={"host": 5.6e9},  # of 32 processors of an EPYC
 )

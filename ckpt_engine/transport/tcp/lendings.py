@@ -1,8 +1,8 @@
-"""Who may read which slot now: the one place that says so. Any thread.
+"""Which readers may read which slot now: the one place that decides it. Any thread.
 
-A slot is lent under a number that nobody can guess, and that ends when the slot is to be filled anew. Who holds it is
-waited for, but not for longer than `slot_grace`; then nothing of it is sent any more, whoever asks. While it is being
-filled, those who know the filling's key are sent what of it is verified, and nothing else.
+A slot is lent under an unguessable number, which ends when the slot is to be filled again. Readers that hold the slot
+are waited for, but no longer than `slot_grace`; then nothing of it is sent any more. While it is being filled, readers
+that know the filling's key are sent verified chunks, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ NOT_LENT = "another version is brought into it, or none is in it yet; the next p
 
 @dataclass(eq=False)
 class _LentSlot:
-    """token: who shows it may read. lending: while it is lent. size: bytes that were offered of it."""
+    """One slot, and the readers that hold it."""
 
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
-    lending: bytes = b""
-    refused: bool = True
-    size: int = 0
-    held: dict[object, float] = field(default_factory=dict)  # readers to since when
-    passing: TcpPassing | None = None  # what it was filled with last, or is being filled with
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))  # readers must show it
+    lending: bytes = b""  # the number under which it is lent; empty: it is not
+    refused: bool = True  # no further reader may hold it
+    size: int = 0  # bytes that were offered of it
+    held: dict[object, float] = field(default_factory=dict)  # by reader: since when
+    passing: TcpPassing | None = None  # its last filling, or the current one
 
 
 class Lendings:
@@ -43,7 +43,7 @@ class Lendings:
         self._slots = [_LentSlot() for _ in range(slots)]
         self._changed = threading.Condition()
         self._open = True
-        self.token = secrets.token_bytes(TOKEN_BYTES)  # who shows it may ask for what is being filled
+        self.token = secrets.token_bytes(TOKEN_BYTES)  # readers of what is being filled must show it
 
     def offer(self, slot: int, end: int) -> bytes:
         """The token of a slot, of which bytes up to `end` are offered."""
@@ -56,23 +56,24 @@ class Lendings:
         """Bytes of a slot that can be asked for."""
         return self._slots[slot].size
 
-    def admit(self, asked: Hello) -> None:
-        """Raises INVALID_ARGUMENT unless it shows the token of a slot of this arena. Takes the same time whatever it
-        shows."""
-        known = secrets.token_bytes(TOKEN_BYTES)
-        if asked.slot == NO_SLOT:
-            known = self.token
-        elif asked.slot < len(self._slots):
-            known = self._slots[asked.slot].token
-        is_known = hmac.compare_digest(known, asked.token)
-        if not hmac.compare_digest(self._arena, asked.arena):
+    def admit(self, hello: Hello) -> None:
+        """Raises INVALID_ARGUMENT unless a greeting shows the token of a slot of this arena. Takes the same time for
+        any token."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        if hello.slot == NO_SLOT:
+            token = self.token
+        elif hello.slot < len(self._slots):
+            token = self._slots[hello.slot].token
+        is_known = hmac.compare_digest(token, hello.token)
+        if not hmac.compare_digest(self._arena, hello.arena):
             raise invalid("this relay has other memory by now: the one that offered it has ended")
         if not is_known:
-            where = "what is being filled" if asked.slot == NO_SLOT else f"slot {asked.slot}"
-            raise invalid(f"whoever reads {where} has to show the token that its table has")
+            where = "what is being filled" if hello.slot == NO_SLOT else f"slot {hello.slot}"
+            raise invalid(f"a reader of {where} has to show the token that its table has")
 
     def hold(self, slot: int, reader: object) -> bytes:
-        """The lending, which lasts until `release`, or until it is overruled. Raises UNAVAILABLE if there is none."""
+        """Lets a reader hold the slot until `release`, or until it is overruled; returns the lending's number. Raises
+        UNAVAILABLE if the slot is not lent."""
         with self._changed:
             found = self._slots[slot]
             if found.refused or not self._open:
@@ -81,13 +82,13 @@ class Lendings:
             return found.lending
 
     def release(self, slot: int, reader: object) -> None:
-        """Notes that a reader reads the slot no more. May be repeated."""
+        """Ends a reader's hold. May be repeated."""
         with self._changed:
             self._slots[slot].held.pop(reader, None)
             self._changed.notify_all()
 
     def why_not(self, slot: int, lending: bytes, offset: int, length: int) -> str:
-        """Why this run may not be sent now; empty: it may."""
+        """Why this run may not be sent now; empty: it may be."""
         with self._changed:
             found = self._slots[slot]
             if not found.lending or not hmac.compare_digest(found.lending, lending):
@@ -113,9 +114,12 @@ class Lendings:
             return passing
 
     def chunk(self, key: bytes, number: int, reader: object, seconds: float) -> tuple[int, Runs, list[Flow]] | int:
-        """A chunk's slot and runs, once it is verified, and where the reader's connection writes down what it sends;
-        the slot is held then until `release`. After `seconds` a number that changes as long as the filling gets on;
-        also where it has not begun. Raises UNAVAILABLE if it never comes."""
+        """Waits for a chunk to be verified: its slot, its runs, and the list to which the reader's connection adds its
+        flows. The reader holds the slot then until `release`.
+
+        After `seconds` without the chunk: a number that changes while the filling makes progress (0 before it begins).
+        Raises UNAVAILABLE if the chunk will never come.
+        """
         until = time.monotonic() + seconds
         with self._changed:
             while True:
@@ -132,26 +136,26 @@ class Lendings:
                         found.held[reader] = time.monotonic()
                         return slot, passing.chunks[number], passing.flows(reader)
                     pulse = passing.pulse
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     return pulse
-                self._changed.wait(left)
+                self._changed.wait(remaining)
 
     def passes(self, slot: int, key: bytes) -> bool:
-        """Whether what is being sent of a filling may go on being sent."""
+        """Whether chunks of a filling may still be sent."""
         with self._changed:
             passing = self._slots[slot].passing
             return self._open and passing is not None and hmac.compare_digest(passing.key, key)
 
     def leave(self, reader: object) -> None:
-        """Notes that a reader asks for nothing more that is being filled."""
+        """Forgets a reader that asks for no more chunks of fillings."""
         with self._changed:
-            found = [slot.passing.left(reader) for slot in self._slots if slot.passing is not None]
+            found = [slot.passing.leave(reader) for slot in self._slots if slot.passing is not None]
         for tell in filter(None, found):
             tell()
 
     def refuse(self, slot: int) -> None:
-        """Lets nobody else hold the slot from now on."""
+        """Refuses further readers of the slot."""
         with self._changed:
             self._refuse(self._slots[slot])
 
@@ -161,23 +165,23 @@ class Lendings:
             found.passing.end("another version is brought into its place")
 
     def retire(self, slot: int) -> int:
-        """Ends the lending once nobody holds it, or whoever does has had it for long enough. Returns how many were
+        """Ends the lending once no reader holds it, or all have had it for `slot_grace`. Returns how many were
         overruled."""
         with self._changed:
             found = self._slots[slot]
             self._refuse(found)
             while found.held and self._open:
-                left = max(found.held.values()) + self._grace - time.monotonic()
-                if left <= 0:
+                remaining = max(found.held.values()) + self._grace - time.monotonic()
+                if remaining <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(remaining)
             overruled = len(found.held)
             found.held.clear()
             found.lending, found.passing = b"", None
             return overruled
 
     def close(self) -> None:
-        """Ends all of them; who waits in `retire` waits no longer."""
+        """Ends all lendings; `retire` waits no longer."""
         with self._changed:
             self._open = False
             for slot in self._slots:

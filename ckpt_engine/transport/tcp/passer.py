@@ -1,7 +1,7 @@
 """The owner's side of a connection that asks for what is being filled: a chunk is sent once it is verified, not before.
 
-Whoever asks for a chunk that is not there yet is told so every second, with a number that shows whether the owner gets
-anything at all: that is how a reader tells an owner that waits from one that is stopped.
+A reader that asks for a missing chunk is told so every second, with a number that shows whether the owner receives
+anything at all. That is how a reader tells an owner that waits from one that is stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_engine.transport.tcp.sending import Sender, frames
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, unsent
 
 PULSE_SECONDS = 1.0
-"""How long a reader who waits for a chunk hears nothing."""
+"""Between two messages to a reader that waits for a chunk."""
 
 
 class Passer:
@@ -30,7 +30,7 @@ class Passer:
         self._sender = sender
 
     def serve(self) -> None:
-        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp."""
         try:
             self._serve()
         finally:
@@ -38,15 +38,15 @@ class Passer:
 
     def _serve(self) -> None:
         while True:
-            asked = None
-            with contextlib.suppress(Silence):  # of one who has nothing to ask
-                asked = wire.read_question(receive(self._connection, wire.QUESTION.size))
-            if asked is None:
+            question = None
+            with contextlib.suppress(Silence):  # the reader has no question now
+                question = wire.read_question(receive(self._connection, wire.QUESTION.size))
+            if question is None:
                 continue
-            if asked.kind != wire.PASS:
-                raise invalid("where what is being filled is asked for, nobody reads a slot")
+            if question.kind != wire.PASS:
+                raise invalid("this connection asks for what is being filled, and cannot read a slot")
             try:
-                self._answer(asked.lending, asked.runs)
+                self._answer(question.lending, question.runs)
             except Silence as error:
                 raise HungUp("it takes nothing of what it asked for") from error
 
@@ -70,7 +70,7 @@ class Passer:
                 self._sender.send(slot, part)
                 sent += sum(length for _, length in part)
         finally:
-            # What lies in the kernel's memory has not been sent, and goes while nobody may be measuring.
-            gone = sent + waiting - unsent(self._connection)
-            flows.append(Flow(began, time.monotonic(), max(0, gone)))
+            # What lies in the kernel's memory has not been sent; it leaves later, when nothing may measure it.
+            transmitted = sent + waiting - unsent(self._connection)
+            flows.append(Flow(began, time.monotonic(), max(0, transmitted)))
             self._lendings.release(slot, self)

@@ -1,4 +1,4 @@
-"""What is lent of a slot while it is being filled: chunks that are verified, and nothing else."""
+"""What is lent of a slot while it is being filled: verified chunks, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ Runs = Sequence[tuple[int, int]]
 
 
 class TcpPassing:
-    """One filling, as those see it who wait for its chunks. Any thread. over: why nothing of it is sent any more.
-    passed: told what was sent in all, on a reader's thread, whenever the last of its readers has left."""
+    """One filling, as the readers of its chunks see it. Any thread.
+
+    passed: called with the rate of all that was sent, on a reader's thread, whenever the last reader has left.
+    """
 
     def __init__(
         self,
@@ -24,9 +26,9 @@ class TcpPassing:
     ) -> None:
         self.key = key
         self.chunks = chunks
-        self.over = ""
-        self.pulse = 0
-        self._there = bytearray(len(chunks))
+        self.end_reason = ""  # why nothing of it is sent any more
+        self.pulse = 0  # grows with each sign of progress
+        self._verified = bytearray(len(chunks))
         self._never = bytearray(len(chunks))
         self._filled = False
         self._changed = changed
@@ -35,48 +37,48 @@ class TcpPassing:
         self._flows: dict[object, list[Flow]] = {}
 
     def verified(self, chunk: int) -> None:
-        """A chunk lies in the slot as it was sealed, and is not written to any more."""
+        """Notes that a chunk lies in the slot as it was sealed, and is not written any more."""
         with self._changed:
-            self._there[chunk] = 1
+            self._verified[chunk] = 1
             self.pulse += 1
             self._changed.notify_all()
 
     def never(self, chunk: int) -> None:
-        """A chunk will not come from here: who waits for it asks somebody else at once."""
+        """Notes that a chunk will not come from here, so its readers ask another relay at once."""
         with self._changed:
             self._never[chunk] = 1
             self._changed.notify_all()
 
     def moved(self) -> None:
-        """Something has come. Waits for nothing."""
+        """Notes that bytes have come. Does not wait."""
         self.pulse += 1
 
     def finish(self) -> None:
-        """The filling is over: who waits for what is not there waits in vain."""
+        """Ends the filling: chunks that are missing now will not come."""
         with self._changed:
             self._filled = True
             self._changed.notify_all()
 
     def end(self, why: str) -> None:
-        """Ends it: nothing of it is sent any more, but what is on its way. The first reason stays."""
+        """Ends the passing: nothing more of it is sent, except frames in flight. The first reason stays."""
         with self._changed:
-            self.over = self.over or why
+            self.end_reason = self.end_reason or why
             self._changed.notify_all()
 
     @property
     def sent(self) -> Rate | None:
-        """What has been sent by now; None if that cannot be told."""
+        """How fast it was passed on by now; None if that is unknown."""
         with self._changed:
             flows = [list(each) for each in self._flows.values()]
         return rate_of(flows)
 
     def flows(self, reader: object) -> list[Flow]:
-        """The flows of one reader, who writes them down. Under the lock."""
+        """The list to which one reader's connection adds its flows. Under the lock."""
         self._readers.add(reader)
         return self._flows.setdefault(reader, [])
 
-    def left(self, reader: object) -> Callable[[], None] | None:
-        """A reader asks for nothing more; what is to be called without the lock. Under the lock."""
+    def leave(self, reader: object) -> Callable[[], None] | None:
+        """Forgets a reader; returns a function to be called without the lock, if any. Under the lock."""
         if reader not in self._readers:
             return None
         self._readers.remove(reader)
@@ -87,14 +89,14 @@ class TcpPassing:
             self._passed(rate)
 
     def why_not(self, chunk: int) -> str:
-        """Why a chunk will not be sent, now or later; empty: it may. Under the lock."""
-        if self.over:
-            return self.over
+        """Why a chunk will not be sent, now or later; empty: it may be. Under the lock."""
+        if self.end_reason:
+            return self.end_reason
         if not 0 <= chunk < len(self.chunks):
             return f"there is no chunk {chunk}; it has {len(self.chunks)}"
         given_up = self._filled or self._never[chunk]
-        return "nobody has brought that as it was sealed" if given_up and not self._there[chunk] else ""
+        return "no source has it as it was sealed" if given_up and not self._verified[chunk] else ""
 
     def has(self, chunk: int) -> bool:
         """Whether a chunk is verified. Under the lock."""
-        return bool(self._there[chunk])
+        return bool(self._verified[chunk])

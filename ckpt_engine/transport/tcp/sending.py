@@ -1,4 +1,4 @@
-"""How runs of a slot are put into frames, and go out of one connection. Nothing here writes to the arena."""
+"""Puts runs of a slot into frames and sends them over one connection. Nothing here writes to the arena."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, send
 
 LONG_RUN = 256 << 10
-"""From here on a run is sent from where it lies; shorter ones are put together first."""
+"""Bytes from which on a run is sent from where it lies; shorter ones are joined first."""
 
 
 class Sender:
@@ -26,7 +26,7 @@ class Sender:
         self._plain = not isinstance(connection, ssl.SSLSocket)
 
     def send(self, slot: int, runs: Sequence[tuple[int, int]]) -> None:
-        """One frame, of which `frames` makes the runs. Raises Silence, HungUp."""
+        """Sends one frame with these runs, as `frames` has them. Raises Silence, HungUp."""
         head = wire.frame(wire.DATA, sum(length for _, length in runs))
         first = slot * self._slot_bytes
         if len(runs) > 1 or runs[0][1] < LONG_RUN:
@@ -55,7 +55,7 @@ class Sender:
 
 
 def frames(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Runs, cut and put together so that each frame is a part of one long run or several short ones."""
+    """The runs of each frame: a part of one long run, or several short ones."""
     short: list[tuple[int, int]] = []
     size = 0
     for offset, length in runs:

@@ -1,6 +1,6 @@
-"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to who may read them.
+"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to admitted readers.
 
-A reader that is slow or stopped holds up its own thread and nobody else. Nothing here writes to the arena.
+A reader that is slow or stopped holds up only its own thread. Nothing here writes to the arena.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt_engine.transport.tcp.lendings import Lendings
 from ckpt_engine.transport.tcp.passer import Passer
 from ckpt_engine.transport.tcp.passing import Runs, TcpPassing
 from ckpt_engine.transport.tcp.sending import Sender, frames
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tuned
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tune
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -34,10 +34,10 @@ log = logging.getLogger("ckpt_engine.relay")
 
 
 MOST_CONNECTIONS = 512
-"""At a time; more are closed at once."""
+"""At a time; further ones are closed at once."""
 
 MOST_STRANGERS = 64
-"""Of them that showed no token yet."""
+"""How many of those connections may have shown no token yet."""
 
 FIRST_SECONDS = 10.0
 """From a connection to the end of its greeting, certificates included."""
@@ -49,7 +49,7 @@ SEND_SECONDS = 60.0
 class TcpArenaLender:
     """Lends one arena to other relays. Any thread; it has a thread of its own and one a connection.
 
-    Raises INVALID_ARGUMENT for an address that is none, that others reach though nobody could be told apart there, or
+    Raises INVALID_ARGUMENT for an invalid address, one that other hosts reach without certificates or --insecure, or
     certificates that do not work; UNAVAILABLE if it cannot listen there.
     """
 
@@ -63,7 +63,7 @@ class TcpArenaLender:
             raise invalid(
                 f"--listen {network.listen}: other machines reach that, and what they are sent is not encrypted: set "
                 "CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_CERTIFICATE and CKPT_ENGINE_KEY (docs/security.md), or give "
-                "--insecure where nobody else is on the network"
+                "--insecure where no other machine is on the network"
             )
         self._listener = _listening(host, port)
         self.address = join_address(network.address, self._listener.getsockname()[1])
@@ -79,7 +79,7 @@ class TcpArenaLender:
             log.info("relays of other hosts read it over TCP at %s, encrypted", self.address)
         else:
             log.warning(
-                "listening on %s: relays of other hosts read weights at %s, not encrypted: whoever sees the network "
+                "listening on %s: relays of other hosts read weights at %s, not encrypted: anyone who sees the network "
                 "sees them, and can read as they do",
                 host,
                 self.address,
@@ -126,11 +126,11 @@ class TcpArenaLender:
         self._lendings.lend(slot)
 
     def refuse(self, slot: int) -> None:
-        """Lets nobody else hold the slot from now on."""
+        """Refuses further readers of the slot."""
         self._lendings.refuse(slot)
 
     def retire(self, slot: int) -> int:
-        """Waits for those who hold the slot. Returns how many were overruled."""
+        """Waits for the readers that hold the slot. Returns how many were overruled."""
         return self._lendings.retire(slot)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class TcpArenaLender:
         self._listener.close()
 
     def forget(self) -> None:
-        """Closes this process's copies of the sockets, without a word to anybody: for a forked child."""
+        """Closes this process's copies of the sockets without telling their peers: for a forked child."""
         for each in (self._listener, *self._connections):
             with contextlib.suppress(OSError):
                 os.close(each.detach())
@@ -173,13 +173,13 @@ class TcpArenaLender:
             thread = threading.Thread(
                 target=self._serve, args=(connection, where), name=f"ckpt-engine tcp {number}", daemon=True
             )
-            if self._taken(connection, thread):
+            if self._take(connection, thread):
                 thread.start()
             else:
                 connection.close()
 
-    def _taken(self, connection: socket.socket, thread: threading.Thread) -> bool:
-        """Whether there is room for it. Of those that showed no token yet, the oldest makes room."""
+    def _take(self, connection: socket.socket, thread: threading.Thread) -> bool:
+        """Takes a connection in; False: there is no room. The oldest of those without a token makes room."""
         with self._lock:
             if not self._open or len(self._admitted) >= MOST_CONNECTIONS:
                 return False
@@ -193,20 +193,20 @@ class TcpArenaLender:
 
     def _serve(self, connection: socket.socket, where: str) -> None:
         try:
-            tuned(connection, FIRST_SECONDS)
+            tune(connection, FIRST_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
-            asked = wire.read_hello(receive(connection, wire.HELLO.size))
-            self._lendings.admit(asked)
+            hello = wire.read_hello(receive(connection, wire.HELLO.size))
+            self._lendings.admit(hello)
             with self._lock:
                 self._admitted.add(connection)
             send(connection, wire.frame(wire.YES, 0))
-            tuned(connection, SEND_SECONDS)
+            tune(connection, SEND_SECONDS)
             sender = Sender(connection, self._memory, self._bytes)
-            if asked.slot == wire.NO_SLOT:
+            if hello.slot == wire.NO_SLOT:
                 Passer(connection, self._lendings, sender).serve()
             else:
-                _ServedReader(connection, asked.slot, self._lendings, sender).serve()
+                _ServedReader(connection, hello.slot, self._lendings, sender).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
@@ -232,41 +232,43 @@ class _ServedReader:
         self._sender = sender
 
     def serve(self) -> None:
-        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for what nobody asks, HungUp."""
+        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp."""
         try:
             while True:
-                with contextlib.suppress(Silence):  # of one who has nothing to ask
+                with contextlib.suppress(Silence):  # the reader has no question now
                     self._answer(wire.read_question(receive(self._connection, wire.QUESTION.size)))
         finally:
             self._lendings.release(self._slot, self)
 
-    def _answer(self, asked: wire.ReaderMessage) -> None:
+    def _answer(self, message: wire.ReaderMessage) -> None:
         try:
-            self._answered(asked)
+            self._carry_out(message)
         except Silence as error:
             raise HungUp(f"it takes nothing for {SEND_SECONDS:g} s") from error
 
-    def _answered(self, asked: wire.ReaderMessage) -> None:
-        if asked.kind == wire.RELEASE:
+    def _carry_out(self, message: wire.ReaderMessage) -> None:
+        if message.kind == wire.RELEASE:
             self._lendings.release(self._slot, self)
-        elif asked.kind == wire.HOLD:
+        elif message.kind == wire.HOLD:
             try:
                 lending = self._lendings.hold(self._slot, self)
             except CkptEngineError as error:
                 send(self._connection, wire.refusal(wire.GONE, error.problem.message))
             else:
                 send(self._connection, wire.frame(wire.YES, len(lending)) + lending)
-        elif asked.kind == wire.READ:
-            data = receive(self._connection, asked.runs * wire.RUN.size)
+        elif message.kind == wire.READ:
+            data = receive(self._connection, message.runs * wire.RUN.size)
             runs = wire.read_runs(data, self._lendings.size(self._slot))
             for part in frames(runs):
-                why = next((no for run in part if (no := self._lendings.why_not(self._slot, asked.lending, *run))), "")
+                why = next(
+                    (no for run in part if (no := self._lendings.why_not(self._slot, message.lending, *run))), ""
+                )
                 if why:
                     send(self._connection, wire.refusal(wire.GONE, why))
                     return
                 self._sender.send(self._slot, part)
         else:
-            raise invalid("a chunk is asked for where what is being filled is asked for, not where a slot is read")
+            raise invalid("this connection reads a slot, and cannot ask for a chunk of what is being filled")
 
 
 def _listening(host: str, port: int) -> socket.socket:

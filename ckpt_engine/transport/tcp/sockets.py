@@ -1,4 +1,4 @@
-"""What both sides do with a connected socket: wait for so long and no longer, and end it for good."""
+"""What both sides do with a connected socket: wait for a limited time, and end it for good."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import threading
 from typing import Any
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A host that has gone without a word is noticed within 20 s, also while nothing is asked of it."""
+"""A host that has vanished is noticed within 20 s, also while nothing is asked of it."""
 
 
 class Silence(Exception):  # noqa: N818
-    """A socket was silent: nothing came, or could be sent, for as long as it waits."""
+    """Nothing came, or could be sent, for as long as the socket waits."""
 
 
 class HungUp(Exception):  # noqa: N818
-    """The other side has ended the connection."""
+    """The other side has closed the connection."""
 
 
-def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
+def resolve(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
     """What `getaddrinfo` finds for TCP. Raises OSError; Silence if the resolver does not answer in time: it may be more
-    patient than we are, and goes on on a thread that nobody waits for."""
+    patient than we are, and goes on on a thread of its own."""
     found: list[list[tuple[Any, ...]]] = []
     failed: list[OSError] = []
 
@@ -49,7 +49,7 @@ def resolved(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
     return found[0]
 
 
-def tuned(connection: socket.socket, seconds: float) -> None:
+def tune(connection: socket.socket, seconds: float) -> None:
     """Sets a socket's options for long runs and short questions. seconds: how long it waits in each call."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -66,7 +66,7 @@ def tuned(connection: socket.socket, seconds: float) -> None:
 
 
 def receive_some(connection: socket.socket, into: memoryview) -> int:
-    """Bytes that came, at least one. Raises Silence, HungUp."""
+    """Receives some bytes, at least one; returns how many. Raises Silence, HungUp."""
     try:
         if isinstance(connection, ssl.SSLSocket):
             got = connection.recv_into(into)
@@ -82,7 +82,7 @@ def receive_some(connection: socket.socket, into: memoryview) -> int:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes. Raises Silence if nothing came, HungUp, also if they stop coming in the middle."""
+    """Receives exactly so many bytes. Raises Silence if nothing came, HungUp also if they stop in the middle."""
     found = memoryview(bytearray(size))
     at = 0
     while at < size:
@@ -96,11 +96,11 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def send(connection: socket.socket, data: bytes | memoryview) -> None:
-    """All of it. Raises Silence, HungUp."""
-    left = memoryview(data)
-    while left:
+    """Sends all of it. Raises Silence, HungUp."""
+    remaining = memoryview(data)
+    while remaining:
         try:
-            left = left[connection.send(left) :]
+            remaining = remaining[connection.send(remaining) :]
         except (BlockingIOError, TimeoutError) as error:
             raise Silence from error
         except OSError as error:
@@ -108,16 +108,16 @@ def send(connection: socket.socket, data: bytes | memoryview) -> None:
 
 
 def unsent(connection: socket.socket) -> int:
-    """Bytes that were given to the kernel, and that the other side does not have yet."""
-    return _asked(connection, termios.TIOCOUTQ)
+    """Bytes in the kernel that the other side does not have yet."""
+    return _queue_bytes(connection, termios.TIOCOUTQ)
 
 
 def unread(connection: socket.socket) -> int:
-    """Bytes that have come, and that nobody has received yet."""
-    return _asked(connection, termios.FIONREAD)
+    """Bytes that have come and were not received yet."""
+    return _queue_bytes(connection, termios.FIONREAD)
 
 
-def _asked(connection: socket.socket, what: int) -> int:
+def _queue_bytes(connection: socket.socket, what: int) -> int:
     found = array.array("i", [0])
     with contextlib.suppress(OSError, ValueError):  # it is closed
         fcntl.ioctl(connection.fileno(), what, found)
@@ -125,17 +125,17 @@ def _asked(connection: socket.socket, what: int) -> int:
 
 
 def shut(connection: socket.socket) -> None:
-    """Whoever waits in it wakes up, and nothing comes or goes any more. Any thread; whoever uses it closes it."""
+    """Shuts a connection: its thread wakes up, and nothing comes or goes any more. Any thread; its user closes it."""
     with contextlib.suppress(OSError):
         # Not SSLSocket's own, after which its other methods would go past the encryption.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other side has, as far as one can tell without waiting."""
-    asked = select.poll()
+    """Whether the other side has hung up, as far as is known without waiting."""
+    poll = select.poll()
     try:
-        asked.register(connection.fileno(), select.POLLRDHUP)
-        return bool(asked.poll(0))
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
     except (OSError, ValueError):  # closed already
         return True

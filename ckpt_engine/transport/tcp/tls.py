@@ -1,7 +1,7 @@
 """TLS between relays, from what ckpt_engine/security/ has for this process: both sides show a certificate.
 
-The authority that signed the manager's certificate must have signed the other relay's as well. Which relay it is says
-the locator, with its certificate's digest: it came from the manager, so no name has to stand in the certificate.
+The authority that signed the manager's certificate must have signed the other relay's as well. The locator identifies
+the relay by its certificate's digest. It came from the manager, so the certificate needs no name.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, ClientSecur
 
 
 def owners_context(environment: Mapping[str, str] = os.environ) -> tuple[ssl.SSLContext | None, bytes]:
-    """What the owner's side speaks TLS with, and its certificate's digest; None: this process has no certificate.
+    """The TLS context of the owner's side, and its certificate's digest; None: this process has no certificate.
 
     Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read or do not belong together.
     """
     security = ClientSecurity.from_environment(environment)
     if not security.certificate:
         return None, b""
-    context = _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), security, environment)
+    context = _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), security, environment)
     first = security.certificate[security.certificate.index(b"-----BEGIN CERTIFICATE-----") :].decode("ascii")
     return context, digest_of(ssl.PEM_cert_to_DER_cert(first.partition("-----END CERTIFICATE-----")[0] + _END))
 
@@ -33,18 +33,18 @@ _END = "-----END CERTIFICATE-----\n"
 
 
 def readers_context(environment: Mapping[str, str] = os.environ) -> ssl.SSLContext:
-    """What the reader's side speaks TLS with. Raises INVALID_ARGUMENT if this process has no certificate."""
+    """The TLS context of the reader's side. Raises INVALID_ARGUMENT if this process has no certificate."""
     security = ClientSecurity.from_environment(environment)
     if not security.certificate:
         raise invalid(
             f"that relay speaks TLS and wants a certificate of this one: set {AUTHORITY}, {CERTIFICATE}, {KEY}"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the locator says which certificate it has to be
-    return _filled(context, security, environment)
+    context.check_hostname = False  # the locator has the certificate's digest
+    return _load(context, security, environment)
 
 
-def _filled(context: ssl.SSLContext, security: ClientSecurity, environment: Mapping[str, str]) -> ssl.SSLContext:
+def _load(context: ssl.SSLContext, security: ClientSecurity, environment: Mapping[str, str]) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -56,10 +56,10 @@ def _filled(context: ssl.SSLContext, security: ClientSecurity, environment: Mapp
 
 
 def check_certificate(connection: ssl.SSLSocket, expected: bytes) -> None:
-    """Raises UNAVAILABLE unless the other side showed the certificate whose digest is expected."""
-    shown = connection.getpeercert(binary_form=True) or b""
-    if not hmac.compare_digest(digest_of(shown), expected):
-        raise unavailable("whoever answers there shows another certificate than that relay's: it is not believed")
+    """Raises UNAVAILABLE unless the other side showed the certificate with the expected digest."""
+    certificate = connection.getpeercert(binary_form=True) or b""
+    if not hmac.compare_digest(digest_of(certificate), expected):
+        raise unavailable("the process that answers there shows another certificate than that relay's: refused")
 
 
 def digest_of(certificate: bytes) -> bytes:

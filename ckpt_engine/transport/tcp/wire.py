@@ -1,4 +1,4 @@
-"""What relays say to each other over TCP: fixed headers, all little-endian, every count bounded.
+"""The protocol between relays over TCP: fixed headers, all little-endian, every count bounded.
 
     reader                                       owner
     HELLO  magic, version, slot, arena, token    YES, or NO and why not; then it hangs up
@@ -9,7 +9,7 @@
     PASS   key of a filling, number of a chunk   DATA frames once that chunk is verified, WAIT until then; GONE and why
 
 A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
-PASS is asked of what is being filled, so its greeting is about no slot.
+PASS is about what is being filled, so its greeting names no slot (NO_SLOT).
 Pure: no socket is touched here.
 """
 
@@ -40,7 +40,7 @@ QUESTION = struct.Struct(f"<B3xI{LENDING_BYTES}s")
 HOLD, RELEASE, READ, PASS = range(1, 5)
 
 NO_SLOT = 2**32 - 1
-"""Of a greeting: the connection is for asking what is being filled."""
+"""In a greeting: the connection asks for chunks of what is being filled."""
 
 RUN = struct.Struct("<QQ")
 """Offset in the slot, length; bytes."""
@@ -51,19 +51,19 @@ FRAME = struct.Struct("<B3xI")
 YES, NO, DATA, GONE, WAIT = range(1, 6)
 
 PULSE = struct.Struct("<Q")
-"""With WAIT: a number that changes whenever its sender gets something of what it is being filled with."""
+"""With WAIT: a number that changes whenever its sender receives bytes of what it is being filled with."""
 
 FRAME_BYTES = 4 << 20
-"""Of one DATA frame, at most. Between two the owner looks whether the lending still holds."""
+"""The most of one DATA frame. Between two frames the owner checks that the lending still holds."""
 
 WORDS_BYTES = 1024
-"""Of a reason, at most."""
+"""The most of a reason."""
 
 MOST_RUNS = 1024
-"""Of one READ."""
+"""The most runs of one READ."""
 
 MOST_BYTES = 64 << 20
-"""Of the runs of one READ."""
+"""The most that the runs of one READ may have together."""
 
 
 class Hello(NamedTuple):
@@ -75,18 +75,18 @@ class Hello(NamedTuple):
 
 
 class ReaderMessage(NamedTuple):
-    """A message of a reader. runs: how many follow it; of PASS the number of a chunk. lending: of PASS the key."""
+    """A message of a reader."""
 
-    kind: int
-    runs: int
-    lending: bytes
+    kind: int  # HOLD, RELEASE, READ or PASS
+    runs: int  # how many follow; of PASS: the number of a chunk
+    lending: bytes  # of PASS: the key of the filling
 
 
 class Frame(NamedTuple):
-    """The head of an answer. size: bytes that follow."""
+    """The head of an answer."""
 
     kind: int
-    size: int
+    size: int  # bytes that follow
 
 
 def hello(slot: int, arena: bytes, token: bytes) -> bytes:
@@ -95,13 +95,13 @@ def hello(slot: int, arena: bytes, token: bytes) -> bytes:
 
 
 def read_hello(data: bytes) -> Hello:
-    """Raises INVALID_ARGUMENT for what is none, or one of another version."""
+    """Reads a greeting. Raises INVALID_ARGUMENT for a malformed one, or one of another version."""
     try:
         magic, version, slot, arena, token = HELLO.unpack(data)
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no greeting of a relay") from error
     if magic != MAGIC:
-        raise invalid("whoever calls is no relay")
+        raise invalid("the caller is no relay")
     if version != VERSION:
         raise invalid(f"it speaks version {version} of relays' protocol, and this relay version {VERSION}")
     return Hello(slot, arena, token)
@@ -112,19 +112,19 @@ def question(kind: int, lending: bytes = bytes(LENDING_BYTES), runs: Sequence[tu
     return QUESTION.pack(kind, len(runs), lending) + b"".join(RUN.pack(*run) for run in runs)
 
 
-def passed(key: bytes, chunk: int) -> bytes:
+def chunk_question(key: bytes, chunk: int) -> bytes:
     """A reader's question for a chunk of a filling. key: 16 bytes."""
     return QUESTION.pack(PASS, chunk, key)
 
 
 def read_question(data: bytes) -> ReaderMessage:
-    """Raises INVALID_ARGUMENT for what nobody asks."""
+    """Reads a message of a reader. Raises INVALID_ARGUMENT for an invalid one."""
     try:
         found = ReaderMessage(*QUESTION.unpack(data))
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are no question") from error
     if found.kind not in (HOLD, RELEASE, READ, PASS):
-        raise invalid(f"nobody can ask {found.kind}")
+        raise invalid(f"there is no question of kind {found.kind}")
     if found.kind != PASS and not (1 <= found.runs <= MOST_RUNS if found.kind == READ else found.runs == 0):
         raise invalid(f"question {found.kind} is about {found.runs} runs; a read is about 1 to {MOST_RUNS}")
     return found
@@ -132,7 +132,7 @@ def read_question(data: bytes) -> ReaderMessage:
 
 def read_runs(data: bytes, size: int) -> list[tuple[int, int]]:
     """(offset, length) of each run. size: bytes of the slot that are lent. Raises INVALID_ARGUMENT for runs that do not
-    lie in it, and for more than may be asked for at once."""
+    lie in it, and for too many bytes at once."""
     if len(data) % RUN.size:
         raise invalid(f"{len(data)} bytes are no list of runs")
     found = list(RUN.iter_unpack(data))
@@ -156,7 +156,7 @@ def refusal(kind: int, why: str) -> bytes:
 
 
 def read_frame(data: bytes) -> Frame:
-    """Raises INVALID_ARGUMENT for the head of no answer, or of one that is too large."""
+    """Reads the head of an answer. Raises INVALID_ARGUMENT for a malformed one, or a size that is too large."""
     try:
         found = Frame(*FRAME.unpack(data))
     except struct.error as error:

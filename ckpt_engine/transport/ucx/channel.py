@@ -1,6 +1,6 @@
-"""What a relay and its helper say to each other: messages of a Unix SOCK_SEQPACKET pair. Imports nothing heavy.
+"""The protocol between a relay and its helper: messages of a Unix SOCK_SEQPACKET pair. Imports nothing heavy.
 
-A message is a header and a body. The relay numbers what it asks; each is answered once, with DONE or FAILED.
+A message is a header and a body. The relay numbers its requests; each is answered once, with DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 
 HEADER = struct.Struct("<B3xIQ")
-"""Kind, number, and a value whose meaning is the kind's."""
+"""Kind, number, and a value that each kind defines."""
 
 LEND, CONNECT, CHECK, READ = range(1, 5)
-"""What a relay asks.
+"""Requests of a relay.
 
-LEND: register the first `value` bytes of a part of the arena, which starts at the offset that is the body (OFFSET).
-Answered with the metadata of the agent. CONNECT: the body is an owner's metadata. CHECK: the body is a TOKEN: whether
-that lies at that address of the owner that was connected to. READ: the body is runs (RUN) of the owner's memory.
+LEND: register the first `value` bytes of the part of the arena that starts at the offset in the body (OFFSET);
+answered with the metadata of the agent. CONNECT: to the owner whose metadata is the body. CHECK: whether the token in
+the body (TOKEN) lies at that address of the connected owner. READ: the runs in the body (RUN) of the owner's memory.
 """
 
 READY, DONE, FAILED = range(16, 19)
-"""What a helper says. READY: its agent has started, or the body says why not. DONE: the body is the answer, if there is
-one. FAILED: the body says why; `value` is NOT_LENT if that is all that is wrong."""
+"""Messages of a helper. READY: its agent has started, or the body says why not. DONE: the body is the answer, if there
+is one. FAILED: the body says why; `value` is NOT_LENT if the owner only does not lend the memory now."""
 
 NOT_LENT = 1
 
@@ -31,17 +31,17 @@ RUN = struct.Struct("<QQQ")
 """Address in the owner's helper; offset in this relay's arena; length."""
 
 MOST_BYTES = 96 << 10
-"""Of a message; a socket takes twice that without being asked for more."""
+"""The most of a message; a socket takes twice that by default."""
 
 MOST_METADATA = MOST_BYTES - 64
-"""Of an agent; it has some hundred bytes for each device."""
+"""The most of an agent's metadata, which has some hundred bytes for each device."""
 
 MOST_RUNS = 2048
-"""Of one READ."""
+"""The most runs of one READ."""
 
 LENDER, LENDER_WRITABLE, READER = range(1, 4)
-"""What a helper is for. LENDER maps the arena read-only; LENDER_WRITABLE does not, since InfiniBand registers only what
-can be written. READER writes what it reads."""
+"""Roles of a helper. LENDER maps the arena read-only. LENDER_WRITABLE maps it writable, since InfiniBand registers only
+writable memory. READER writes what it reads."""
 
 Runs = Sequence[tuple[int, int, int]]
 
@@ -52,7 +52,7 @@ def message(kind: int, number: int, value: int = 0, body: bytes = b"") -> bytes:
 
 
 def parts(data: bytes) -> tuple[int, int, int, bytes]:
-    """Kind, number, value and body. Raises ValueError for what is no message."""
+    """Kind, number, value and body. Raises ValueError for a malformed message."""
     if len(data) < HEADER.size:
         raise ValueError(f"a message of {len(data)} bytes")
     return (*HEADER.unpack_from(data), data[HEADER.size :])
@@ -64,16 +64,16 @@ def pack_runs(runs: Runs) -> bytes:
 
 
 def unpack_runs(body: bytes) -> list[tuple[int, int, int]]:
-    """Runs of a READ's body. Raises struct.error for what is none."""
+    """Runs of a READ's body. Raises struct.error for a malformed one."""
     return list(RUN.iter_unpack(body))
 
 
 def in_requests(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-    """Runs in order, joined where one goes on where the one before ended, cut so that no request has more than `most`
-    bytes or MOST_RUNS runs. Each with its bytes."""
+    """Requests, each with its bytes: runs in order, adjacent ones joined, cut so that no request has more than `most`
+    bytes or MOST_RUNS runs."""
     batch: list[tuple[int, int, int]] = []
     size = 0
-    for remote, local, length in _joined(runs):
+    for remote, local, length in _join(runs):
         while length:
             if size >= most or len(batch) >= MOST_RUNS:
                 yield size, batch
@@ -86,7 +86,7 @@ def in_requests(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[tup
         yield size, batch
 
 
-def _joined(runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def _join(runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     held: tuple[int, int, int] | None = None
     for remote, local, length in runs:
         if held is not None and (held[0] + held[2], held[1] + held[2]) == (remote, local):

@@ -1,9 +1,9 @@
 """Makes helper processes that have the relay's arena mapped. A process of its own, started before the arena is sealed.
 
-Once the arena is sealed nobody can map it writable, so whoever is to write must have inherited such a mapping. A relay
+Once the arena is sealed no process can map it writable, so a helper that writes must inherit such a mapping. A relay
 cannot fork helpers itself: it has threads, and its own mapping is not for children. This process has one thread and
-loads next to nothing; it maps the arena and then forks one helper for each request. It ends when its socket does, and
-its helpers with it.
+loads next to nothing; it maps the arena and then forks one helper for each request. It ends with its socket, and its
+helpers end with it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import struct
 import sys
 
 from ckpt_engine.transport.ucx.channel import LENDER, READER
-from ckpt_engine.transport.ucx.memory import die_with_parent, mapped, unmapped
+from ckpt_engine.transport.ucx.memory import die_with_parent, map_shared, unmap
 
 ADDRESSES = struct.Struct("<QQQ")
-"""Its first message: where the arena lies writable, read-only, and where the board of tokens does."""
+"""Its first message: addresses of the writable and the read-only mapping of the arena, and of the board of tokens."""
 
 REQUEST = struct.Struct("<B7x64s256s")
-"""What for, the name of the agent, UCX_NET_DEVICES or nothing; with it the helper's end of a channel. Answered with the
+"""Role, name of the agent, UCX_NET_DEVICES or nothing; the helper's end of a channel comes with it. Answered with the
 process id, that name, and a descriptor of the process (pidfd)."""
 
 STARTED = struct.Struct("<Q64s")
@@ -30,8 +30,8 @@ STARTED = struct.Struct("<Q64s")
 
 def serve(channel: socket.socket, arena: int, size: int, board: int, board_size: int) -> None:
     """Forks helpers until the relay hangs up. arena, board: descriptors."""
-    writable, readable = mapped(arena, size, True), mapped(arena, size, False)
-    tokens = mapped(board, board_size, False)
+    writable, readable = map_shared(arena, size, True), map_shared(arena, size, False)
+    tokens = map_shared(board, board_size, False)
     os.close(arena)
     os.close(board)
     channel.send(ADDRESSES.pack(writable, readable, tokens))
@@ -52,7 +52,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             base = readable if role == LENDER else writable
-            unmapped(writable if role == LENDER else readable, size)
+            unmap(writable if role == LENDER else readable, size)
             _help(descriptors[0], role, name.rstrip(b"\0").decode(), devices.rstrip(b"\0").decode(), base, size, tokens)
         for each in descriptors:
             os.close(each)
@@ -62,7 +62,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
 
 
 def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
-    """The life of a helper. Does not return."""
+    """Runs a helper. Does not return."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
         if devices:

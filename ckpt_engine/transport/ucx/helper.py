@@ -1,4 +1,4 @@
-"""A helper process: does what its relay asks, with NIXL, and can be killed at any time.
+"""A helper process: carries out its relay's requests with NIXL, and can be killed at any time.
 
 It registers parts of the arena for peers to read, or reads from peers into the arena. It touches no other memory of the
 relay and knows nothing of weights. One thread of its own; a lender's NIXL has one more, which answers peers.
@@ -14,28 +14,28 @@ from collections import OrderedDict, deque
 from typing import Any
 
 from ckpt_engine.transport.ucx import channel as c
-from ckpt_engine.transport.ucx.memory import populated
+from ckpt_engine.transport.ucx.memory import populate
 from ckpt_engine.transport.ucx.nixl import Agent
 
 IN_FLIGHT = 6
 """Reads that are begun at a time; a request has at most some MiB."""
 
 NAP_SECONDS = 50e-6
-"""Between two looks at reads of which none has moved."""
+"""Between two polls of reads none of which has ended."""
 
 PREPARED = 4096
-"""Reads that stay prepared for the next time."""
+"""Reads that stay prepared for repetition."""
 
 _TOKEN_BYTES = 16
 
 _Key = tuple[int, bytes]
-"""Kind and body of what was asked."""
+"""Kind and body of a request."""
 
 
 def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: int, reads: bool) -> None:
-    """Serves one relay until it hangs up, and ends this process then.
+    """Serves one relay until it hangs up, then ends this process.
 
-    base: where the arena of `size` bytes lies. tokens: where the board does. reads: or it lends.
+    base: address of the arena of `size` bytes. tokens: address of the board. reads: it reads; else it lends.
     """
     channel.recv(1)  # until the relay knows this process
     os.dup2(2, 1)  # what libraries print must not go where people read answers
@@ -50,10 +50,10 @@ def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: 
         raise
     channel.send(c.message(c.READY, 0))
     helper.serve()
-    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that nobody waits for any more
+    os._exit(0)  # no destructor of NIXL or UCX runs: they would wait for reads that are no longer of use
 
 
-class _Served:
+class _Service:
     """Answers one relay."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
@@ -63,25 +63,25 @@ class _Served:
         self._size = size
 
     def serve(self) -> None:
-        """Until the relay hangs up."""
+        """Answers until the relay hangs up."""
         while data := self._channel.recv(c.MOST_BYTES):
-            self._heard(data)
+            self._handle(data)
 
-    def _heard(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         kind, number, value, body = c.parts(data)
         try:
-            answer = self._done(kind, number, value, body)
+            answer = self._perform(kind, number, value, body)
         except Exception as error:
-            self._failed(number, error)
+            self._report_failure(number, error)
         else:
             if answer is not None:
                 self._channel.send(c.message(c.DONE, number, value, answer))
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
-        """The answer; None: it comes later."""
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+        """Carries out a request; returns the answer, or None if it comes later."""
         raise NotImplementedError
 
-    def _failed(self, number: int, error: Exception) -> None:
+    def _report_failure(self, number: int, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
         self._channel.send(c.message(c.FAILED, number, 0, text.encode()[: c.MOST_BYTES // 2]))
 
@@ -91,7 +91,7 @@ class _Served:
         return self._base + offset
 
 
-class _HelperLender(_Served):
+class _HelperLender(_Service):
     """Lets peers read parts of the arena. It is NIXL's thread that answers them."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int, tokens: int) -> None:
@@ -99,7 +99,7 @@ class _HelperLender(_Served):
         agent.register([(tokens, os.sysconf("SC_PAGESIZE"))])
         self._lent: dict[int, tuple[int, Any]] = {}
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         if kind != c.LEND:
             raise ValueError(f"a lender does not understand message {kind}")
         (start,) = c.OFFSET.unpack(body)
@@ -108,12 +108,12 @@ class _HelperLender(_Served):
             address = self._inside(start, value)
             if registered is not None:
                 self._agent.deregister(self._lent.pop(start)[1])
-            populated(address, value, writable=False)
+            populate(address, value, writable=False)
             self._lent[start] = value, self._agent.register([(address, value)])
         return self._agent.metadata()
 
 
-class _HelperReader(_Served):
+class _HelperReader(_Service):
     """Reads from one peer at a time into the arena."""
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
@@ -129,15 +129,15 @@ class _HelperReader(_Served):
     def serve(self) -> None:
         while True:
             if self._flying:
-                nap = 0.0 if self._moved() else NAP_SECONDS
+                nap = 0.0 if self._poll_reads() else NAP_SECONDS
                 if self._flying and not select.select([self._channel], [], [], nap)[0]:
                     continue
             data = self._channel.recv(c.MOST_BYTES)
             if not data:
                 return
-            self._heard(data)
+            self._handle(data)
 
-    def _done(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
+    def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         if kind == c.CONNECT:
             self._peer = self._agent.connect(body)
             return b""
@@ -148,7 +148,7 @@ class _HelperReader(_Served):
         if kind not in (c.READ, c.CHECK):
             raise ValueError(f"a reader does not understand message {kind}")
         if not self._peer:
-            raise ValueError("it is connected to nobody")
+            raise ValueError("it is not connected to an owner")
         self._waiting.append((number, (kind, body)))
         self._begin()
         return None
@@ -161,24 +161,24 @@ class _HelperReader(_Served):
             self._prepared.clear()
             self._agent.deregister(self._registered.pop(start)[1])
         address = self._inside(start, size)
-        populated(address, size, writable=True)
+        populate(address, size, writable=True)
         self._registered[start] = size, self._agent.register([(address, size)])
 
     def _begin(self) -> None:
         while self._waiting and len(self._flying) < IN_FLIGHT:
             number, key = self._waiting.popleft()
             try:
-                read = self._taken(key)
-                over = self._agent.begin(read)
+                read = self._take_prepared(key)
+                finished = self._agent.begin(read)
             except Exception as error:
-                self._failed(number, error)
+                self._report_failure(number, error)
                 continue
             self._flying[number] = key, read
-            if over:
-                self._ended(number)
+            if finished:
+                self._finish(number)
 
-    def _taken(self, key: _Key) -> Any:
-        """A read made ready; the one of the last time if that is over."""
+    def _take_prepared(self, key: _Key) -> Any:
+        """A prepared read, the last one of this key if that has ended."""
         if key in self._prepared:
             return self._prepared.pop(key)
         kind, body = key
@@ -190,24 +190,24 @@ class _HelperReader(_Served):
         local = [(self._inside(offset, length), length) for _, offset, length in runs]
         return self._agent.prepare(self._peer, local, [(remote, length) for remote, _, length in runs])
 
-    def _moved(self) -> bool:
-        """Whether any read has ended."""
+    def _poll_reads(self) -> bool:
+        """Finishes reads that have ended, and begins others; returns whether any had."""
         moved = False
         for number, (_, read) in list(self._flying.items()):
             try:
-                over = self._agent.over(read)
+                finished = self._agent.finished(read)
             except Exception as error:
                 del self._flying[number]
-                self._failed(number, error)
+                self._report_failure(number, error)
                 moved = True
                 continue
-            if over:
-                self._ended(number)
+            if finished:
+                self._finish(number)
                 moved = True
         self._begin()
         return moved
 
-    def _ended(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         key, read = self._flying.pop(number)
         self._prepared[key] = read
         while len(self._prepared) > PREPARED:

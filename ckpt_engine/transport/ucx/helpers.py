@@ -1,7 +1,7 @@
 """Helper processes as their relay sees them: started, asked, killed. Any thread; nothing here waits without a deadline.
 
-A helper is known by a descriptor of its process (pidfd), so that no other process is ever killed in its place. Killed
-means: the kernel says that it has ended. Its memory is unmapped by then, so it writes nothing any more.
+A helper is identified by a descriptor of its process (pidfd), so that no other process is ever killed in its place. A
+helper counts as killed once the kernel says that it has ended. Its memory is unmapped by then, so it cannot write.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ START_SECONDS = 60.0
 """For a process to start, and for NIXL to find its devices."""
 
 KILL_SECONDS = 30.0
-"""For a process to end once it was killed. A driver may hold it longer; then the relay ends instead of its helper."""
+"""For a killed process to end. A driver may hold it longer; then the relay ends instead of its helper."""
 
 ANSWER_SECONDS = 60.0
 """For a helper to register memory: the kernel may have to pin all of it."""
 
 
 class Helper:
-    """One helper process. name: of its NIXL agent, which no other one has."""
+    """One helper process. name: of its NIXL agent, unique."""
 
     def __init__(self, connection: socket.socket, pid: int, handle: int, name: str) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class Helper:
         self._lock = threading.RLock()
         self._number = 0
         self._unsent: deque[bytes] = deque()
-        self._asked: set[int] = set()
+        self._pending: set[int] = set()
         self._answers: dict[int, bytes | CkptEngineError] = {}
         self._why = ""
         self.registered: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Helper:
 
     @property
     def ended(self) -> str:
-        """Why nothing can be asked of it any more; empty while it lives."""
+        """Why it cannot be asked any more; empty while it lives."""
         with self._lock:
             self._pump()
             return self._why
@@ -69,26 +69,26 @@ class Helper:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was asked of it has no answer."""
+        """Whether a request has no answer yet."""
         with self._lock:
             self._pump()
-            return bool(self._asked)
+            return bool(self._pending)
 
     def ask(self, kind: int, value: int = 0, body: bytes = b"") -> int:
-        """Asks for something; returns the number of the answer. Waits for nothing. Raises UNAVAILABLE."""
+        """Sends a request; returns the number of its answer. Does not wait. Raises UNAVAILABLE."""
         with self._lock:
             self._pump()
             if self._why:
                 raise unavailable(self._why)
             self._number += 1
-            self._asked.add(self._number)
+            self._pending.add(self._number)
             self._unsent.append(c.message(kind, self._number, value, body))
             self._pump()
             return self._number
 
     def answer(self, number: int) -> bytes | None:
-        """The answer, once; None: there is none yet. Waits for nothing. Raises UNAVAILABLE with what the helper said,
-        or if it has ended."""
+        """Takes the answer; None: there is none yet. Does not wait. Raises UNAVAILABLE with the helper's message, or if
+        it has ended."""
         with self._lock:
             self._pump()
             found = self._answers.pop(number, None)
@@ -99,18 +99,18 @@ class Helper:
         return found
 
     def wait(self, number: int, seconds: float) -> bytes:
-        """The answer. Raises UNAVAILABLE as `answer`, DEADLINE_EXCEEDED."""
+        """Waits for the answer. Raises as `answer`, and DEADLINE_EXCEEDED."""
         until = time.monotonic() + seconds
         while (found := self.answer(number)) is None:
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 raise deadline(f"UCX did not answer within {seconds:.3g} s")
             with contextlib.suppress(OSError, ValueError):  # it may be killed meanwhile
-                readable(self._connection.fileno(), min(left, 0.2))
+                readable(self._connection.fileno(), min(remaining, 0.2))
         return found
 
     def register(self, start: int, size: int) -> bytes:
-        """Registers the first `size` bytes of a part of the arena, unless it has; returns the answer.
+        """Registers the first `size` bytes of the part of the arena at `start`; returns the answer.
 
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
@@ -119,8 +119,8 @@ class Helper:
         return found
 
     def kill(self, why: str = "its helper process was ended") -> None:
-        """Ends the process. When it returns, the process has ended: nothing lands in the arena through it any more. May
-        be repeated. Never raises; a process that does not end takes this one with it."""
+        """Ends the process and waits for its end: then nothing lands in the arena through it any more. May be repeated.
+        Never raises; if the helper does not end, this process does."""
         with self._lock:
             handle, self._handle = self._handle, -1
             if handle < 0:
@@ -136,15 +136,15 @@ class Helper:
                 os._exit(1)
             os.close(handle)
             self._connection.close()
-            self._asked.clear()
+            self._pending.clear()
 
     def forget(self) -> None:
-        """Closes this process's copies of what leads to it: for a forked child."""
+        """Closes this process's copy of its connection: for a forked child."""
         with contextlib.suppress(OSError):
             self._connection.close()
 
     def _pump(self) -> None:
-        """Sends what could not be sent yet, and takes what has come."""
+        """Sends queued requests as far as the socket takes them, and takes answers that have come."""
         if self._why:
             return
         try:
@@ -154,22 +154,22 @@ class Helper:
                     self._unsent.popleft()
             with contextlib.suppress(BlockingIOError):
                 while data := self._connection.recv(c.MOST_BYTES):
-                    self._heard(data)
-                self._lost(None)
+                    self._take_answer(data)
+                self._note_end(None)
         except (OSError, ValueError) as error:
-            self._lost(error)
+            self._note_end(error)
 
-    def _lost(self, error: Exception | None) -> None:
+    def _note_end(self, error: Exception | None) -> None:
         self._why = f"the helper process {self.pid} has ended{f' ({error})' if error else ''}"
 
-    def _heard(self, data: bytes) -> None:
+    def _take_answer(self, data: bytes) -> None:
         kind, number, value, body = c.parts(data)
         if kind == c.READY:
             self._answers[0] = unavailable(f"UCX cannot be used: {_words(body)}") if body else b""
             return
-        if number not in self._asked:
+        if number not in self._pending:
             return
-        self._asked.discard(number)
+        self._pending.discard(number)
         if kind == c.DONE:
             self._answers[number] = body
         else:
@@ -191,7 +191,8 @@ def _words(body: bytes) -> str:
 class ForkServer:
     """Makes the helpers of one arena. Made before the arena is sealed.
 
-    arena: its descriptor; size: of it. board: descriptor of the page of tokens. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    arena, size: the arena's descriptor and bytes. board: descriptor of the page of tokens. Raises UNAVAILABLE,
+    DEADLINE_EXCEEDED.
     """
 
     def __init__(self, arena: int, size: int, board: int) -> None:
@@ -200,12 +201,12 @@ class ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(START_SECONDS)
         with theirs:
-            passed = (theirs.fileno(), arena, board)
+            descriptors = (theirs.fileno(), arena, board)
             numbers = [str(each) for each in (theirs.fileno(), arena, size, board, mmap.PAGESIZE)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckpt_engine.transport.ucx.fork_server", *numbers],
                 stdin=subprocess.DEVNULL,
-                pass_fds=passed,
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is for the relay, which ends what it has started
                 env={
                     **helper_environment(os.environ),
@@ -214,16 +215,16 @@ class ForkServer:
             )
         forget_in_children(self)
         try:
-            told = self._connection.recv(ADDRESSES.size)
+            addresses = self._connection.recv(ADDRESSES.size)
         except TimeoutError:
-            told = b""
+            addresses = b""
         except OSError as error:
             log.warning("ckpt-engine: the process that makes UCX helpers cannot be heard: %s", error)
-            told = b""
-        if len(told) != ADDRESSES.size:
+            addresses = b""
+        if len(addresses) != ADDRESSES.size:
             self.close()
             raise unavailable("the process that makes UCX helpers did not start; the log says why")
-        self.writable, self.readable, self.board = ADDRESSES.unpack(told)
+        self.writable, self.readable, self.board = ADDRESSES.unpack(addresses)
 
     @property
     def pid(self) -> int:
@@ -244,7 +245,7 @@ class ForkServer:
                 try:
                     request = REQUEST.pack(role, name.encode(), devices.encode())
                     socket.send_fds(self._connection, [request], [theirs.fileno()])
-                    pid, handle = self._started(name)
+                    pid, handle = self._await_start(name)
                 except TimeoutError:
                     raise deadline(f"no UCX helper was made within {seconds:.3g} s") from None
                 except OSError as error:
@@ -265,14 +266,14 @@ class ForkServer:
             raise
         return helper
 
-    def _started(self, name: str) -> tuple[int, int]:
-        """What was made under this name. What is late, made for somebody who has given up, is ended."""
+    def _await_start(self, name: str) -> tuple[int, int]:
+        """Process id and descriptor of the helper with this name. Ends earlier ones, as their callers have given up."""
         while True:
-            told, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
-            if len(told) != STARTED.size or not descriptors:
+            reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
+            if len(reply) != STARTED.size or not descriptors:
                 raise unavailable("no UCX helper can be made: the process that makes them has ended")
-            pid, made = STARTED.unpack(told)
-            if made.rstrip(b"\0").decode() == name:
+            pid, agent = STARTED.unpack(reply)
+            if agent.rstrip(b"\0").decode() == name:
                 return pid, descriptors[0]
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptors[0], signal.SIGKILL)
@@ -283,7 +284,7 @@ class ForkServer:
         for helper in list(self._helpers):
             helper.kill()
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # whoever waits for a helper just now is told
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes up a thread that waits for a helper
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it holds nothing but its helpers, which have ended

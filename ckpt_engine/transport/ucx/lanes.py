@@ -1,7 +1,7 @@
 """What a relay has for UCX: the process that makes helpers, the helpers of each lane, and the board of lent slots.
 
 A lane is a network device. The owner's side has one helper a lane, for all readers. The reader's side has one a lane
-and owner, so that an owner who hangs costs the reads from that owner only.
+and owner, so that an owner that hangs costs the reads from that owner only.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ckpt_engine.transport.ucx.settings import ucx_devices
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 IDLE = 4
-"""Helpers that stay connected to owners nobody reads from now."""
+"""Helpers that stay connected to owners while no link reads from them."""
 
 _TOKEN_BYTES = 16
 
 
 @dataclass(eq=False)
 class Peer:
-    """A helper that is connected to one of an owner's. failed: a read has failed, so it is used for nothing else."""
+    """A helper that is connected to one of an owner's."""
 
     helper: Helper
-    key: tuple[int, bytes]
+    key: tuple[int, bytes]  # lane, and the owner's metadata
     links: int = 0
-    failed: bool = False
+    failed: bool = False  # a read has failed, so the helper is not used again
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class UcxLanes:
     """UCX of one arena. Any thread. devices: one entry a lane, as UCX_NET_DEVICES has it.
 
     Made between the arena's mapping and its sealing. descriptor, size: of the arena; address: where this process maps
-    it. reserved: bytes that each slot has taken, which are what is registered of it; whoever takes them says so.
+    it. reserved: bytes that each slot has taken, which is how much of it is registered; the arena sets them.
 
     Raises UNAVAILABLE, DEADLINE_EXCEEDED.
     """
@@ -79,12 +79,12 @@ class UcxLanes:
 
     @property
     def fork_server(self) -> int:
-        """The process that makes helpers."""
+        """The pid of the process that makes helpers."""
         return self._server.pid
 
     @property
     def helpers(self) -> list[int]:
-        """The processes of helpers that have not been ended."""
+        """The pids of helpers that were not killed."""
         with self._lock:
             found = [each.helper for each in self._lenders.values()]
             found += [each.helper for each in self._peers.values()]
@@ -101,9 +101,8 @@ class UcxLanes:
         self._board[slot * _TOKEN_BYTES : (slot + 1) * _TOKEN_BYTES] = bytes(_TOKEN_BYTES)
 
     def metadata(self, slot: int) -> list[tuple[bytes, int, int]]:
-        """What readers need of each lane for a slot: the metadata of its helper's agent, where the arena lies in it,
-        and where the slot's token does. Equal from call to call while no slot takes more memory and no helper has
-        ended.
+        """For each lane, what readers of a slot need: the metadata of its helper's agent, and where the arena and the
+        slot's token lie in that helper. Equal from call to call while no slot takes more memory and no helper ends.
 
         Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
@@ -127,31 +126,31 @@ class UcxLanes:
     # -- the reader's side
 
     def peer(self, lane: int, metadata: bytes, seconds: float, answer: float) -> Peer:
-        """A helper of a lane that is connected to an owner's. Given back with `release`. answer: of the seconds, how
-        many the owner may take.
+        """A helper of a lane that is connected to an owner's; end its use with `release`. seconds: in all. answer:
+        seconds that the owner may take.
 
-        Raises UNAVAILABLE (the owner is gone, its metadata is none), DEADLINE_EXCEEDED.
+        Raises UNAVAILABLE (the owner is gone, or its metadata is invalid), DEADLINE_EXCEEDED.
         """
         with self._lock:
             key = lane, metadata
-            known = self._peers.get(key)
-            if known is not None and (known.failed or known.helper.ended):
-                self._end(known)
-                known = None
-            if known is None:
+            peer = self._peers.get(key)
+            if peer is not None and (peer.failed or peer.helper.ended):
+                self._end(peer)
+                peer = None
+            if peer is None:
                 helper = self._server.start(c.READER, self.devices[lane], seconds)
                 try:
                     helper.wait(helper.ask(c.CONNECT, 0, metadata), min(seconds, answer))
                 except BaseException:
                     helper.kill()
                     raise
-                known = self._peers[key] = Peer(helper, key)
+                peer = self._peers[key] = Peer(helper, key)
             self._peers.move_to_end(key)
-            known.links += 1
-            return known
+            peer.links += 1
+            return peer
 
     def release(self, peer: Peer, kill: bool) -> None:
-        """Gives a peer back. kill: something that was asked of it may still write: when this returns, nothing can."""
+        """Ends one link's use of a peer. kill: a read of it may still write; when this returns, none can."""
         with self._lock:
             peer.links -= 1
             if kill or peer.failed:
@@ -169,7 +168,7 @@ class UcxLanes:
     def close(self) -> None:
         """Ends every helper. May be repeated. Never raises."""
         _all.discard(self)
-        self._server.close()  # before the lock, which somebody may have who waits for a helper
+        self._server.close()  # before taking the lock, which a thread that waits for a helper may have
         with self._lock:
             self._peers.clear()
             self._lenders.clear()
@@ -178,7 +177,7 @@ class UcxLanes:
 
 
 def has_rdma() -> bool:
-    """Whether this host has devices of InfiniBand or RoCE, whose registering needs memory that can be written."""
+    """Whether this host has InfiniBand or RoCE devices, which register only writable memory."""
     try:
         return any(RDMA_DEVICES.iterdir())
     except OSError:
@@ -186,8 +185,8 @@ def has_rdma() -> bool:
 
 
 def lanes_on(arena: ArenaMapping, devices: tuple[str, ...] | None = None) -> UcxLanes | None:
-    """UCX of an arena that is not sealed yet; None: it is not to be used. devices: None: those of the settings. Raises
-    as Lanes."""
+    """UCX of an arena that is not sealed yet; None: the settings do not ask for it. devices: None: those of the
+    settings. Raises as UcxLanes."""
     found = ucx_devices() if devices is None else devices
     return UcxLanes(arena.descriptor, arena.size, arena.address, arena.slot_bytes, found) if found else None
 

@@ -13,11 +13,11 @@ from ckpt_engine.v1.weights_pb2 import Region
 class UcxLender:
     """Lends an arena over UCX. Any thread.
 
-    Its readers' processes read without a word to this one. So `retire` waits for nobody: what somebody was still
-    reading does not hash, and is read from another holder.
+    Readers read without telling this process. So `retire` does not wait: bytes that were still being read do not hash,
+    and are read from another holder.
 
-    Raises UNAVAILABLE if the arena was made without UCX, or with what NIXL says: its helpers are started at once, so
-    that a device which is none is found here and not in the first update.
+    Raises UNAVAILABLE if the arena was made without UCX, or with NIXL's message: helpers are started at once, so that
+    an invalid device is found here and not in the first update.
     """
 
     def __init__(self, arena: ArenaMemory, network: Network) -> None:
@@ -29,9 +29,9 @@ class UcxLender:
         lanes.metadata(0)
 
     def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
-        """The region that lets other relays read it. Registers all that the slot has taken.
+        """The region that lets other relays read it. Registers all memory that the slot has taken.
 
-        Raises UNAVAILABLE with what NIXL says, DEADLINE_EXCEEDED.
+        Raises UNAVAILABLE with NIXL's message, DEADLINE_EXCEEDED.
         """
         found = self._lanes.metadata(slot)
         locator = UcxLocator(
@@ -45,15 +45,15 @@ class UcxLender:
 
     @property
     def readers(self) -> int:
-        """Nobody knows: 0."""
+        """0: the owner's side does not know its readers."""
         return 0
 
     def lend(self, slot: int) -> None:
-        """Readers may begin to read the slot."""
+        """Lets readers begin to read the slot."""
         self._lanes.lend(slot)
 
     def refuse(self, slot: int) -> None:
-        """Who begins to read is refused."""
+        """Refuses readers that begin to read from now on."""
         self._lanes.refuse(slot)
 
     def retire(self, slot: int) -> int:

@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 
-def mapped(descriptor: int, size: int, writable: bool) -> int:
-    """The address of a shared mapping of a file's first `size` bytes. Raises OSError."""
+def map_shared(descriptor: int, size: int, writable: bool) -> int:
+    """Maps a file's first `size` bytes, shared; returns the address. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
     if address is None or address == _FAILED:
@@ -36,17 +36,17 @@ def mapped(descriptor: int, size: int, writable: bool) -> int:
     return int(address)
 
 
-def unmapped(address: int, size: int) -> None:
+def unmap(address: int, size: int) -> None:
     """Ends a mapping. Raises OSError."""
     if _libc.munmap(address, size):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def populated(address: int, size: int, writable: bool) -> None:
-    """Takes the page faults of memory that is there already, all at once. Kernels before 5.14 take them one by one."""
+def populate(address: int, size: int, writable: bool) -> None:
+    """Takes the page faults of a mapping all at once. Kernels before 5.14 take them one by one later."""
     _libc.madvise(address, size, _POPULATE_WRITE if writable else _POPULATE_READ)
 
 
 def die_with_parent(number: int) -> None:
-    """This process gets the signal when the thread that made it ends; it goes on if that cannot be had."""
+    """Has this process get the signal when the thread that made it ends; goes on if the kernel refuses."""
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

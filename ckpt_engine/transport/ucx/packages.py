@@ -1,4 +1,4 @@
-"""Which build of NIXL there is. Loads none of them."""
+"""Finds the installed build of NIXL. Loads none of them."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ PACKAGES = ("nixl_cu13", "nixl_cu12")
 
 
 def installed() -> str | None:
-    """The package to import; None if there is none."""
+    """The name of the package to import; None if there is none."""
     return next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), None)

@@ -1,7 +1,7 @@
 """The reader's side of UCX: runs of another relay's arena, read into this one's by helper processes.
 
-A read that has no answer by its deadline may land at any later time. So severing a link that has such reads kills the
-helpers that could, and returns when they have ended. One that has none costs nothing: the helper stays for the next.
+A read that has no answer by its deadline may land at any later time. So severing a link with such reads kills the
+helpers that could write, and returns when they have ended. Without such reads the helper stays for the next link.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ckpt_engine.v1.weights_pb2 import Problem, Region
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES = 8 << 20
-"""Of one request to a helper: what progress is told by, and what lanes take in turns."""
+"""The most of one request to a helper: the unit of progress, and what lanes take in turns."""
 
 MOST_LANES = 64
-"""Of an owner; a host has no more network devices."""
+"""The most of an owner; a host has no more network devices."""
 
 STALL_SECONDS = 20.0
-"""How long nothing may arrive of what was asked for. An owner that was stopped for some seconds goes on."""
+"""How long an owner may send nothing of what was asked for; one that was stopped for some seconds goes on."""
 
 _TOKEN_BYTES = 16
 
@@ -46,16 +46,16 @@ class UcxFetcher:
         self._stall = stall
 
     def availability(self) -> Availability:
-        """Whether this process was told to use UCX, and NIXL is there. Starts nothing."""
+        """Whether this process is to use UCX, and NIXL is installed. Starts nothing."""
         return availability()
 
     def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> UcxLink:
-        """A link to the owner of a region. landing: memory of an arena of this process that was made with UCX.
+        """Connects to the owner of a region. landing: memory of an arena of this process that was made with UCX.
 
         Raises as Fetcher.connect; UNAVAILABLE too if the owner does not lend the slot now.
         """
         until = time.monotonic() + seconds
-        locator = checked(region)
+        locator = read_locator(region)
         lanes = lanes_of(landing.data_ptr(), landing.nbytes)
         if lanes is None:
             raise unavailable("UCX reads into a relay's memory only, and only if that was made with --ucx-devices")
@@ -68,9 +68,9 @@ class UcxFetcher:
         return link
 
 
-def checked(region: Region) -> UcxLocator:
-    """The locator of a region, which may come from anybody. Raises INVALID_ARGUMENT. What is in the metadata, only NIXL
-    understands, in a helper."""
+def read_locator(region: Region) -> UcxLocator:
+    """The locator of a region, which comes from the network unchecked. Raises INVALID_ARGUMENT for an inconsistent one.
+    Only NIXL, in a helper, understands the metadata."""
     locator = locator_of(region, UCX, UcxLocator)
     end = locator.offset + region.size
     if (
@@ -85,7 +85,7 @@ def checked(region: Region) -> UcxLocator:
 
 
 def availability() -> Availability:
-    """What UCX would find in a relay of this host. Loads nothing, starts nothing."""
+    """Whether a relay of this host could use UCX. Loads nothing, starts nothing."""
     package = installed()
     if package is None:
         return Availability(False, "NIXL is not installed: pip install 'ckpt-engine[relay-ucx]'")
@@ -114,7 +114,7 @@ class UcxLink:
         self._severed = False
 
     def connect(self, until: float) -> None:
-        """Takes helpers and registers the memory that they write."""
+        """Takes a helper for each lane and registers the memory that it writes."""
         for number in range(len(self._lanes.devices)):
             lane = self._locator.lanes[number % len(self._locator.lanes)]
             peer = self._lanes.peer(number, lane.metadata, max(0.01, until - time.monotonic()), self._stall)
@@ -127,9 +127,9 @@ class UcxLink:
                     f"{self._landing_size} bytes at {self._landing} are not in one slot that has taken memory"
                 )
             if peer.helper.registered.get(start, 0) < size:
-                self._registered(peer, start, size)
+                self._register(peer, start, size)
 
-    def _registered(self, peer: Peer, start: int, size: int) -> None:
+    def _register(self, peer: Peer, start: int, size: int) -> None:
         try:
             peer.helper.register(start, size)
         except CkptEngineError:
@@ -137,7 +137,7 @@ class UcxLink:
             raise
 
     def read(self, runs: Sequence[ByteRun]) -> UcxTicket:
-        """See Link. Runs that lie side by side travel as one."""
+        """See Link. Adjacent runs travel as one."""
         self._alive()
         for run in runs:
             if min(run) < 0 or run.remote + run.length > self._region.size:
@@ -145,29 +145,29 @@ class UcxLink:
             if run.local + run.length > self._landing_size:
                 raise invalid(f"{run.length} bytes at {run.local} are not in a landing of {self._landing_size}")
         beyond, first = self._locator.offset, self._landing
-        wanted = ((beyond + run.remote, first + run.local, run.length) for run in runs if run.length)
+        slot_runs = ((beyond + run.remote, first + run.local, run.length) for run in runs if run.length)
         if not self._waiting:
             self._moved = time.monotonic()
-        asked: dict[tuple[int, int], int] = {}
-        for size, request in c.in_requests(wanted, REQUEST_BYTES):
+        pending: dict[tuple[int, int], int] = {}
+        for size, request in c.in_requests(slot_runs, REQUEST_BYTES):
             number = min(range(len(self._peers)), key=self._load.__getitem__)
             peer, lane = self._peers[number]
             body = c.pack_runs([(lane.memory + remote, local, length) for remote, local, length in request])
-            asked[number, peer.helper.ask(c.READ, 0, body)] = size
+            pending[number, peer.helper.ask(c.READ, 0, body)] = size
             self._load[number] += size
-        self._waiting.update(asked)
-        return UcxTicket(self, asked)
+        self._waiting.update(pending)
+        return UcxTicket(self, pending)
 
     def check(self) -> None:
-        """See Link. Whether the owner lends the memory now, `hold` asks it."""
+        """See Link. Only `hold` asks the owner whether it lends the memory now."""
         self._alive()
 
     def hold(self, seconds: float) -> None:
-        """Reads the slot's token from the owner's board, over every lane: it is there, and lends this very memory. An
-        owner that does not answer is waited for as long as one that sends nothing.
+        """Reads the slot's token from the owner's board, over every lane: then the owner lives and lends this memory.
+        Waits for the answer no longer than `stall`.
 
-        Nobody at the owner is told, so it waits for nobody: what it writes meanwhile does not hash here.
-        Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+        The owner does not learn of the read, so it does not wait for its end: bytes that it overwrites meanwhile do not
+        hash here. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
         """
         self._alive()
         until = time.monotonic() + min(seconds, self._stall)
@@ -182,7 +182,7 @@ class UcxLink:
                 raise
 
     def rest(self) -> None:
-        """See LeasedLink. Nobody has to be told."""
+        """See LeasedLink. Nothing to do: the owner does not know of the hold."""
 
     def sever(self) -> None:
         """See Link. Kills the helpers that may still write."""
@@ -192,11 +192,11 @@ class UcxLink:
             self._lanes.release(peer, kill=any(lane == number for lane, _ in self._waiting))
         self._waiting.clear()
 
-    def landed(self, asked: dict[tuple[int, int], int]) -> int:
-        """Takes answers for reads of this link out of `asked`; returns their bytes. Raises what they raise."""
+    def landed(self, pending: dict[tuple[int, int], int]) -> int:
+        """Removes answered reads of this link from `pending`; returns their bytes. Raises what failed reads raise."""
         self._alive()
         done = 0
-        for key in list(asked):
+        for key in list(pending):
             peer, _ = self._peers[key[0]]
             try:
                 answer = peer.helper.answer(key[1])
@@ -204,12 +204,12 @@ class UcxLink:
                 peer.failed = True
                 raise
             if answer is not None:
-                size = asked.pop(key)
+                size = pending.pop(key)
                 del self._waiting[key]
                 self._load[key[0]] -= size
                 self._moved = time.monotonic()
                 done += size
-        if asked and time.monotonic() > self._moved + self._stall:
+        if pending and time.monotonic() > self._moved + self._stall:
             raise deadline(
                 f"nothing has come over UCX for {self._stall:g} s: its owner is stopped, or the network between is cut"
             )
@@ -227,14 +227,14 @@ class UcxLink:
 
 
 class UcxTicket:
-    """See Ticket. asked: bytes by lane and number."""
+    """See ReadTicket. pending: bytes by lane and number."""
 
-    def __init__(self, link: UcxLink, asked: dict[tuple[int, int], int]) -> None:
+    def __init__(self, link: UcxLink, pending: dict[tuple[int, int], int]) -> None:
         self._link = link
-        self._asked = dict(asked)
+        self._pending = dict(pending)
         self._landed = 0
 
     def poll(self) -> int:
-        """See Ticket."""
-        self._landed += self._link.landed(self._asked)
+        """See ReadTicket."""
+        self._landed += self._link.landed(self._pending)
         return self._landed
