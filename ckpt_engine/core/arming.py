@@ -82,12 +82,12 @@ class Ballot:
         return tuple(sorted(self.members - self._until.keys()))
 
     @property
-    def behind(self) -> tuple[str, ...]:
+    def unfinished(self) -> tuple[str, ...]:
         """Members that are not done."""
         return tuple(sorted(self.members - self._done))
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nobody has anything to do any more."""
         return self.word is Word.NO or self.aborted or (self.word is Word.GO and self._done >= self.members)
 
@@ -120,8 +120,8 @@ class Ballot:
     def give_up(self, member: str, now: float) -> BallotAnswer:
         """A member has waited for longer than its vote holds: *no* if nothing is decided. If it is, that counts."""
         if self.word is Word.UNDECIDED:
-            late = self.missing or (member,)
-            self._write(f"{_and(late)} had not voted when {member} stopped waiting", late)
+            late_members = self.missing or (member,)
+            self._write(f"{_and(late_members)} had not voted when {member} stopped waiting", late_members)
         return self.ask(member, now)
 
     def lost(self, member: str) -> None:
@@ -131,7 +131,7 @@ class Ballot:
 
     def overtaken(self, epoch: int) -> None:
         """Another install began."""
-        if not self.over:
+        if not self.finished:
             self._write(f"it was overtaken by epoch {epoch}", ())
 
     def look(self, now: float, asks: str = "") -> None:
@@ -143,7 +143,7 @@ class Ballot:
         self._looked = now
         if asks:
             self._heard[asks] = now
-        if self.over:
+        if self.finished:
             return
         for member in sorted(self._heard.keys() - self._done):
             if now - self._heard[member] > self.silence:
@@ -152,13 +152,13 @@ class Ballot:
         if self.word is Word.GO:
             return
         if any(now >= until for until in self._until.values()):
-            late = self.missing or tuple(sorted(self._until))
-            self._write(f"{_and(late)} had not voted in time", late)
+            late_members = self.missing or tuple(sorted(self._until))
+            self._write(f"{_and(late_members)} had not voted in time", late_members)
         elif not self.missing:
             self.word = Word.GO
 
     def _end(self, member: str, why: str, blamed: Collection[str] = ()) -> None:
-        if not self.over and member in self.members - self._done:
+        if not self.finished and member in self.members - self._done:
             self._write(f"{member} {why}", tuple(sorted(blamed)) or (member,))
 
     def _write(self, why: str, blamed: tuple[str, ...]) -> None:
@@ -177,7 +177,7 @@ class Ballots:
         self._silence = silence
         self._ballots: dict[int, Ballot] = {}
         # By epoch: who left before its ballot was open, why, and whom it blamed.
-        self._left: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
+        self._departures: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
 
     def open(self, epoch: int, members: Collection[str]) -> Ballot:
         """The ballot of an epoch, made if there is none; those of lower epochs are over then."""
@@ -190,9 +190,9 @@ class Ballots:
             return ballot
         for before in self._ballots.values():
             before.overtaken(epoch)
-        for member, (why, blamed) in self._left.pop(epoch, {}).items():
+        for member, (why, blamed) in self._departures.pop(epoch, {}).items():
             ballot._end(member, why, blamed)
-        self._left = {number: left for number, left in self._left.items() if number > epoch}
+        self._departures = {number: departures for number, departures in self._departures.items() if number > epoch}
         self._ballots[epoch] = ballot
         for number in sorted(self._ballots)[:-KEPT_BALLOTS]:
             del self._ballots[number]
@@ -211,15 +211,15 @@ class Ballots:
         if isinstance(ballot, Ballot):
             return ballot.leave(member, why, now, blamed)
         if ballot is NOT_OPEN:
-            self._left.setdefault(epoch, {})[member] = why, tuple(blamed)
-            for number in sorted(self._left)[:-KEPT_BALLOTS]:
-                del self._left[number]
+            self._departures.setdefault(epoch, {})[member] = why, tuple(blamed)
+            for number in sorted(self._departures)[:-KEPT_BALLOTS]:
+                del self._departures[number]
         return ballot
 
     def heard(self, member: str, now: float) -> None:
         """A member runs."""
         for ballot in self._ballots.values():
-            if not ballot.over and member in ballot.members:
+            if not ballot.finished and member in ballot.members:
                 ballot.ask(member, now)
 
     def aborted(self) -> str:
@@ -230,7 +230,7 @@ class Ballots:
     def failed(self, blamed: Collection[str], why: str) -> None:
         """What goes on has ended because of these."""
         for ballot in self._ballots.values():
-            if not ballot.over:
+            if not ballot.finished:
                 ballot._write(why, tuple(sorted(blamed)))
 
     def is_done(self, member: str) -> bool:
@@ -298,8 +298,8 @@ class Participant:
         if self._word is Word.GO:
             return self._step_of_a_run(now)
         if now >= self._waits_until:
-            left = max(0.0, self._end - self._waits_until)
-            if not self._gave_up or now < self._waits_until + min(self._silence, left / 2):
+            remaining = max(0.0, self._end - self._waits_until)
+            if not self._gave_up or now < self._waits_until + min(self._silence, remaining / 2):
                 return BallotStep.GIVE_UP
             self.why = "nothing was heard of a decision"
             return BallotStep.BACK
@@ -312,10 +312,10 @@ class Participant:
             self._stop(f"the lead was not heard for {self._silence:g} s")
         return BallotStep.STOP if self._stopped else BallotStep.GO
 
-    def took(self, answer: BallotAnswer | None, now: float, asked: BallotStep = BallotStep.ASK) -> None:
+    def took(self, answer: BallotAnswer | None, now: float, step: BallotStep = BallotStep.ASK) -> None:
         """The ballot has answered what it was asked, or has not in time (None). A member never goes back without having
         asked to be let out: it may have been stopped since it asked last, and *go* be written."""
-        self._gave_up |= asked is BallotStep.GIVE_UP
+        self._gave_up |= step is BallotStep.GIVE_UP
         if answer is None:
             return
         self._heard = now
@@ -323,9 +323,9 @@ class Participant:
         if self._word is Word.UNDECIDED:
             self._word, self.why = answer.word, answer.why
         if self.until is None and answer.clock is not None:
-            left = max(0.0, self._patience_ends - now)
-            self.until = answer.clock + left
-            self._waits_until = now + left * DRIFT
+            remaining = max(0.0, self._patience_ends - now)
+            self.until = answer.clock + remaining
+            self._waits_until = now + remaining * DRIFT
         if answer.aborted and self.went:
             self._stop(answer.why)
 

@@ -101,18 +101,18 @@ def remove(box: Box, cover: Box) -> list[Box]:
 
 def remainder(boxes: Iterable[Box], covers: Iterable[Box]) -> list[Box]:
     """The parts of disjoint ``boxes`` that none of ``covers`` covers, disjoint."""
-    left = [box for box in boxes if box.volume]
+    remaining = [box for box in boxes if box.volume]
     for cover in covers:
-        if not left:
+        if not remaining:
             break
-        left = [part for each in left for part in remove(each, cover)]
-    return left
+        remaining = [part for each in remaining for part in remove(each, cover)]
+    return remaining
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
     """A part of ``whole`` that none of ``boxes`` covers; None if they cover it."""
-    left = remainder([whole], boxes)
-    return left[0] if left else None
+    remaining = remainder([whole], boxes)
+    return remaining[0] if remaining else None
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

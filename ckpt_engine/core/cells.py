@@ -26,7 +26,7 @@ from ckpt_engine.core.publication import Publication
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
 Indices = npt.NDArray[np.int64]
-Wanted = Sequence[tuple[int, Box]]
+NeededBoxes = Sequence[tuple[int, Box]]
 """A worker's needs, in their order: tensor and box."""
 
 
@@ -62,11 +62,11 @@ class Cells:
         tensor = int(self.tensor[cell])
         return self.tilings[tensor].boxes[cell - self.first[tensor]]
 
-    def map(self, wanted: Wanted) -> NeedMap | None:
+    def map(self, needed: NeededBoxes) -> NeedMap | None:
         """The cells of all needs; None if these cells are not cut finely enough."""
         counts: list[int] = []
         cells: list[int] = []
-        for tensor, box in wanted:
+        for tensor, box in needed:
             found = self.tilings[tensor].cells(box, self.publication.partitions[tensor])
             if found is None:
                 return None
@@ -77,11 +77,11 @@ class Cells:
         return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, needed: Iterable[Wanted], most_bytes: int = 0) -> Cells:
+def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int = 0) -> Cells:
     """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: any number."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
-    for wanted in needed:
-        for tensor, box in wanted:
+    for boxes_of_worker in needed:
+        for tensor, box in boxes_of_worker:
             boxes[tensor].add(box)
     most = [most_bytes // itemsize(spec.dtype) for spec in publication.manifest.tensors]
     tilings = [

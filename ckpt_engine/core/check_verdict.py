@@ -73,4 +73,4 @@ def _difference(one: Score, other: Score) -> float:
         pairs.append((value, other_value))  # the first that parts has two near values, or it would not have parted
         if token != other_token:
             break
-    return max(abs(left - right) for left, right in pairs)
+    return max(abs(first - second) for first, second in pairs)

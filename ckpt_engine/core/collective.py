@@ -117,8 +117,8 @@ def make_schedule(
     """
     if slots < 2:
         raise invalid(f"{slots} slots are too few: one is packed while another one is sent, so give at least 2")
-    wanted = list(wants)
-    for want in wanted:
+    all_wants = list(wants)
+    for want in all_wants:
         if not (0 <= want.source < len(members) and 0 <= want.worker < len(members)):
             raise invalid(f"member {want.worker} wants something of member {want.source}, but there are {len(members)}")
         if not members[want.source].is_source or members[want.worker].is_source:
@@ -126,7 +126,7 @@ def make_schedule(
                 f"{members[want.worker].name} wants something of {members[want.source].name}: workers want, and "
                 "sources send"
             )
-    streams = cut_buckets(wanted, widths, bucket_bytes)
+    streams = cut_buckets(all_wants, widths, bucket_bytes)
     rounds = _Rounds(len(members), streams, slots)
     rounds.run()
     return Schedule(
@@ -167,17 +167,17 @@ class _Rounds:
         self._held: list[deque[int]] = [deque() for _ in range(members)]  # buckets that wait to be passed on
         self._place: dict[tuple[int, int], tuple[int, int]] = {}  # (member, bucket): slot, round it came in
         self._free: list[list[int]] = [[0] * slots for _ in range(members)]  # first round in which a slot may be used
-        self._left = sum(len(bucket.chain) - 1 for bucket in self.buckets)
+        self._remaining = sum(len(bucket.chain) - 1 for bucket in self.buckets)
 
     def run(self) -> None:
         """All rounds, until every bucket is at the end of its chain."""
         number = idle = 0
-        while self._left:
-            before = self._left
+        while self._remaining:
+            before = self._remaining
             self._round(number)
-            idle = idle + 1 if self._left == before else 0
+            idle = idle + 1 if self._remaining == before else 0
             if idle > 2:
-                raise internal(f"a schedule stopped in round {number} with {self._left} exchanges left")
+                raise internal(f"a schedule stopped in round {number} with {self._remaining} exchanges left")
             number += 1
 
     def _round(self, number: int) -> None:
@@ -220,23 +220,23 @@ class _Rounds:
     ) -> None:
         receiver, size = self._next(bucket, sender), self.buckets[bucket].bytes
         if (sender, bucket) in self._place:
-            here, came = self._place.pop((sender, bucket))
+            sender_slot, came = self._place.pop((sender, bucket))
             # Unpacked in the round after it came, at the earliest.
-            self._free[sender][here] = max(number, came + 1) + 1
+            self._free[sender][sender_slot] = max(number, came + 1) + 1
         else:
-            here = self._oldest(sender)  # free: packed in the round before, while the other slot is sent
-            self._free[sender][here] = number + 1
-        there = self._oldest(receiver)
+            sender_slot = self._oldest(sender)  # free: packed in the round before, while the other slot is sent
+            self._free[sender][sender_slot] = number + 1
+        receiver_slot = self._oldest(receiver)
         is_last = self.buckets[bucket].chain[-1] == receiver
-        self._free[receiver][there] = number + 2 if is_last else _NEVER
+        self._free[receiver][receiver_slot] = number + 2 if is_last else _NEVER
         if not is_last:
-            self._place[receiver, bucket] = there, number
+            self._place[receiver, bucket] = receiver_slot, number
             self._held[receiver].append(bucket)
-        self.used[sender].add(here)
-        self.used[receiver].add(there)
-        sends[sender] = Exchange(receiver, bucket, here, size)
-        receives[receiver] = Exchange(sender, bucket, there, size)
-        self._left -= 1
+        self.used[sender].add(sender_slot)
+        self.used[receiver].add(receiver_slot)
+        sends[sender] = Exchange(receiver, bucket, sender_slot, size)
+        receives[receiver] = Exchange(sender, bucket, receiver_slot, size)
+        self._remaining -= 1
 
     def _oldest(self, member: int) -> int:
         """The slot that has been free for longest."""

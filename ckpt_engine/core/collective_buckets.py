@@ -89,18 +89,18 @@ def cut_buckets(wants: Iterable[BoxWant], widths: Sequence[int], most: int = BUC
             raise invalid(f"a worker wants tensor {tensor}, but there are {len(widths)}")
         boxes[source, tensor][box].add(worker)
     streams: dict[tuple[int, ...], list[tuple[int, Box]]] = defaultdict(list)
-    for (source, tensor), wanted in sorted(boxes.items()):
-        for part, workers in _parts(wanted):
+    for (source, tensor), workers_by_box in sorted(boxes.items()):
+        for part, workers in _parts(workers_by_box):
             streams[source, *sorted(workers)].append((tensor, part))
     return [_fill(chain, parts, widths, most) for chain, parts in sorted(streams.items())]
 
 
-def _parts(wanted: Mapping[Box, set[int]]) -> Iterator[tuple[Box, set[int]]]:
+def _parts(workers_by_box: Mapping[Box, set[int]]) -> Iterator[tuple[Box, set[int]]]:
     """Disjoint boxes, and who wants each of them."""
-    for part in refine(wanted):
-        workers = wanted.get(part)
-        if workers is None or len(wanted) > 1:
-            workers = {worker for box, those in wanted.items() if contains(box, part) for worker in those}
+    for part in refine(workers_by_box):
+        workers = workers_by_box.get(part)
+        if workers is None or len(workers_by_box) > 1:
+            workers = {worker for box, readers in workers_by_box.items() if contains(box, part) for worker in readers}
         yield part, workers
 
 
@@ -118,25 +118,25 @@ def _fill(chain: tuple[int, ...], parts: Sequence[tuple[int, Box]], widths: Sequ
 
     for tensor, part in parts:
         width = widths[tensor]
-        left = [part]
-        while left:
-            box = left.pop()
+        pending = [part]
+        while pending:
+            box = pending.pop()
             offset = -(-used // ALIGNMENT) * ALIGNMENT
             room = max(0, most - offset) // width
             fits, rest = (box, None) if box.volume <= room else _split(box, room)
             if fits is None and pieces:
                 close()
-                left.append(box)
+                pending.append(box)
                 continue
             if fits is None:  # not even a line of it fits an empty bucket, so lines are cut
                 line, rest = _split(box, box.volume // _lines(box))
-                left += [each for each in (rest, line) if each is not None]
+                pending += [each for each in (rest, line) if each is not None]
                 continue
             pieces.append(BucketPiece(tensor, fits, offset))
             used = offset + fits.volume * width
             if rest is not None:
                 close()
-                left.append(rest)
+                pending.append(rest)
     if pieces:
         close()
     return buckets

@@ -46,33 +46,33 @@ class CollectiveMembers(NamedTuple):
     refused: Mapping[str, Problem]
 
 
-def together(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
+def choose_members(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
     """All who can take part, of these, by their replicas' names. A rank that nobody of them reads takes none, and is in
     nobody's way."""
-    named = {rank.name: rank for rank in ranks}
+    rank_by_name = {rank.name: rank for rank in ranks}
     refused: dict[str, Problem] = {}
     members: dict[str, list[CollectiveMember]] = {}
-    read: set[str] = set()  # by those who take part
+    sources_read: set[str] = set()  # by those who take part
     for replica in sorted({reader.replica for reader in readers}):
-        those = [reader for reader in readers if reader.replica == replica]
-        wanted = read.union(*(reader.reads for reader in those))
-        sources = [named[name] for name in sorted(wanted)]
-        taken = [*map(_rank, sources), *(each for some in members.values() for each in some)]
+        own_readers = [reader for reader in readers if reader.replica == replica]
+        needed_sources = sources_read.union(*(reader.reads for reader in own_readers))
+        sources = [rank_by_name[name] for name in sorted(needed_sources)]
+        others = [*map(_rank, sources), *(each for some in members.values() for each in some)]
         try:
-            if not any(reader.reads for reader in those):
+            if not any(reader.reads for reader in own_readers):
                 raise precondition("none of its workers reads anything")
             _check_ranks(sources)
             with_them = [reader for reader in readers if reader.replica in members or reader.replica == replica]
-            lead = named[arrange(map(_rank, sources))[0].name]
+            lead = rank_by_name[arrange(map(_rank, sources))[0].name]
             _check_lead(lead, [*(each for each in sources if each is not lead), *with_them])
-            found = [_member(reader, named[min(reader.reads or wanted)]) for reader in those]
-            arrange([*taken, *found])
+            found = [_member(reader, rank_by_name[min(reader.reads or needed_sources)]) for reader in own_readers]
+            arrange([*others, *found])
         except CkptEngineError as problem:
             refused[replica] = precondition(f"no collective for it: {problem.problem.message}", replica=replica).problem
         else:
             members[replica] = found
-            read = wanted
-    ranks_read = [_rank(named[name]) for name in sorted(read)]
+            sources_read = needed_sources
+    ranks_read = [_rank(rank_by_name[name]) for name in sorted(sources_read)]
     return CollectiveMembers(arrange([*ranks_read, *(each for some in members.values() for each in some)]), refused)
 
 
@@ -108,10 +108,10 @@ def _member(reader: CollectiveReader, rank: Rank) -> CollectiveMember:
     if len(gpus) > 1:
         raise precondition(f"{reader.name} uses {len(gpus)} GPUs, and a member of a collective has one")
     if bool(gpus) != (rank.gpus != {b""}):
-        here, there = ("a GPU", "a CPU") if gpus else ("a CPU", "a GPU")
+        reader_device, weights_device = ("a GPU", "a CPU") if gpus else ("a CPU", "a GPU")
         raise precondition(
-            f"{reader.name} computes on {here} (host {name_of(reader.host)}), and the weights of {rank.name} lie on "
-            f"{there}: publish them over another transport, or from where replicas compute"
+            f"{reader.name} computes on {reader_device} (host {name_of(reader.host)}), and the weights of {rank.name} "
+            f"lie on {weights_device}: publish them over another transport, or from where replicas compute"
         )
     return CollectiveMember(reader.name, _place(reader.host), False, gpus[0] if gpus else b"")
 

@@ -20,13 +20,13 @@ def check_complete(manifest: Manifest, workers: Sequence[WorkerNeeds], replica: 
 
     Raises INVALID_ARGUMENT naming the tensors that each worker leaves to the others.
     """
-    left = {index for needs in workers for index in needs.elsewhere}
-    if not left:
+    unassigned = {index for needs in workers for index in needs.elsewhere}
+    if not unassigned:
         return
-    left.difference_update(need.tensor for needs in workers for need in needs.needs)
-    if left:
+    unassigned.difference_update(need.tensor for needs in workers for need in needs.needs)
+    if unassigned:
         count = len(manifest.tensors)
-        names = [manifest.tensors[index].name if index < count else f"number {index}" for index in sorted(left)]
+        names = [manifest.tensors[index].name if index < count else f"number {index}" for index in sorted(unassigned)]
         more = f" and {len(names) - 16} more" if len(names) > 16 else ""
         raise invalid(
             f"each of the {len(workers)} workers of replica {replica!r} leaves {', '.join(names[:16])}{more} to "

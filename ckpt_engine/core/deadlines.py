@@ -186,8 +186,8 @@ class Deadlines:
         for setting in settings.replace(",", " ").split():
             name, separator, value = setting.partition("=")
             if not separator or name not in known:
-                wanted = f"one of {', '.join(sorted(known))}" if separator else "NAME=SECONDS"
-                raise ValueError(f"{setting!r} sets no deadline: it must be {wanted}")
+                expected = f"one of {', '.join(sorted(known))}" if separator else "NAME=SECONDS"
+                raise ValueError(f"{setting!r} sets no deadline: it must be {expected}")
             try:
                 values[name] = float(value)
             except ValueError:

@@ -69,16 +69,13 @@ class UnsupportedDtypeError(CkptEngineError):
     wrote the name, perhaps with a mistake; it is not that of a tensor."""
 
     def __init__(self, name: str, why: str = "is not supported", typed: bool = True) -> None:
-        super().__init__(
-            weights_pb2.Problem(
-                code=weights_pb2.Problem.INVALID_ARGUMENT,
-                message=f"dtype {name!r} {why}; {_meant(name) if typed else ''}weights can be {', '.join(ITEMSIZES)}",
-            )
-        )
+        hint = _suggestion(name) if typed else ""
+        message = f"dtype {name!r} {why}; {hint}weights can be {', '.join(ITEMSIZES)}"
+        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.INVALID_ARGUMENT, message=message))
         self.name = name
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """A suggestion for a message; empty: none, or the name is right."""
     bare = str(name).lower().removeprefix("torch.")
     near = [SHORT[bare]] if bare in SHORT else get_close_matches(bare[:40], ITEMSIZES, 1)

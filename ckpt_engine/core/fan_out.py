@@ -177,7 +177,7 @@ def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
 
 
 def alternates_of(
-    order: Sequence[int], parents: Sequence[int], able: Sequence[bool], kept: Sequence[Sequence[int]] = ()
+    order: Sequence[int], parents: Sequence[int], able: Sequence[bool], former: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
     """Two others for each host to read from if its parent is lost: earlier in the order, able to pass on, and if it can
     be not below that parent, who are orphans then themselves. The trainers' hosts where there are no two.
@@ -197,8 +197,8 @@ def alternates_of(
         if parent == FROM_TRAINERS:
             found.append(())
             continue
-        had = [place.get(each, FROM_TRAINERS) for each in kept[at]] if kept else []
-        chosen = [each for each in had if each not in (FROM_TRAINERS, parent) and able[each]]
+        former_places = [place.get(each, FROM_TRAINERS) for each in former[at]] if former else []
+        chosen = [each for each in former_places if each not in (FROM_TRAINERS, parent) and able[each]]
         for pool in (passing if at in inner else deep, range(at)):
             for _ in range(min(len(pool), _TRIES)):
                 each = pool[turn % len(pool)]
@@ -231,12 +231,12 @@ def _check(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequenc
             if rate is not None and not 0 < rate < float("inf"):
                 raise invalid(f"{kind} {name!r} has a rate of {rate} bytes/s; leave it out if it is not known")
             names.add(name)
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    checked_keys: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for number, chunk in enumerate(chunks):
         key = chunk.hosts, chunk.holders
-        if key in seen:
+        if key in checked_keys:
             continue
-        seen.add(key)
+        checked_keys.add(key)
         if not chunk.holders:
             raise invalid(f"no trainers' host holds chunk {number}; its version is not sealed as a whole")
         for kind, wrong, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
@@ -300,9 +300,9 @@ def _inner_counts(members: int, able: int, trees: int) -> list[int]:
     if others <= 0:
         return [1]
     most = max(1, -(-others // min(_FEW_CHILDREN, others)))
-    wanted = {-(-others // children) for children in (*range(max(1, trees // 2), 4 * trees + 1), others)}
+    candidates = {-(-others // children) for children in (*range(max(1, trees // 2), 4 * trees + 1), others)}
     best: tuple[tuple[float, int, float], list[int]] | None = None
-    for first in sorted(wanted):
+    for first in sorted(candidates):
         for many in range(trees + 1):
             rest = trees - many
             second = min(most, (able - many * first) // rest) if rest else 0

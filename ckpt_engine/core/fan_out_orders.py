@@ -33,13 +33,13 @@ def fan_out_orders(relays: Mapping[str, Region], about: bytes, leaves: Collectio
     key = hashlib.sha256(b"\0".join([about, *(name.encode() for name in names)])).digest()[:KEY_BYTES]
     found = {}
     for name in names:
-        told = found[name] = FanOut(plan=key)
+        order = found[name] = FanOut(plan=key)
         numbers: dict[str, int] = {}
         for upstream in sorted(plan.upstreams(name), key=lambda each: each.tree):
             ask = [] if upstream.parent is None else [upstream.parent, *filter(None, upstream.alternates)]
             for each in ask:
                 if each not in numbers:
                     numbers[each] = len(numbers)
-                    told.peers.add(relay=each, region=relays[each])
-            told.trees.add(share=plan.trees[upstream.tree].bytes, ask=[numbers[each] for each in ask])
+                    order.peers.add(relay=each, region=relays[each])
+            order.trees.add(share=plan.trees[upstream.tree].bytes, ask=[numbers[each] for each in ask])
     return found

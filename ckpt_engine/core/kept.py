@@ -35,7 +35,7 @@ def kept_of(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     return found
 
 
-def narrowed(name: str, dtype: str, kept: Kept) -> str:
+def narrowed(name: str, dtype: str, model_dtypes: Kept) -> str:
     """In which dtype a tensor is served that is stored as ``dtype``: what is kept of its kind, if that is narrower."""
-    narrow = kept.get(kind_of(name), dtype)
+    narrow = model_dtypes.get(kind_of(name), dtype)
     return narrow if widens(narrow, dtype) else dtype

@@ -71,8 +71,8 @@ def shape_problem(shape: Sequence[int], width: int) -> str:
         if extent < 0:
             return f"has shape {list(shape)}; no dimension can be negative"
         if extent > MOST_BYTES or (size := size * max(extent, 1)) > MOST_BYTES:
-            said = ", ".join(str(each) if each <= MOST_BYTES else "..." for each in shape)
-            return f"has shape [{said}], more than any memory holds"
+            dimensions = ", ".join(str(each) if each <= MOST_BYTES else "..." for each in shape)
+            return f"has shape [{dimensions}], more than any memory holds"
     return ""
 
 

@@ -55,16 +55,16 @@ def read_json(text: bytes, message: Message) -> None:
         raise invalid(f"the body is not a valid {message.DESCRIPTOR.name}: {_readable(str(error), message)}") from error
 
 
-def _readable(said: str, message: Message) -> str:
+def _readable(error_text: str, message: Message) -> str:
     """json_format's words, with the names as this form has them, and with the values of an enum."""
-    unknown = re.search(r'Message type "([\w.]+)" has no field named "(.*?)" at "(.*?)"', said, re.DOTALL)
+    unknown = re.search(r'Message type "([\w.]+)" has no field named "(.*?)" at "(.*?)"', error_text, re.DOTALL)
     if unknown:
         kind, name, _ = unknown.groups()
         fields = descriptor_pool.Default().FindMessageTypeByName(kind).fields
         return f"it has no field {name!r}; {kind.rpartition('.')[2]} has {', '.join(each.name for each in fields)}"
-    value = re.search(r"Invalid enum value (.*?) for enum type ([\w.]+)", said, re.DOTALL)
+    value = re.search(r"Invalid enum value (.*?) for enum type ([\w.]+)", error_text, re.DOTALL)
     if value:
         names = [each.name for each in descriptor_pool.Default().FindEnumTypeByName(value[2]).values]
         return f"{value[1]!r} is none of {', '.join(names)}"
-    said = re.sub(r"invalid literal for int\(\) with base 10: ", "must be a whole number, got ", said)
-    return said.removeprefix("Failed to load JSON: ").replace("\n", " ").rstrip(".")
+    error_text = re.sub(r"invalid literal for int\(\) with base 10: ", "must be a whole number, got ", error_text)
+    return error_text.removeprefix("Failed to load JSON: ").replace("\n", " ").rstrip(".")

@@ -136,7 +136,7 @@ def check_regions(table: SourceTable) -> Mapping[int, int]:
             raise invalid(f"{label(table)} gives two regions one id ({region.id})", ranks=ranks)
         names = [offer.transport for offer in region.offers]
         if not names or len(set(names)) != len(names):
-            said = f"over {', '.join(names)}: one offer a transport" if names else "over no transport"
-            raise invalid(f"{label(table)} offers region {region.id} {said}", ranks=ranks)
+            fault = f"over {', '.join(names)}: one offer a transport" if names else "over no transport"
+            raise invalid(f"{label(table)} offers region {region.id} {fault}", ranks=ranks)
         sizes[region.id] = region.size
     return sizes

@@ -14,7 +14,7 @@ from operator import mul
 import numpy as np
 
 from ckpt_engine.core.boxes import Box, uncovered
-from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
+from ckpt_engine.core.cells import Cells, NeededBoxes, NeedMap, cut
 from ckpt_engine.core.chunk_sizes import chunk_bytes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
@@ -89,10 +89,10 @@ def compile_plans(
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
-    wanted: dict[bytes, Wanted] = {}
-    compiled = _compile(publication, workers, choose, refused, wanted)
+    needs_by_digest: dict[bytes, NeededBoxes] = {}
+    compiled = _compile(publication, workers, choose, refused, needs_by_digest)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
-    needed = [each.wanted for each in compiled] if along else wanted.values()
+    needed = [each.needs for each in compiled] if along else needs_by_digest.values()
     # What was sealed in larger cells has no digests of smaller ones.
     cells = cut(publication, [*needed, boxes], 0 if along else chunk_bytes(publication.bytes))
     return _plans(publication, compiled, cells)
@@ -103,7 +103,7 @@ class _Compiled:
     """One plan, and the workers that share it."""
 
     keys: list[Hashable]
-    wanted: Wanted
+    needs: NeededBoxes
     plan: WorkerPlan
     distance: int
 
@@ -112,7 +112,7 @@ def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) ->
     workers: dict[Hashable, WorkerPlan] = {}
     maps: dict[Hashable, NeedMap] = {}
     for each in compiled:
-        found = cells.map(each.wanted)
+        found = cells.map(each.needs)
         if found is None:
             raise internal("the cells of a plan are not cut along its needs")
         for key in each.keys:
@@ -127,7 +127,7 @@ def _compile(
     workers: Sequence[PlanRequest],
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
-    wanted: dict[bytes, Wanted],
+    needs_by_digest: dict[bytes, NeededBoxes],
 ) -> list[_Compiled]:
     """wanted: gets what all workers need, by the digests of their needs."""
     compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _Compiled] = {}
@@ -142,20 +142,20 @@ def _compile(
             compiled[same].keys.append(worker.key)
             continue
         try:
-            if needs_digest not in wanted:
-                wanted[needs_digest] = _wanted(publication, worker)
+            if needs_digest not in needs_by_digest:
+                needs_by_digest[needs_digest] = _checked_needs(publication, worker)
             reader = _PlanReader(publication, worker, choose, spread=len(compiled))
-            plan = reader.plan(wanted[needs_digest], needs_digest)
+            plan = reader.plan(needs_by_digest[needs_digest], needs_digest)
         except CkptEngineError as problem:
             if refused is None:
                 raise
             refused[worker.key] = problem
             continue
-        compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan, reader.distance)
+        compiled[same] = _Compiled([worker.key], needs_by_digest[needs_digest], plan, reader.distance)
     return list(compiled.values())
 
 
-def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
+def _checked_needs(publication: Publication, worker: PlanRequest) -> NeededBoxes:
     """What a worker needs, checked."""
     if worker.needs.manifest_digest != publication.manifest_digest:
         raise precondition(
@@ -165,7 +165,7 @@ def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
     specs = publication.manifest.tensors
     shapes = [tuple(spec.shape) for spec in specs]
     known: dict[tuple[Box, tuple[int, ...]], bool] = {}
-    wanted: list[tuple[int, Box]] = []
+    needed: list[tuple[int, Box]] = []
     for index, need in enumerate(worker.needs.needs):
         tensor = need.tensor
         box = Box(tuple(need.start), tuple(need.stop))
@@ -185,8 +185,8 @@ def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
                 f"shape is {list(shape)}; it has to prepare again",
                 [name],
             )
-        wanted.append((tensor, box))
-    return wanted
+        needed.append((tensor, box))
+    return needed
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
@@ -210,13 +210,13 @@ class _PlanReader:
         self._edges: dict[tuple[int, str], Choice | CkptEngineError] = {}
         self._ways: dict[tuple[int, int], Choice | CkptEngineError] = {}  # by source and region
 
-    def plan(self, wanted: Wanted, needs_digest: bytes) -> WorkerPlan:
+    def plan(self, needed: NeededBoxes, needs_digest: bytes) -> WorkerPlan:
         publication = self._publication
         widths = [itemsize(spec.dtype) for spec in publication.manifest.tensors]
         total = 0
         pieces: list[tuple[int, int, Box]] = []  # need, source, box
         places: list[Place] = []
-        for need, (tensor, box) in enumerate(wanted):
+        for need, (tensor, box) in enumerate(needed):
             parts = publication.parts[tensor]
             width = widths[tensor]
             hits = publication.partitions[tensor].hits(box)

@@ -84,21 +84,21 @@ class Rates:
     verify: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, told: object, beneath: Rates | None = None) -> Rates:
+    def of(cls, value: object, defaults: Rates | None = None) -> Rates:
         """Rates from JSON, as the module says. beneath: where what is not told comes from. Raises INVALID_ARGUMENT,
         naming what is wrong."""
-        given = _table(told, "rates")
-        _only(given, ("links", "copy", "digest", "verify", "seconds"), "rates")
-        under = beneath or cls()
-        links = {name: dict(each) for name, each in under.links.items()}
-        for name, each in _table(given.get("links", {}), "links").items():
+        table = _table(value, "rates")
+        _only(table, ("links", "copy", "digest", "verify", "seconds"), "rates")
+        base = defaults or cls()
+        links = {name: dict(each) for name, each in base.links.items()}
+        for name, each in _table(table.get("links", {}), "links").items():
             links[name] = links.get(name, {}) | _rates(each, f"links, {name}", (*MEMORIES, SAME_GPU))
         return cls(
             links=links,
-            copy={**under.copy, **_rates(given.get("copy", {}), "copy", MEMORIES)},
-            digest={**under.digest, **_rates(given.get("digest", {}), "digest", MEMORIES)},
-            seconds={**under.seconds, **_numbers(given.get("seconds", {}), "seconds", STAGES, zero=True)},
-            verify={**under.verify, **_rates(given.get("verify", {}), "verify", MEMORIES)},
+            copy={**base.copy, **_rates(table.get("copy", {}), "copy", MEMORIES)},
+            digest={**base.digest, **_rates(table.get("digest", {}), "digest", MEMORIES)},
+            seconds={**base.seconds, **_numbers(table.get("seconds", {}), "seconds", STAGES, zero=True)},
+            verify={**base.verify, **_rates(table.get("verify", {}), "verify", MEMORIES)},
         )
 
     def link(self, edge: PredictedEdge) -> float | None:
@@ -199,34 +199,34 @@ def _busiest(lanes: Mapping[str, float]) -> Expected | None:
 
 def _after(*steps: Expected | None) -> Expected | None:
     """One after the other; the longest says why."""
-    there = [step for step in steps if step is not None]
-    if not there:
+    known = [step for step in steps if step is not None]
+    if not known:
         return None
-    return Expected(sum(step.seconds for step in there), max(there, key=lambda step: step.seconds).because)
+    return Expected(sum(step.seconds for step in known), max(known, key=lambda step: step.seconds).because)
 
 
-def _table(told: object, what: str) -> Mapping[str, object]:
-    if not isinstance(told, dict) or not all(isinstance(name, str) for name in told):
-        raise invalid(f"{what}: {told!r} is not a JSON object")
-    return told
+def _table(value: object, what: str) -> Mapping[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise invalid(f"{what}: {value!r} is not a JSON object")
+    return value
 
 
-def _only(given: Mapping[str, object], known: Sequence[str], what: str) -> None:
-    for name in given:
+def _only(table: Mapping[str, object], known: Sequence[str], what: str) -> None:
+    for name in table:
         if name not in known:
             raise invalid(f"{what}: {name!r} is none of {', '.join(known)}")
 
 
-def _rates(told: object, what: str, known: Sequence[str]) -> dict[str, float]:
+def _rates(value: object, what: str, known: Sequence[str]) -> dict[str, float]:
     """Bytes a second, of GB/s."""
-    return {name: rate * 1e9 for name, rate in _numbers(told, what, known).items()}
+    return {name: rate * 1e9 for name, rate in _numbers(value, what, known).items()}
 
 
-def _numbers(told: object, what: str, known: Sequence[str], zero: bool = False) -> dict[str, float]:
-    given = _table(told, what)
-    _only(given, known, what)
+def _numbers(value: object, what: str, known: Sequence[str], zero: bool = False) -> dict[str, float]:
+    table = _table(value, what)
+    _only(table, known, what)
     found: dict[str, float] = {}
-    for name, number in given.items():
+    for name, number in table.items():
         good = isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number)
         if not good or number < 0 or (number == 0 and not zero):  # type: ignore[operator]
             raise invalid(f"{what}, {name}: {number!r} is not a number {'of seconds' if zero else 'above 0'}")

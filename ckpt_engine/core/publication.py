@@ -125,17 +125,17 @@ def join_sources(
 
 def _check_sources(tables: Sequence[SourceTable]) -> None:
     """Raises INVALID_ARGUMENT unless each has an id of its own, and a rank of its own if it has one."""
-    seen: set[object] = set()
+    ids_and_ranks: set[object] = set()
     for table in tables:
         rank = table.rank if table.HasField("rank") else None
         if not table.id:
             raise invalid(f"the source {table.description!r} has no id", ranks=ranks_of([table]))
-        if table.id in seen or rank in seen:
+        if table.id in ids_and_ranks or rank in ids_and_ranks:
             own = "give each its own rank" if rank is not None else "each needs an id of its own"
             raise invalid(f"two sources call themselves {label(table)}; {own}", ranks=ranks_of([table]))
-        seen.add(table.id)
+        ids_and_ranks.add(table.id)
         if rank is not None:
-            seen.add(rank)
+            ids_and_ranks.add(rank)
 
 
 def _agreed(tables: Sequence[SourceTable]) -> dict[str, TensorSpec]:

@@ -178,7 +178,7 @@ def by_collective(source: Host, worker: Host) -> Reach:
 
 def _across_gpus(source: Host, worker: Host) -> Reach:
     """The worst of the ways from the worker's GPUs to each of the source's."""
-    worst, said = Distance.SAME_GPU, ""
+    worst, gpu_name = Distance.SAME_GPU, ""
     for gpu in source.gpus:
         ways = [_way(gpu, reader) for reader in worker.gpus]
         best = min((way for way in ways if way is not None), default=None)
@@ -191,16 +191,16 @@ def _across_gpus(source: Host, worker: Host) -> Reach:
                 "it",
             )
         if best >= worst:
-            worst, said = best, _gpu(gpu)
+            worst, gpu_name = best, _gpu(gpu)
     if not source.gpus:
         worst = Distance.UNKNOWN_PEER
     sentence = {
-        Distance.SAME_GPU: f"trainer and worker share GPU {said}, so it reads live parameters where they lie",
-        Distance.NVLINK: f"the worker's GPU reads the trainer's ({said}) over NVLink",
-        Distance.PCIE: f"the worker's GPU reads the trainer's ({said}) over PCIe",
-        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({said})",
+        Distance.SAME_GPU: f"trainer and worker share GPU {gpu_name}, so it reads live parameters where they lie",
+        Distance.NVLINK: f"the worker's GPU reads the trainer's ({gpu_name}) over NVLink",
+        Distance.PCIE: f"the worker's GPU reads the trainer's ({gpu_name}) over PCIe",
+        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({gpu_name})",
         Distance.UNKNOWN_PEER: f"trainer and worker share host {name_of(source)}; nothing tells whether its GPU "
-        f"reaches the trainer's ({said or 'unknown'}), which mapping it will show",
+        f"reaches the trainer's ({gpu_name or 'unknown'}), which mapping it will show",
     }
     return Reach(True, sentence[worst], worst)
 
@@ -209,12 +209,12 @@ def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
     """The way from `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
     if gpu.uuid == reader.uuid:
         return Distance.SAME_GPU
-    told = [each.link for each in reader.reach if each.uuid == gpu.uuid]
-    told += [each.link for each in gpu.reach if each.uuid == reader.uuid]
-    links = [_DISTANCE_OF_LINK[link] for link in told if link in _DISTANCE_OF_LINK]
-    if links:
-        return min(links)
-    return None if GpuReach.NONE in told else Distance.UNKNOWN_PEER
+    links = [each.link for each in reader.reach if each.uuid == gpu.uuid]
+    links += [each.link for each in gpu.reach if each.uuid == reader.uuid]
+    distances = [_DISTANCE_OF_LINK[link] for link in links if link in _DISTANCE_OF_LINK]
+    if distances:
+        return min(distances)
+    return None if GpuReach.NONE in links else Distance.UNKNOWN_PEER
 
 
 _DISTANCE_OF_LINK = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.cells import Wanted
+from ckpt_engine.core.cells import NeededBoxes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.partition import Partition
@@ -61,7 +61,7 @@ class SlotLayout:
     size: int
 
 
-def wanted_of(needs: WorkerNeeds, recorded: ProvenRecord) -> Wanted:
+def needed_boxes(needs: WorkerNeeds, recorded: ProvenRecord) -> NeededBoxes:
     """A worker's needs, checked against a record's manifest.
 
     Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box that is not in its tensor.
@@ -89,7 +89,7 @@ def wanted_of(needs: WorkerNeeds, recorded: ProvenRecord) -> Wanted:
 
 def lay_out(
     recorded: ProvenRecord,
-    readers: Sequence[Wanted],
+    readers: Sequence[NeededBoxes],
     everything: bool = False,
     within: Sequence[Partition] | None = None,
 ) -> SlotLayout:
@@ -101,8 +101,8 @@ def lay_out(
     """
     distinct = list(dict.fromkeys(tuple(each) for each in readers))
     by_tensor: list[list[tuple[int, Box]]] = [[] for _ in recorded.boxes]
-    for number, wanted in enumerate(distinct):
-        for tensor, box in wanted:
+    for number, needed in enumerate(distinct):
+        for tensor, box in needed:
             by_tensor[tensor].append((number, box))
     known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
     groups: dict[tuple[int, ...], list[tuple[int, _LayoutPiece]]] = {}

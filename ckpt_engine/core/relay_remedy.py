@@ -19,8 +19,8 @@ def relay_remedy(needed: Iterable[Host], running: Collection[str] | None) -> str
     hosts = {host.boot_id or name_of(host): host for host in needed}
     lacking = [name_of(host) for key, host in hosts.items() if running is None or key not in running]
     if not lacking:
-        there = " and on host ".join(name_of(host) for host in hosts.values())
-        return f"a relay runs on host {there}, and is not used for it: `report.prefetch` says why"
+        places = " and on host ".join(name_of(host) for host in hosts.values())
+        return f"a relay runs on host {places}, and is not used for it: `report.prefetch` says why"
     start = f"start a relay on host {' and on host '.join(lacking)} (`ckpt-engine relay`)"
     return start if running is not None else f"{start} unless one runs there"
 

@@ -41,7 +41,7 @@ class Route:
     lacks: tuple[str, ...] = ()
     ahead: bool = False
     early: tuple[str, ...] = ()
-    over: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
 
 
@@ -60,7 +60,7 @@ def relay_routes(
     origins: Sequence[Origin],
     parts: Collection[frozenset[str]],
     relays: Sequence[Station],
-    wanted: Collection[str],
+    targets: Collection[str],
     holding: Mapping[str, frozenset[str]],
     choose: Choose | None = None,
 ) -> RelayRoutes:
@@ -70,7 +70,7 @@ def relay_routes(
     replicas wait for. holding: of relays that hold the version, the sources whose parts they have; they are read and
     not filled.
     """
-    return _Routing(origins, parts, relays, wanted, holding, choose).routes()
+    return _Routing(origins, parts, relays, targets, holding, choose).routes()
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Routing:
         origins: Sequence[Origin],
         parts: Collection[frozenset[str]],
         relays: Sequence[Station],
-        wanted: Collection[str],
+        targets: Collection[str],
         holding: Mapping[str, frozenset[str]],
         choose: Choose | None,
     ) -> None:
@@ -98,7 +98,7 @@ class _Routing:
         self._parts = sorted(set(parts), key=sorted)
         self._all = frozenset(range(len(self._parts)))
         self._relays = {relay.name: relay for relay in sorted(relays, key=lambda relay: relay.name)}
-        self._wanted = {name for name in wanted if name in self._relays and name not in holding}
+        self._targets = {name for name in targets if name in self._relays and name not in holding}
         self._holding = holding
         self._reach = RelayReach(self._origins, self._relays, choose)
         self._sources = {
@@ -121,7 +121,7 @@ class _Routing:
         self._order()
         chosen = self._choose_upstream()
         self._choose_others(chosen)
-        unreached = {name: self._why_unreached(name) for name in sorted(self._wanted - self._stage.keys())}
+        unreached = {name: self._why_unreached(name) for name in sorted(self._targets - self._stage.keys())}
         return RelayRoutes({name: self._route(name, chosen) for name in sorted(chosen)}, unreached)
 
     # -- stages
@@ -130,14 +130,14 @@ class _Routing:
         """The stage of each relay, as if all of them were to be filled."""
         pending = [name for name in self._relays if name not in self._stage]
         stage = 0
-        while pending and not self._wanted <= self._stage.keys():
+        while pending and not self._targets <= self._stage.keys():
             got = {name: self._within_reach(name) for name in pending}
             ready = self._ready(got)
             if not ready:
                 if not self._trust(pending):
                     return
                 continue
-            ahead = [name for name in ready if name in self._wanted and got[name] != self._all and self._direct[name]]
+            ahead = [name for name in ready if name in self._targets and got[name] != self._all and self._direct[name]]
             ahead = [name for name in ahead if name not in self._ahead]
             if ahead:
                 self._ahead |= dict.fromkeys(ahead, stage)
@@ -151,15 +151,15 @@ class _Routing:
     def _ready(self, got: Mapping[str, frozenset[int]]) -> list[str]:
         """Who can be filled now. Whoever gets all of it goes first; then steps in between with a part of it, so that
         others may get the rest; a relay with replicas waits for the rest as long as more may come."""
-        some = [name for name, parts in got.items() if parts]
-        for those in (
-            [name for name in some if got[name] == self._all],
-            [name for name in some if name not in self._wanted and self._direct[name]],
-            [name for name in some if name in self._wanted],
+        reached = [name for name, parts in got.items() if parts]
+        for ready in (
+            [name for name in reached if got[name] == self._all],
+            [name for name in reached if name not in self._targets and self._direct[name]],
+            [name for name in reached if name in self._targets],
         ):
-            if those:
-                return those
-        return some
+            if ready:
+                return ready
+        return reached
 
     def _trust(self, names: Iterable[str]) -> bool:
         """Counts what may lie in a directory of these relays' hosts; whether that is more."""
@@ -177,12 +177,12 @@ class _Routing:
     def _choose_upstream(self) -> dict[str, _Chosen]:
         """Chooses from the last stage to the first, so that a step in between is filled only where somebody reads
         it."""
-        chosen = {name: _Chosen() for name in self._relays if name in self._wanted and name in self._stage}
+        chosen = {name: _Chosen() for name in self._relays if name in self._targets and name in self._stage}
         load: dict[str, int] = {}
         done: set[str] = set()
-        while left := [name for name in chosen if name not in done]:
-            last = max(self._stage[name] for name in left)
-            for name in [name for name in left if self._stage[name] == last]:
+        while pending := [name for name in chosen if name not in done]:
+            last = max(self._stage[name] for name in pending)
+            for name in [name for name in pending if self._stage[name] == last]:
                 done.add(name)
                 for other in self._upstream_of(name, chosen, load):
                     load[other] = load.get(other, 0) + 1
@@ -221,8 +221,8 @@ class _Routing:
     def _is_early(self, name: str, reader: str) -> bool:
         """Whether a relay is read before it has all that it is to have."""
         ahead = self._ahead.get(name)
-        late = name not in self._stage or self._stage[name] >= self._stage[reader]
-        return name != reader and ahead is not None and ahead < self._stage[reader] and late
+        filled_later = name not in self._stage or self._stage[name] >= self._stage[reader]
+        return name != reader and ahead is not None and ahead < self._stage[reader] and filled_later
 
     def _choose_others(self, chosen: Mapping[str, _Chosen]) -> None:
         for name, each in chosen.items():
@@ -256,9 +256,9 @@ class _Routing:
             feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
             ahead=each.ahead,
             early=tuple(each.early),
-            over=self._over(name, each.upstream),
+            transports=self._transports(name, each.upstream),
             lacks=_once(min(part) for part in lacking),
-            within=() if name in self._wanted or not lacking else self._origins_within(self._has[name]),
+            within=() if name in self._targets or not lacking else self._origins_within(self._has[name]),
         )
 
     def _stage_of(self, name: str, chosen: Mapping[str, _Chosen]) -> int:
@@ -271,7 +271,7 @@ class _Routing:
     def _fed(self, name: str, chosen: Mapping[str, _Chosen], found: set[str]) -> set[str]:
         """A step in between holds what all need who can read it: one of them may lose whom it was to read."""
         for other, each in chosen.items():
-            reads = name in each.upstream or (name not in self._wanted and name in each.others)
+            reads = name in each.upstream or (name not in self._targets and name in each.others)
             if reads and other not in found:
                 found.add(other)
                 self._fed(other, chosen, found)
@@ -289,7 +289,7 @@ class _Routing:
         found = {source for part in parts for source in self._parts[part]} - others
         return tuple(sorted(found.union(*(each for part in parts if (each := self._parts[part]).isdisjoint(found)))))
 
-    def _over(self, name: str, upstream: Sequence[str]) -> tuple[str, ...]:
+    def _transports(self, name: str, upstream: Sequence[str]) -> tuple[str, ...]:
         if self._direct[name]:
             return ()
         edges = (self._reach.edge(other, name) for other in upstream)
@@ -299,11 +299,11 @@ class _Routing:
         """Says for people what to start where."""
         relay = self._relays[name]
         hosts = sorted((origin.host for origin in self._origins.values()), key=name_of)
-        with_it = [other for other in self._relays if other != name and (self._direct[other] or other in self._holding)]
-        if with_it:
-            edge = self._reach.edge(with_it[0], name)
-            said = edge.problem.message if isinstance(edge, CkptEngineError) else "it has none of it"
-            return f"it reads no relay that can have the version; {with_it[0]}: {said}"
+        lenders = [other for other in self._relays if other != name and (self._direct[other] or other in self._holding)]
+        if lenders:
+            edge = self._reach.edge(lenders[0], name)
+            problem = edge.problem.message if isinstance(edge, CkptEngineError) else "it has none of it"
+            return f"it reads no relay that can have the version; {lenders[0]}: {problem}"
         if not self._origins.keys() - {name}:
             return "nobody else holds the version"
         reasons = _once(
@@ -311,15 +311,15 @@ class _Routing:
             for origin in self._origins.keys() - {name}
             if isinstance(edge := self._reach.edge(origin, name), CkptEngineError)
         )
-        beside = {
+        failures = {
             other: edge.problem.message
             for other in sorted(self._relays, key=lambda each: (each != name, each))
             for origin in self._origins.values()
             if same_host(self._relays[other].host, origin.host)
             and isinstance(edge := self._reach.edge(origin.name, other), CkptEngineError)
         }
-        if beside:
-            other, why = next(iter(beside.items()))
+        if failures:
+            other, why = next(iter(failures.items()))
             which = "it" if other == name else f"it reaches none of the sources; {other}"
             return f"{which} runs on the host of the weights and cannot read them: {why}"
         running = frozenset(each.host.boot_id for each in self._relays.values())

@@ -155,11 +155,11 @@ def _cutting_of(record: SealedRecord) -> Cutting:
     boxes: list[list[Box]] = [[] for _ in manifest.tensors]
     before: tuple[int, Box] | None = None
     for number, cell in enumerate(record.cells):
-        here = cell.tensor, Box(tuple(cell.start), tuple(cell.stop))
-        if cell.tensor >= len(boxes) or (before is not None and here <= before):
+        place = cell.tensor, Box(tuple(cell.start), tuple(cell.stop))
+        if cell.tensor >= len(boxes) or (before is not None and place <= before):
             raise invalid(f"cell {number} of the record is of tensor {cell.tensor}, out of order or of no tensor")
-        boxes[cell.tensor].append(here[1])
-        before = here
+        boxes[cell.tensor].append(place[1])
+        before = place
     checked: set[tuple[tuple[int, ...], tuple[Box, ...]]] = set()
     for spec, cells in zip(manifest.tensors, boxes, strict=True):
         shape = tuple(spec.shape)
@@ -199,8 +199,8 @@ def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
     for source, atoms in plans.atoms.items():
         own = finer[plans.cells.of_atom[source]]
         if own.any():
-            left = [atom for atom, wanted in zip(atoms.atoms, own.tolist(), strict=True) if wanted]
-            found[source] = Atoms(table_digest=atoms.table_digest, atoms=left)
+            pieces = [atom for atom, is_finer in zip(atoms.atoms, own.tolist(), strict=True) if is_finer]
+            found[source] = Atoms(table_digest=atoms.table_digest, atoms=pieces)
     return found
 
 
@@ -216,16 +216,16 @@ def seal_from_record(plans: Plans, recorded: ProvenRecord, digests: Mapping[int,
     if equal.all():
         return Sealed(plans.publication, cells, recorded.values[number], equal)
     whole_answers = {}
-    for source, asked in finer_atoms(plans, recorded).items():
-        given = digests.get(source)
-        if given is None:
+    for source, atoms in finer_atoms(plans, recorded).items():
+        answer = digests.get(source)
+        if answer is None:
             continue
-        if len(given.values) != len(asked.atoms):
+        if len(answer.values) != len(atoms.atoms):
             name = plans.publication.tables[source].id
-            raise invalid(f"{name} answered with {len(given.values)} digests for {len(asked.atoms)} finer atoms")
+            raise invalid(f"{name} answered with {len(answer.values)} digests for {len(atoms.atoms)} finer atoms")
         of_atom = cells.of_atom[source]
         values = np.where(equal[of_atom], recorded.values[number[of_atom]], np.uint64(0))
-        values[~equal[of_atom]] = np.fromiter(given.values, dtype=np.uint64, count=len(given.values))
+        values[~equal[of_atom]] = np.fromiter(answer.values, dtype=np.uint64, count=len(answer.values))
         whole_answers[source] = Digests(values=values.tolist())
     sealed = check_replicas(plans, whole_answers)
     values = np.where(equal, recorded.values[number], sealed.values)

@@ -56,8 +56,8 @@ class Sleeping:
 
     def without(self, tags: Collection[str]) -> Sleeping:
         """What still sleeps after these tags were woken."""
-        left = self.tags.difference(tags)
-        return replace(self, tags=left) if left else AWAKE
+        remaining = self.tags.difference(tags)
+        return replace(self, tags=remaining) if remaining else AWAKE
 
 
 AWAKE = Sleeping()
@@ -140,16 +140,16 @@ def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tu
     for tag in tags:
         if tag not in TAGS:
             raise invalid(f"there is no memory tag {tag!r} (known: {', '.join(TAGS)})")
-    wanted = frozenset(tags or TAGS) & sleeping.tags
-    if KV_CACHE in wanted and WEIGHTS in sleeping.tags - wanted:
+    targets = frozenset(tags or TAGS) & sleeping.tags
+    if KV_CACHE in targets and WEIGHTS in sleeping.tags - targets:
         raise precondition("weights are woken before kv_cache: wake weights, or both")
     rousing = sleeping.rousing
-    if KV_CACHE in wanted and not whole:
+    if KV_CACHE in targets and not whole:
         if tuple(tags) == (KV_CACHE,):
             raise precondition("it holds no whole weights: the next update installs new ones and then wakes kv_cache")
-        wanted, rousing = wanted - {KV_CACHE}, True
-    steps = [SleepStep.WAKE_WEIGHTS] if WEIGHTS in wanted else []
-    if KV_CACHE in wanted:
+        targets, rousing = targets - {KV_CACHE}, True
+    steps = [SleepStep.WAKE_WEIGHTS] if WEIGHTS in targets else []
+    if KV_CACHE in targets:
         steps.append(SleepStep.WAKE_KV_CACHE)
-    after = replace(sleeping, rousing=rousing).without(wanted)
+    after = replace(sleeping, rousing=rousing).without(targets)
     return tuple(steps), after

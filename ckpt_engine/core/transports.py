@@ -138,7 +138,7 @@ def arena_kinds() -> list[TransportKind]:
     return [kind for kind in transport_kinds().values() if kind.arena is not None]
 
 
-def lending(memory: str, asked: str | None) -> list[TransportKind]:
+def lending(memory: str, transport: str | None) -> list[TransportKind]:
     """The transports over which such memory is lent. asked: the one that the user named; None: those that need none."""
     return [
         kind
@@ -146,7 +146,7 @@ def lending(memory: str, asked: str | None) -> list[TransportKind]:
         if kind.lender is not None
         and not kind.relays_only
         and memory in kind.lends
-        and (kind.unasked if asked is None else kind.name == asked)
+        and (kind.unasked if transport is None else kind.name == transport)
     ]
 
 
@@ -188,9 +188,9 @@ def collective_transport() -> str:
     return _only("collectives go", lambda kind: kind.collective)
 
 
-def made(maker: Maker, *given: object) -> Any:
+def make(maker: Maker, *arguments: object) -> Any:
     """What a maker makes of what it is given, loaded now if it has to be."""
-    return (resolve_name(maker) if isinstance(maker, str) else maker)(*given)
+    return (resolve_name(maker) if isinstance(maker, str) else maker)(*arguments)
 
 
 def _known(name: str) -> TransportKind | None:

@@ -34,8 +34,8 @@ class Access:
         """Who makes a gRPC call. Raises UNAUTHENTICATED."""
         if self._tokens is not None or not self._certificates:
             return self.of_metadata(context.invocation_metadata() or ())
-        shown: Mapping[str, Iterable[bytes]] = context.auth_context()
-        name = next(iter(shown.get("x509_common_name", ())), b"").decode(errors="replace")
+        properties: Mapping[str, Iterable[bytes]] = context.auth_context()
+        name = next(iter(properties.get("x509_common_name", ())), b"").decode(errors="replace")
         try:
             return Caller(f"the holder of certificate {name!r}", (Grant.parse(name),))
         except CkptEngineError as error:

@@ -141,18 +141,18 @@ class BlobStore:
             self._reserved_bytes += size
 
     def _make_room(self, size: int) -> None:
-        over = self._stored_bytes + self._reserved_bytes + size - self.max_total_bytes
-        if over <= 0:
+        excess = self._stored_bytes + self._reserved_bytes + size - self.max_total_bytes
+        if excess <= 0:
             return
         pinned = frozenset().union(*self._pins.values()) if self._pins else frozenset()
         doomed = []
         for digest, data in self._blobs.items():
-            if over <= 0:
+            if excess <= 0:
                 break
             if digest not in pinned:
                 doomed.append(digest)
-                over -= len(data)
-        if over > 0:
+                excess -= len(data)
+        if excess > 0:
             raise ResourceExhaustedError(
                 f"this manager's store is full: no room for {size} bytes, since of {self.max_total_bytes} "
                 f"{self._reserved_bytes} are being uploaded and these are in use: {self._owners()}. Runs that are gone "
@@ -168,11 +168,11 @@ class BlobStore:
             for owner, pins in self._pins.items()
         }
         most = sorted(held, key=lambda owner: (-held[owner], owner))
-        said = [f"{owner}: {held[owner]} bytes" for owner in most[:MOST_OWNERS]]
+        shares = [f"{owner}: {held[owner]} bytes" for owner in most[:MOST_OWNERS]]
         if len(most) > MOST_OWNERS:
             rest = most[MOST_OWNERS:]
-            said.append(f"{len(rest)} others: {sum(held[owner] for owner in rest)} bytes")
-        return "; ".join(said) or "nothing"
+            shares.append(f"{len(rest)} others: {sum(held[owner] for owner in rest)} bytes")
+        return "; ".join(shares) or "nothing"
 
     def _settle(self, ref: manager_pb2.BlobRef, data: bytes | None) -> None:
         """Turns a reservation into a stored blob, or gives it back (``data`` is None)."""

@@ -73,7 +73,7 @@ def check_host(header: str, loopback: bool, asks: bool, own: Collection[str] = (
         )
 
 
-def check_origin(method: str, headers: Mapping[str, str], told: Collection[str] = ()) -> None:
+def check_origin(method: str, headers: Mapping[str, str], public_names: Collection[str] = ()) -> None:
     """Raises PERMISSION_DENIED for a change that another page than our own asks for. Programs say no Origin.
 
     told: names under which our page is reached through a proxy, which may say another Host than the browser did.
@@ -81,7 +81,7 @@ def check_origin(method: str, headers: Mapping[str, str], told: Collection[str] 
     if method in READING:
         return
     origin, host = headers.get("origin"), headers.get("host", "")
-    if origin is not None and not _same(origin, host) and not _named(origin, told):
+    if origin is not None and not _same(origin, host) and not _named(origin, public_names):
         raise forbidden(
             f"a page of {origin!r} may change nothing here, only this manager's own page may; if that is its name "
             "behind a proxy, start the manager with --http-name and that name"

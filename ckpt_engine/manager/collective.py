@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from ckpt_engine.core.collective_buckets import BoxWant, wants_of
-from ckpt_engine.core.collective_members import CollectiveReader, Rank, together
+from ckpt_engine.core.collective_members import CollectiveReader, Rank, choose_members
 from ckpt_engine.core.collective_plan import KEY_BYTES, collective_plan, meeting_of, read_locator
 from ckpt_engine.core.offers import by_transport, label, ranks_of
 from ckpt_engine.core.plan import PlanRequest, Plans
@@ -36,7 +36,7 @@ def plan_together(
         for name, each in workers.items()
     ]
     used = {name for reader in readers for name in reader.reads}
-    found = together([_rank(table) for name, table in tables.items() if name in used], readers)
+    found = choose_members([_rank(table) for name, table in tables.items() if name in used], readers)
     if not found.members or not found.members[0].is_source:
         return None, found.refused
     sources = {member.name: number for number, member in enumerate(found.members) if member.is_source}

@@ -135,7 +135,7 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         **describes(page_pb2.PageOverview),
     )
     async def overview(request: Request) -> Response:
-        return Response(overviews.told(request.scope[CALLER]), media_type="application/json")
+        return Response(overviews.text(request.scope[CALLER]), media_type="application/json")
 
 
 def _add_replicas(app: FastAPI, manager: Shown) -> None:
@@ -149,7 +149,7 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
         **describes(manager_pb2.ListReplicasResponse),
     )
     async def replicas() -> Response:
-        return Response(await lists.told(), media_type="application/json")
+        return Response(await lists.text(), media_type="application/json")
 
     @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica", **describes(manager_pb2.ReplicaStatus))
     async def replica(name: str) -> Response:

@@ -48,12 +48,12 @@ class HttpAccess:
     """ASGI middleware. loopback: whether the server listens on loopback only. told: names under which it is known to
     others, in lower case; this host's are added, but for a page that came through a proxy."""
 
-    def __init__(self, app: ASGIApp, access: Access, loopback: bool, told: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, access: Access, loopback: bool, public_names: Collection[str] = ()) -> None:
         self._app = app
         self._access = access
         self._loopback = loopback
-        self._told = frozenset(told)
-        self._own = self._told | names_beside(socket.gethostname(), _hosts())
+        self._public_names = frozenset(public_names)
+        self._own = self._public_names | names_beside(socket.gethostname(), _hosts())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +64,7 @@ class HttpAccess:
         try:
             if self._loopback or scope["path"] not in PROBED or scope["method"] not in READING:
                 check_host(headers.get("host", ""), self._loopback, self._access.asks, self._own)
-            check_origin(scope["method"], headers, self._told)
+            check_origin(scope["method"], headers, self._public_names)
             if scope["path"] not in OPEN:
                 scope[CALLER] = self._access.of_request(headers.get("authorization", ""))
         except CkptEngineError as error:
@@ -103,13 +103,13 @@ def _guarded(send: Send) -> Send:
 
 
 def _bounded(receive: Receive) -> Receive:
-    left = BODY_BYTES
+    room = BODY_BYTES
 
     async def bounded() -> Message:
-        nonlocal left
+        nonlocal room
         message = await receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
+        room -= len(message.get("body", b""))
+        if room < 0:
             raise HTTPException(413, f"a body has at most {BODY_BYTES} bytes")
         return message
 

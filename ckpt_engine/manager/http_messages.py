@@ -53,16 +53,16 @@ async def body(request: Request, kind: type[Body]) -> Body:
     return message
 
 
-def describes(told: type[Message], asked: type[Message] | None = None) -> dict[str, Any]:
+def describes(response: type[Message], request: type[Message] | None = None) -> dict[str, Any]:
     """What a route's decorator is given, so that the interface names the messages of its answer and of its body."""
-    content = {JSON: {"schema": {"$ref": SCHEMAS + _name(told.DESCRIPTOR.full_name)}}}
-    description = _comment(told.DESCRIPTOR.full_name) or told.DESCRIPTOR.name
+    content = {JSON: {"schema": {"$ref": SCHEMAS + _name(response.DESCRIPTOR.full_name)}}}
+    description = _comment(response.DESCRIPTOR.full_name) or response.DESCRIPTOR.name
     described: dict[str, Any] = {
         "response_class": Response,
         "responses": {200: {"description": description, "content": content}},
     }
-    if asked is not None:
-        schema = {"$ref": SCHEMAS + _name(asked.DESCRIPTOR.full_name)}
+    if request is not None:
+        schema = {"$ref": SCHEMAS + _name(request.DESCRIPTOR.full_name)}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
     return described
 
@@ -74,11 +74,11 @@ def add_schemas(app: FastAPI) -> None:
     def explained() -> dict[str, Any]:
         interface = plain()
         known = interface.setdefault("components", {}).setdefault("schemas", {})
-        wanted = _named(interface["paths"])
-        while missing := wanted - known.keys():
+        references = _named(interface["paths"])
+        while missing := references - known.keys():
             for name in missing:
                 known[name] = _schema(descriptor_pool.Default().FindMessageTypeByName(PACKAGE + name))
-                wanted |= _named(known[name])
+                references |= _named(known[name])
         return interface
 
     app.openapi = explained  # type: ignore[method-assign]

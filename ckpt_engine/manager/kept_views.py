@@ -55,16 +55,16 @@ class Texts:
     """The JSON of messages that are told again and again, made anew for those that differ from the last time."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[bytes, str]] = {}
+        self._texts: dict[str, tuple[bytes, str]] = {}
 
     def of(self, messages: Iterable[tuple[str, Message]]) -> str:
         """All of them as a JSON array; each has a name that stays."""
-        kept = {}
+        texts = {}
         for name, message in messages:
-            wire, known = message.SerializeToString(), self._kept.get(name)
-            kept[name] = known if known is not None and known[0] == wire else (wire, as_json(message))
-        self._kept = kept
-        return f"[{','.join(text for _, text in kept.values())}]"
+            wire, known = message.SerializeToString(), self._texts.get(name)
+            texts[name] = known if known is not None and known[0] == wire else (wire, as_json(message))
+        self._texts = texts
+        return f"[{','.join(text for _, text in texts.values())}]"
 
 
 class Overviews:
@@ -79,7 +79,7 @@ class Overviews:
         self._until = 0.0
         self._changes = 0
 
-    def told(self, caller: Caller) -> str:
+    def text(self, caller: Caller) -> str:
         """A `PageOverview`."""
         now, manager = self._clock(), self._manager
         if not self._built or (now >= self._until and manager.changes != self._changes):
@@ -115,7 +115,7 @@ class ReplicaLists:
         self._changes = 0
         self._drifts = False
 
-    async def told(self) -> str:
+    async def text(self) -> str:
         """A `ListReplicasResponse`."""
         async with self._building:
             now, manager = self._clock(), self._manager
@@ -135,18 +135,18 @@ class Lines:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._kept: dict[int, page_pb2.PageUpdate] = {}
-        ledger.written = lambda epoch: self._kept.pop(epoch, None)
+        self._lines: dict[int, page_pb2.PageUpdate] = {}
+        ledger.written = lambda epoch: self._lines.pop(epoch, None)
 
     async def newest(self, limit: int) -> list[page_pb2.PageUpdate]:
         """The last ones, newest first. Raises as `Ledger.history`."""
-        known = dict(self._kept)
+        known = dict(self._lines)
         lines = []
         for record in await self._ledger.history(None, limit, known):
             line = known.get(record.epoch) or update_line(record)
             if record.report is not None:
-                self._kept[record.epoch] = line
+                self._lines[record.epoch] = line
             lines.append(line)
-        for epoch in sorted(self._kept)[:-LINES_KEPT]:
-            del self._kept[epoch]
+        for epoch in sorted(self._lines)[:-LINES_KEPT]:
+            del self._lines[epoch]
         return lines

@@ -97,12 +97,12 @@ def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
     return fresh
 
 
-def _cluster_id(wanted: str) -> str:
+def _cluster_id(cluster: str) -> str:
     """The id of a new cluster, as it goes into the schema's script: it must be a UUID and nothing else."""
     try:
-        return str(uuid.UUID(wanted)) if wanted else str(uuid.uuid4())
+        return str(uuid.UUID(cluster)) if cluster else str(uuid.uuid4())
     except ValueError:
-        raise precondition(f"--cluster {wanted!r} is not a cluster's id, which is a UUID") from None
+        raise precondition(f"--cluster {cluster!r} is not a cluster's id, which is a UUID") from None
 
 
 def unusable(path: Path, error: Exception) -> CkptEngineError:

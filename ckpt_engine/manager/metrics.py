@@ -123,7 +123,7 @@ class ManagerMetrics:
         first, _ = self._calls.get(lineage, (now, now))
         self._calls[lineage] = (first, now)
 
-    def left(self, lineage: str) -> None:
+    def forget_calls(self, lineage: str) -> None:
         """No rank of this run calls any more."""
         self._calls.pop(lineage, None)
 

@@ -57,23 +57,29 @@ def replicas_of(
 ) -> list[page_pb2.PageReplica]:
     """The replicas in a line each. They are read where they are: to copy them takes longer than all the rest."""
     return [
-        _replica(replicas[name], seen, watched.latest.get(seen.identity.lineage), drifts.get(name), holds.get(name))
-        for name, seen in watched.replicas.items()
+        _replica(
+            replicas[name],
+            watched_replica,
+            watched.latest.get(watched_replica.identity.lineage),
+            drifts.get(name),
+            holds.get(name),
+        )
+        for name, watched_replica in watched.replicas.items()
     ]
 
 
 def _replica(
     replica: Replica,
-    seen: manager_pb2.WatchedReplica,
+    watched_replica: manager_pb2.WatchedReplica,
     latest: Version | None,
     drift: Drift | None,
     hold: OperatorHold | None,
 ) -> page_pb2.PageReplica:
     outcome, unfit = replica.last_outcome, replica.why_unfit()
-    left = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
+    was_quarantined = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
     line = page_pb2.PageReplica(
-        watched=seen,
-        quarantined=seen.state == manager_pb2.REPLICA_STATE_CLOSED and left and drift is not None,
+        watched=watched_replica,
+        quarantined=watched_replica.state == manager_pb2.REPLICA_STATE_CLOSED and was_quarantined and drift is not None,
         drift="" if drift is None else drift.reason,
         hold="" if hold is None else hold.told(replica.name),
         unfit="" if unfit is None else unfit.message,
@@ -81,8 +87,8 @@ def _replica(
         workers=len(replica.workers),
         pause_seconds=None if outcome is None else outcome.pause_seconds,
     )
-    if seen.HasField("identity") and latest is not None:
-        line.lag = latest.number - seen.identity.version
+    if watched_replica.HasField("identity") and latest is not None:
+        line.lag = latest.number - watched_replica.identity.version
     return line
 
 

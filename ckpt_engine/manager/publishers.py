@@ -36,7 +36,7 @@ _MEMBERS = frozenset((AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE))
 """Variables with which members reach a manager elsewhere."""
 
 Request = manager_pb2.UpdateFromDirectoryRequest
-Said = asyncio.Queue[manager_pb2.UpdateEvent | CkptEngineError]
+EventQueue = asyncio.Queue[manager_pb2.UpdateEvent | CkptEngineError]
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -54,7 +54,7 @@ class Publishers:
 
     def __init__(self, roots: Sequence[Path], deadlines: Deadlines) -> None:
         self._roots, self._deadlines = roots, deadlines
-        self._kept: dict[str, _Publisher] = {}
+        self._publishers: dict[str, _Publisher] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -88,12 +88,12 @@ class Publishers:
         if request.HasField("version"):
             checked_version(request.version)
         publisher = self._publisher(lineage)
-        said: Said = asyncio.Queue()
-        running = asyncio.ensure_future(self._run(publisher, request, seconds, said))
+        events: EventQueue = asyncio.Queue()
+        running = asyncio.ensure_future(self._run(publisher, request, seconds, events))
         self._running.add(running)
-        running.add_done_callback(lambda over: self._over(over, publisher))
+        running.add_done_callback(lambda task: self._end_run(task, publisher))
         while True:
-            event = await said.get()
+            event = await events.get()
             if isinstance(event, CkptEngineError):
                 raise event
             yield event
@@ -111,11 +111,11 @@ class Publishers:
             running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         ends = await asyncio.gather(
-            *(each.end() for each in self._kept.values()), *self._ending, return_exceptions=True
+            *(each.end() for each in self._publishers.values()), *self._ending, return_exceptions=True
         )
         for failed in (each for each in ends if isinstance(each, BaseException)):
             log.error("a process for directories did not end: %r", failed)
-        self._kept.clear()
+        self._publishers.clear()
         if self._own is not None:
             self._own.cleanup()
 
@@ -126,41 +126,41 @@ class Publishers:
 
     def _publisher(self, lineage: str) -> _Publisher:
         """The process of a lineage, from now on the one that was used last, with one user more."""
-        found = self._kept.pop(lineage, None)
+        found = self._publishers.pop(lineage, None)
         if found is None:
-            if len(self._kept) >= MOST_KEPT:
-                idle = next((name for name, each in self._kept.items() if not each.users), None)
+            if len(self._publishers) >= MOST_KEPT:
+                idle = next((name for name, each in self._publishers.items() if not each.users), None)
                 if idle is None:
                     raise unavailable(f"directories of {MOST_KEPT} lineages are published now: try again later")
-                ending = asyncio.ensure_future(self._kept.pop(idle).end())
+                ending = asyncio.ensure_future(self._publishers.pop(idle).end())
                 self._ending.add(ending)
-                ending.add_done_callback(self._ended)
+                ending.add_done_callback(self._end_process)
             found = _Publisher(self.address, lineage, self._roots, self._deadlines)
-        self._kept[lineage] = found
+        self._publishers[lineage] = found
         found.users += 1
         return found
 
-    def _over(self, running: asyncio.Task[None], publisher: _Publisher) -> None:
+    def _end_run(self, running: asyncio.Task[None], publisher: _Publisher) -> None:
         self._running.discard(running)
         publisher.users -= 1
 
-    def _ended(self, ending: asyncio.Task[None]) -> None:
+    def _end_process(self, ending: asyncio.Task[None]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled() and (failed := ending.exception()) is not None:
             log.error("a process for directories did not end: %r", failed)
 
-    async def _run(self, publisher: _Publisher, request: Request, seconds: float, said: Said) -> None:
+    async def _run(self, publisher: _Publisher, request: Request, seconds: float, events: EventQueue) -> None:
         try:
-            await publisher.update(request, seconds, said)
+            await publisher.update(request, seconds, events)
         except CkptEngineError as error:
             log.warning("no update from directory=%r problem=%r", request.directory, error.problem.message)
-            said.put_nowait(error)
+            events.put_nowait(error)
         except asyncio.CancelledError:
-            said.put_nowait(stopping())
+            events.put_nowait(stopping())
             raise
         except Exception as error:
             log.exception("an update from a directory failed")
-            said.put_nowait(internal(f"the update from a directory failed: {type(error).__name__}: {error}"))
+            events.put_nowait(internal(f"the update from a directory failed: {type(error).__name__}: {error}"))
 
 
 class _Publisher:
@@ -176,7 +176,7 @@ class _Publisher:
         self.users = 0
         """Calls that run, wait for their turn, or are about to. Counted by who gives them out."""
 
-    async def update(self, request: Request, seconds: float, said: Said) -> None:
+    async def update(self, request: Request, seconds: float, events: EventQueue) -> None:
         """Puts events into `said`, the report last. Raises CkptEngineError."""
         try:
             async with asyncio.timeout(seconds):
@@ -187,7 +187,7 @@ class _Publisher:
         try:
             # The process itself ends the update in time; this is for one that hangs.
             async with asyncio.timeout(limits.start + seconds + 2 * limits.call_grace):
-                await self._answered(request, said)
+                await self._exchange(request, events)
         except TimeoutError:
             await self._kill()
             raise deadline(
@@ -211,8 +211,8 @@ class _Publisher:
         except TimeoutError:
             await self._kill()
 
-    async def _answered(self, request: Request, said: Said) -> None:
-        process = await self._started()
+    async def _exchange(self, request: Request, events: EventQueue) -> None:
+        process = await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -224,7 +224,7 @@ class _Publisher:
                 if kind != EVENT:
                     raise CkptEngineError(weights_pb2.Problem.FromString(body))
                 event = manager_pb2.UpdateEvent.FromString(body)
-                said.put_nowait(event)
+                events.put_nowait(event)
                 if event.HasField("report"):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -233,7 +233,7 @@ class _Publisher:
                 "in the status, and the next update repairs it"
             ) from None
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         if self._condemned:
             await self._kill()
         if self._process is None or self._process.returncode is not None:

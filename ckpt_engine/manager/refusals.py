@@ -27,13 +27,13 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        self._kept: deque[Refusal] = deque(maxlen=KEPT)
+        self._refusals: deque[Refusal] = deque(maxlen=KEPT)
 
     def add(self, refusal: Refusal) -> None:
         """Forgets the oldest one where there are too many."""
-        self._kept.append(refusal)
+        self._refusals.append(refusal)
         self.count += 1
 
     def newest_first(self, limit: int) -> Sequence[Refusal]:
         """The latest refusals, at most so many."""
-        return [*reversed(self._kept)][:limit]
+        return [*reversed(self._refusals)][:limit]

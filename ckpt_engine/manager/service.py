@@ -206,9 +206,9 @@ class ManagerServer:
         for option, address in {"--listen": config.listen, "--http": config.http}.items():
             if address or option == "--listen":
                 check_reach(split_address(address, option)[0], config.security)
-        self._told = checked_names(config.http_names)
+        self._public_names = checked_names(config.http_names)
         if advertised := self._advertised(split_address(config.listen)[1]):
-            self._told.append(host_of(advertised))
+            self._public_names.append(host_of(advertised))
         self.ledger = await Ledger.open(config.ledger, config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
@@ -312,7 +312,7 @@ class ManagerServer:
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
                 "another port (--http; empty: no HTTP)"
             ) from error
-        application = HttpAccess(build_app(self), self._access, is_loopback(host), self._told)
+        application = HttpAccess(build_app(self), self._access, is_loopback(host), self._public_names)
         server = HttpServer(application, self.config.security)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
 

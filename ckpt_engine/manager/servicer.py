@@ -23,7 +23,7 @@ from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.publishers import Publishers, lineage_of
 from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
-from ckpt_engine.manager.watchers import Told
+from ckpt_engine.manager.watchers import WatchOutbox
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
@@ -89,8 +89,8 @@ class ManagerServicer(
             await refuse(context, error)
         await self._admit(context, kind)
         peer, outbox = self._shell.open_session(kind, envelope, hello)
-        member, who = _log_fields(hello)
-        log.info(f"session opened peer=%s {member} address=%s caller=%r", peer, *who, context.peer(), caller.who)
+        label, values = _log_fields(hello)
+        log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.who)
 
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
@@ -106,7 +106,7 @@ class ManagerServicer(
             reason = await carry(context, outbox, on_message, self._deadlines.write)
         finally:
             reason = outbox.problem.message if outbox.problem is not None else reason
-            log.info(f"session ended peer=%s {member} reason=%r", peer, *who, reason)
+            log.info(f"session ended peer=%s {label} reason=%r", peer, *values, reason)
             self._shell.end_session(peer, reason)
 
     # -- calls
@@ -234,7 +234,7 @@ class ManagerServicer(
             await refuse(context, error)
         log.info("watch began watcher=%r address=%s caller=%r", request.watcher, context.peer(), caller.who)
         try:
-            while (message := await self._told_or_beat(outbox)) is not None:
+            while (message := await self._news_or_beat(outbox)) is not None:
                 await write(context, message, self._deadlines.write)
         finally:
             self._shell.watchers.close(number)
@@ -242,7 +242,7 @@ class ManagerServicer(
         if outbox.problem is not None:
             await refuse(context, CkptEngineError(outbox.problem))
 
-    async def _told_or_beat(self, outbox: Told) -> manager_pb2.WatchReplicasResponse | None:
+    async def _news_or_beat(self, outbox: WatchOutbox) -> manager_pb2.WatchReplicasResponse | None:
         """What is told next; when that takes long, a message that only says that the manager lives."""
         try:
             async with asyncio.timeout(self._deadlines.lease / 2):

@@ -65,7 +65,7 @@ class Shell:
         self._rollbacks: dict[Call, manager_pb2.RollbackRequest] = {}
         self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
-        self._shown = 0
+        self._changes_shown = 0
         self._status: manager_pb2.GetStatusResponse | None = None
         self._status_of = 0  # how many changes it knows of
         self._numbers = count(1)
@@ -135,7 +135,7 @@ class Shell:
             self.handle(events.CallCancelled(call))
         request = self._updates.pop(call, None)
         if request is not None and not any(each.lineage == request.lineage for each in self._updates.values()):
-            self._metrics.left(request.lineage)
+            self._metrics.forget_calls(request.lineage)
 
     @property
     def changes(self) -> int:
@@ -206,9 +206,9 @@ class Shell:
 
     def _handled(self, event: object, commands: Sequence[object]) -> None:
         self._count_refusal(commands)
-        if self._machine.changes == self._shown:
+        if self._machine.changes == self._changes_shown:
             return
-        self._shown = self._machine.changes
+        self._changes_shown = self._machine.changes
         if not _claims_no_blobs(event):
             self._pin()
         self.watchers.changed(beat=isinstance(event, events.Message) and isinstance(event.body, BEATS))
@@ -257,27 +257,27 @@ class Shell:
             if not isinstance(command, events.FinishCall) or not command.problem:
                 continue
             problem = command.problem
-            if (back := self._rollbacks.get(command.call)) is not None:
-                asked = (back.lineage, back.version)
-                log.warning("rollback refused lineage=%r version=%d problem=%r", *asked, problem.message)
-                self.refusals.add(Refusal(*asked, problem))
+            if (rollback := self._rollbacks.get(command.call)) is not None:
+                target = (rollback.lineage, rollback.version)
+                log.warning("rollback refused lineage=%r version=%d problem=%r", *target, problem.message)
+                self.refusals.add(Refusal(*target, problem))
                 self._metrics.refused(problem)
             elif (request := self._updates.get(command.call)) is not None and request.lineage not in counted:
                 counted.add(request.lineage)
                 version = request.version if request.HasField("version") else None
-                who = (request.lineage, request.rank)
-                log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
+                lineage, rank = request.lineage, request.rank
+                log.warning("update refused lineage=%r rank=%d problem=%r", lineage, rank, problem.message)
                 self.refusals.add(Refusal(request.lineage, version, problem))
                 self._metrics.refused(problem)
 
     def _pin(self) -> None:
-        wanted = self._machine.blobs_in_use()
-        for owner, refs in wanted.items():
+        in_use = self._machine.blobs_in_use()
+        for owner, refs in in_use.items():
             if self._pinned.get(owner) != refs:
                 self._blobs.pin(owner, refs)
-        for owner in self._pinned.keys() - wanted.keys():
+        for owner in self._pinned.keys() - in_use.keys():
             self._blobs.unpin(owner)
-        self._pinned = wanted
+        self._pinned = in_use
 
 
 def _claims_no_blobs(event: object) -> bool:

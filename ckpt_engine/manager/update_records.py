@@ -37,8 +37,8 @@ async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record
     record = await ledger.record(request.epoch) if request.epoch < EPOCHS else None
     if record is None:
         last = [named(each) for each in await ledger.history(None, NAMED)]
-        kept = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
-        raise not_found(f"no update with epoch {request.epoch} is kept: {kept}")
+        newest = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
+        raise not_found(f"no update with epoch {request.epoch} is kept: {newest}")
     return record
 
 
@@ -54,11 +54,11 @@ async def page(
     records = await ledger.history(before, limit + 1)
     answer, size = manager_pb2.ListUpdatesResponse(), 0
     for record in records[:limit]:
-        told = message(record)
-        size += told.ByteSize()
+        update = message(record)
+        size += update.ByteSize()
         if answer.updates and size > PAGE_BYTES:
             break
-        answer.updates.append(told)
+        answer.updates.append(update)
     if len(records) > len(answer.updates):
         answer.next_before = answer.updates[-1].epoch
     if before is None:
@@ -94,12 +94,12 @@ def no_report(ledger: Ledger, record: Record) -> CkptEngineError:
 
 async def _newest_to(ledger: Ledger, version: int, lineage: str) -> Record:
     """The newest update to a version that was not for a late replica. lineage: empty: the only one that has it."""
-    kept = await ledger.identities()
-    having = [lineage] if lineage else sorted({each.lineage for each in kept if each.number == version})
+    versions = await ledger.identities()
+    having = [lineage] if lineage else sorted({each.lineage for each in versions if each.number == version})
     if len(having) > 1:
         raise invalid(f"version {version} is one of several lineages: name one of {', '.join(having)} as lineage")
     unknown = []
-    for each in having or list(dict.fromkeys(each.lineage for each in reversed(kept)))[:NAMED]:
+    for each in having or list(dict.fromkeys(each.lineage for each in reversed(versions)))[:NAMED]:
         last = await ledger.last_update(each, version if 0 <= version < EPOCHS else -1)
         record = None if last.epoch is None else await ledger.record(last.epoch)
         if record is not None:

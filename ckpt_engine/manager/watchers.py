@@ -29,7 +29,7 @@ WATCHERS = 256
 QUEUE = 256
 """Messages that may wait for one watcher before it counts as stuck."""
 
-Told = Outbox[manager_pb2.WatchReplicasResponse]
+WatchOutbox = Outbox[manager_pb2.WatchReplicasResponse]
 
 
 class Watchers:
@@ -42,20 +42,20 @@ class Watchers:
         self._look = look
         self._run = uuid.uuid4().hex
         self._sequence = 0
-        self._outboxes: dict[int, Told] = {}
+        self._outboxes: dict[int, WatchOutbox] = {}
         self._numbers = count(1)
-        self._told: Watched | None = None
+        self._last_watched: Watched | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: weights_pb2.Problem | None = None
 
-    def open(self, watcher: str) -> tuple[int, Told]:
+    def open(self, watcher: str) -> tuple[int, WatchOutbox]:
         """Begins a stream; its first message waits already. Raises UNAVAILABLE when too many watch."""
         if len(self._outboxes) >= WATCHERS:
             raise unavailable(f"{WATCHERS} streams watch the replicas already, and this manager carries no more")
         self._tell()
-        self._told = self._told or self._look()
+        self._last_watched = self._last_watched or self._look()
         number, outbox = next(self._numbers), Outbox[manager_pb2.WatchReplicasResponse](f"watcher {watcher!r}", QUEUE)
-        outbox.put(self._numbered(snapshot(self._told)))
+        outbox.put(self._numbered(snapshot(self._last_watched)))
         if self._problem is not None:
             outbox.close(self._problem)
         self._outboxes[number] = outbox
@@ -65,7 +65,7 @@ class Watchers:
         """The stream has ended."""
         self._outboxes.pop(number, None)
         if not self._outboxes:
-            self._told = None
+            self._last_watched = None
 
     def changed(self, beat: bool) -> None:
         """Something happened that may be worth telling; it costs nothing while nobody watches. beat: a heartbeat."""
@@ -80,13 +80,13 @@ class Watchers:
 
     def beat(self) -> manager_pb2.WatchReplicasResponse:
         """A message without news."""
-        assert self._told is not None
-        told = self._told
+        assert self._last_watched is not None
+        watched = self._last_watched
         return self._numbered(
             manager_pb2.WatchReplicasResponse(
-                fence=told.fence.message(),
-                settling=told.settling,
-                latest=[each.message() for each in told.latest.values()],
+                fence=watched.fence.message(),
+                settling=watched.settling,
+                latest=[each.message() for each in watched.latest.values()],
             )
         )
 
@@ -102,10 +102,10 @@ class Watchers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._told is None:
+        if self._last_watched is None:
             return
-        before, self._told = self._told, self._look()
-        message = changes(before, self._told)
+        before, self._last_watched = self._last_watched, self._look()
+        message = changes(before, self._last_watched)
         if message is not None:
             self._sequence += 1
             for outbox in self._outboxes.values():

@@ -34,7 +34,7 @@ class Foreseen:
     unmeasured: str = ""
 
 
-def rates_of(told: object | None, engine: str, network: float | None, replicas: int) -> Rates:
+def rates_of(content: object | None, engine: str, network: float | None, replicas: int) -> Rates:
     """Rates that were measured, changed by what a file tells. network: bytes a second of each host's card."""
     seconds, own = {"plan": CONTROL + CONTROL_REPLICA * replicas}, engine_kind(engine).seconds
     if own is not None:
@@ -43,7 +43,7 @@ def rates_of(told: object | None, engine: str, network: float | None, replicas: 
     if network is not None:
         cards = {name: {"host": network} for name, kind in transport_kinds().items() if kind.over_network}
         rates = replace(rates, links={**rates.links, **cards})
-    return rates if told is None else Rates.of(told, rates)
+    return rates if content is None else Rates.of(content, rates)
 
 
 def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Foreseen:

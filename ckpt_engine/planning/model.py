@@ -102,17 +102,17 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
         )
     model = _from_config(folder, config, dtype)
     index = path if path.name.endswith(".safetensors.index.json") else folder / INDEX
-    beside = path.is_dir() or path.name in (CONFIG, index.name)
-    return _compared(model, index) if beside and index.exists() else model
+    index_applies = path.is_dir() or path.name in (CONFIG, index.name)
+    return _compared(model, index) if index_applies and index.exists() else model
 
 
 def _from_config(folder: Path, config: Config, dtype: str | None) -> Model:
-    named = config.get("architectures")
-    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise invalid("config.json names no architecture (`architectures`); is it that of a model?")
-    found = shapes_of(named[0], config)
+    found = shapes_of(architectures[0], config)
     named_dtype = config.get("dtype") or config.get("torch_dtype")
-    said = str(named_dtype or "bfloat16").removeprefix("torch.")
+    stated_dtype = str(named_dtype or "bfloat16").removeprefix("torch.")
     notes = []
     if not named_dtype and dtype is None:
         notes.append("config.json names no dtype, and this counts bfloat16: name another one with --dtype")
@@ -121,16 +121,16 @@ def _from_config(folder: Path, config: Config, dtype: str | None) -> Model:
     if quantised:
         method = str(quantised.get("quant_method", "?")) if isinstance(quantised, dict) else "?"
         notes.append(
-            f"config.json is of a checkpoint that is quantised ({method}), and this counts {dtype or said}, as a "
-            "trainer publishes it; give the safetensors files to count those"
+            f"config.json is of a checkpoint that is quantised ({method}), and this counts {dtype or stated_dtype}, as "
+            "a trainer publishes it; give the safetensors files to count those"
         )
     if _predicts_further(config):
         notes.append("layers that predict further tokens (num_nextn_predict_layers) are left out")
-    served = dtype or said
+    served = dtype or stated_dtype
     if served not in ITEMSIZES:
-        raise invalid(f"config.json: dtype {said!r} is not known; name the served one with --dtype")
+        raise invalid(f"config.json: dtype {stated_dtype!r} is not known; name the served one with --dtype")
     tensors = [Tensor(each.name, each.dtype or served, each.shape) for each in found]
-    model = _model(f"{named[0]} ({folder.resolve().name or folder})", tensors, config, notes)
+    model = _model(f"{architectures[0]} ({folder.resolve().name or folder})", tensors, config, notes)
     return replace(model, quantised=method)
 
 
@@ -165,8 +165,8 @@ def _model(name: str, tensors: list[Tensor], config: Config | None, notes: list[
         experts = optional(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
         heads = Heads(config["num_attention_heads"], key_value_heads(config), experts, config["num_hidden_layers"])
     tied = not any(tensor.name.split(".")[-2:-1] == ["lm_head"] for tensor in tensors)
-    named = (config or {}).get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    architectures = (config or {}).get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     by_name = dict(sorted(by_dtype.items()))
     return Model(name, tuple(sorted(tensors)), heads, tied, tuple(notes), by_name, architecture)
 
@@ -177,8 +177,10 @@ def _compared(model: Model, index: Path) -> Model:
     known = {tensor.name for tensor in model.tensors}
     extra, missing = sorted(names - known), sorted(known - names)
     if missing:
-        said = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
-        raise invalid(f"{said}: the two are of different models; give the safetensors files, whose headers have shapes")
+        mismatch = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
+        raise invalid(
+            f"{mismatch}: the two are of different models; give the safetensors files, whose headers have shapes"
+        )
     notes = [*model.notes, f"names agree with {index.name}"]
     if extra:
         notes[-1] = f"{index.name} has {len(extra)} tensors more, such as {extra[0]}, which are not counted"

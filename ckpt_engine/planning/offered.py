@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.cells import Wanted
+from ckpt_engine.core.cells import NeededBoxes
 from ckpt_engine.core.chunk_sizes import chunk_bytes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.offers import rank_id
@@ -60,7 +60,7 @@ class PlannedOffer:
     model: int
 
     @cached_property
-    def wanted(self) -> tuple[Wanted, ...]:
+    def needed_boxes(self) -> tuple[NeededBoxes, ...]:
         """The needs of each worker, as boxes."""
         return tuple(
             tuple((need.tensor, Box(tuple(need.start), tuple(need.stop))) for need in each.needs) for each in self.needs
@@ -73,7 +73,7 @@ class PlannedOffer:
         found: dict[tuple[int, frozenset[Box], int], Partition] = {}
         partitions = []
         for number, partition in enumerate(self.publication.partitions):
-            boxes = frozenset(box for wanted in self.wanted for tensor, box in wanted if tensor == number)
+            boxes = frozenset(box for needs in self.needed_boxes for tensor, box in needs if tensor == number)
             most = chunk_bytes(self.model) // self.width(number)
             key = id(partition), boxes, most
             if key not in found:
@@ -102,7 +102,7 @@ class PlannedOffer:
 
     def needed(self, worker: int) -> int:
         """Bytes that a worker needs."""
-        return sum(box.volume * self.weight(kind) for kind, box in self.wanted[worker])
+        return sum(box.volume * self.weight(kind) for kind, box in self.needed_boxes[worker])
 
 
 def offered(

@@ -112,9 +112,11 @@ def place(
     if shared_gpus:
         found = _on_ranks(placed, total)
     elif replica_hosts is None and (
-        beside := _beside(placed, known, gpus if worker_gpus else max(total, gpus), replicas, workers, rank_gpus)
+        near_trainer := _on_trainer_hosts(
+            placed, known, gpus if worker_gpus else max(total, gpus), replicas, workers, rank_gpus
+        )
     ):
-        found = beside
+        found = near_trainer
     else:
         found = _apart(known, replicas, workers, gpus, replica_hosts, worker_gpus)
         names += [f"rollout-{host}" for host in range(1 + max(host for host, _ in found) - known)]
@@ -132,7 +134,7 @@ def _on_ranks(placed: Sequence[tuple[int, int]], total: int) -> list[tuple[int, 
     return list(placed[:total])
 
 
-def _beside(
+def _on_trainer_hosts(
     placed: Sequence[tuple[int, int]], hosts: int, gpus: int, replicas: int, workers: int, rank_gpus: bool
 ) -> list[tuple[int, int]] | None:
     """Places on GPUs that the trainer's hosts have left, each replica on one host; None where they have too few."""

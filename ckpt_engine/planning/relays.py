@@ -25,7 +25,7 @@ from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFil
 from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.planning.offered import PlannedOffer
 from ckpt_engine.planning.places import Cluster
-from ckpt_engine.planning.slots import Slot, brought, slot_of
+from ckpt_engine.planning.slots import Slot, bytes_by_source, slot_of
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -155,14 +155,14 @@ class _Deciding:
         ]
         sets = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
         parts = frozenset(frozenset(publication.tables[source].id for source in each) for each in sets)
-        over = passing_transport()
-        lends = frozenset({relay_transport(), over})
+        transport = passing_transport()
+        lends = frozenset({relay_transport(), transport})
         stations = [
-            Station(name, self._cluster.relay_host(host), (*reading_kinds(), over), lends)
+            Station(name, self._cluster.relay_host(host), (*reading_kinds(), transport), lends)
             for name, host in self._host.items()
         ]
-        wanted = [name for name, filling in self._fillings.items() if filling.replicas]
-        return relay_routes(origins, parts, stations, wanted, {})
+        targets = [name for name, filling in self._fillings.items() if filling.replicas]
+        return relay_routes(origins, parts, stations, targets, {})
 
     def _together(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
         """Fills relays together, as if all of a stage were told at one time."""
@@ -212,7 +212,9 @@ class _Deciding:
             # Files that another host may have are read last of all.
             return None if found >= Distance.SHARED_FILE and filling.route.upstream else found
 
-        return brought(self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance)
+        return bytes_by_source(
+            self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance
+        )
 
     def _choice_of(self, source: str, relay: str) -> Choice:
         """The nearest way from a source to a relay."""
@@ -228,10 +230,10 @@ class _Deciding:
         best = min(found, key=lambda choice: choice.distance)
         return best._replace(reason="the relay copies from the GPUs of its host") if table.host.gpus else best
 
-    def _over(self, upstream: str, relay: str) -> Choice:
+    def _passing_choice(self, upstream: str, relay: str) -> Choice:
         source, reader = (self._cluster.relay_host(self._host[each]) for each in (upstream, relay))
-        over = passing_transport()
-        return choose_transport(source, over, reader, [over])
+        transport = passing_transport()
+        return choose_transport(source, transport, reader, [transport])
 
     def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
         """Whom a relay asks in each tree, empty: those who hold the version; and for which share of all."""
@@ -257,22 +259,24 @@ class _Deciding:
         total = sum(upstream.values())
         assert not lacking or route.lacks
         found: Counter[str] = Counter()
-        left = total
+        remaining = total
         for peer, share in (trees or ())[1:]:
             size = round(total * share)
-            left -= size
-            _dealt(found, size, peer, upstream)
-        _dealt(found, left, trees[0][0] if trees else "", upstream)
-        return reads + [RelayRead(other, self._over(other, name), size) for other, size in found.items() if size]
+            remaining -= size
+            _deal(found, size, peer, upstream)
+        _deal(found, remaining, trees[0][0] if trees else "", upstream)
+        return reads + [
+            RelayRead(other, self._passing_choice(other, name), size) for other, size in found.items() if size
+        ]
 
 
-def _dealt(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
+def _deal(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
     """Counts bytes that come from one relay, or, if it is empty, from those who hold the version."""
     if peer:
         found[peer] += size
         return
-    total, left = sum(upstream.values()), size
+    total, remaining = sum(upstream.values()), size
     for number, (name, own) in enumerate(sorted(upstream.items())):
-        part = left if number + 1 == len(upstream) else size * own // max(total, 1)
+        part = remaining if number + 1 == len(upstream) else size * own // max(total, 1)
         found[name] += part
-        left -= part
+        remaining -= part

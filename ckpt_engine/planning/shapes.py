@@ -116,8 +116,8 @@ def _mlp(prefix: str, hidden: int, inner: int, bias: bool = False) -> Iterator[S
 
 def _dense(norms: bool = False, always_bias: bool = False) -> Rule:
     def layer(config: Config) -> Iterator[Shaped]:
-        said = bool(config.get("attention_bias", False)) and not always_bias
-        yield from _attention(config, said or always_bias, said, norms)
+        output_bias = bool(config.get("attention_bias", False)) and not always_bias
+        yield from _attention(config, output_bias or always_bias, output_bias, norms)
         inner = number(config, "intermediate_size")
         yield from _mlp("mlp", number(config, "hidden_size"), inner, bool(config.get("mlp_bias", False)))
 

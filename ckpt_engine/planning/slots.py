@@ -33,13 +33,13 @@ def slot_of(
 ) -> Slot:
     """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model. within: ids
     of the sources of whose boxes alone it holds something; none: of all."""
-    readers = list(dict.fromkeys(offered.wanted[worker] for worker in workers))
+    readers = list(dict.fromkeys(offered.needed_boxes[worker] for worker in workers))
     groups: Counter[tuple[int, ...]] = Counter()
     cells: Counter[tuple[int, int]] = Counter()
     total = 0
     for kind, record in enumerate(offered.record):
         width, count = offered.width(kind), offered.kinds[kind].many
-        needs = [(number, box) for number, wanted in enumerate(readers) for tensor, box in wanted if tensor == kind]
+        needs = [(number, box) for number, boxes in enumerate(readers) for tensor, box in boxes if tensor == kind]
         part_of = [offered.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
         for piece in cut_pieces(record, needs, everything, _held_by(offered, kind, within) if within else None):
             size = piece.volume * width
@@ -60,7 +60,9 @@ Distance = Callable[[str], int | None]
 """Of a source from a relay, by the source's id; None: it is out of reach."""
 
 
-def brought(offered: PlannedOffer, slot: Slot, distance: Distance) -> tuple[Counter[str], Counter[frozenset[str]]]:
+def bytes_by_source(
+    offered: PlannedOffer, slot: Slot, distance: Distance
+) -> tuple[Counter[str], Counter[frozenset[str]]]:
     """Bytes that a relay reads from each source itself, and those that it does not reach, by who holds them."""
     near: Counter[str] = Counter()
     far: Counter[frozenset[str]] = Counter()

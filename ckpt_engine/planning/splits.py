@@ -75,7 +75,7 @@ class Parallel(Split):
     copies: of all of it. pairs,
     routed (experts), layers, tied: of the model. everywhere: each stage has what is before and behind all layers."""
 
-    who: str
+    label: str
     tensor: int
     pipeline: int = 1
     experts: int = 1
@@ -118,14 +118,15 @@ class Parallel(Split):
 
     def impossible(self, model: Model) -> Iterator[str]:
         if self.experts > 1 and not self.routed:
-            yield f"{self.who}: ep={self.experts}, and the model has no experts"
+            yield f"{self.label}: ep={self.experts}, and the model has no experts"
         elif self.routed % self.experts:
-            yield f"{self.who}: the model's {self.routed} experts do not divide by ep={self.experts}"
+            yield f"{self.label}: the model's {self.routed} experts do not divide by ep={self.experts}"
         if self.tensor % self.experts:
-            yield f"{self.who}: ep={self.experts} does not divide tp={self.tensor}, whose workers experts are dealt to"
+            workers = f"tp={self.tensor}, whose workers experts are dealt to"
+            yield f"{self.label}: ep={self.experts} does not divide {workers}"
             return
         if self.pipeline > 1 and self.layers < self.pipeline:
-            yield f"{self.who}: the model's {self.layers} layers are fewer than pp={self.pipeline} stages"
+            yield f"{self.label}: the model's {self.layers} layers are fewer than pp={self.pipeline} stages"
         if self.tensor == 1:
             return
         if model.heads is not None:
@@ -134,13 +135,13 @@ class Parallel(Split):
 
     def _heads(self, heads: int) -> Iterator[str]:
         if heads % self.tensor:
-            yield f"{self.who}: the model's {heads} attention heads do not divide by tp={self.tensor}"
+            yield f"{self.label}: the model's {heads} attention heads do not divide by tp={self.tensor}"
         elif self.pairs % self.tensor and not (self.repeats and self.tensor % self.pairs == 0):
-            yield f"{self.who}: the model's {self.pairs} key-value heads do not divide by tp={self.tensor}"
+            yield f"{self.label}: the model's {self.pairs} key-value heads do not divide by tp={self.tensor}"
 
     def _uneven(self, model: Model) -> Iterator[str]:
         """Tensors that do not divide, one for each name without its layer and expert."""
-        said: set[str] = set()
+        kinds: set[str] = set()
         for tensor in model.tensors:
             role = role_of(tensor.name, len(tensor.shape))
             if role.axis is None or role.pairs:
@@ -150,11 +151,11 @@ class Parallel(Split):
             if role.vocabulary:
                 size = -(-size // self.padded) * self.padded
             kind = ".".join(part for part in tensor.name.split(".") if not part.isdecimal())
-            if size % parts and kind not in said:
-                said.add(kind)
+            if size % parts and kind not in kinds:
+                kinds.add(kind)
                 padding = f" (padded to {size})" if role.vocabulary else ""
                 what = f"{tensor.name}, of shape {list(tensor.shape)}{padding}"
-                yield f"{self.who}: {what}, does not divide by {parts} along axis {role.axis}"
+                yield f"{self.label}: {what}, does not divide by {parts} along axis {role.axis}"
 
     def _group(self, expert: int) -> int:
         """The workers that have an expert: groups of them, in the order of the experts."""
@@ -172,8 +173,8 @@ class Parallel(Split):
 
     def _stage_of_layer(self, layer: int) -> int:
         """Layers that are left over go one each to the stages before the last, as vLLM deals them."""
-        each, left = divmod(self.layers, self.pipeline)
-        sizes = [each + (self.pipeline - 1 - left <= stage < self.pipeline - 1) for stage in range(self.pipeline)]
+        each, remainder = divmod(self.layers, self.pipeline)
+        sizes = [each + (self.pipeline - 1 - remainder <= stage < self.pipeline - 1) for stage in range(self.pipeline)]
         edges = list(pairwise([0, *(sum(sizes[: stage + 1]) for stage in range(self.pipeline))]))
         return next((stage for stage, (first, stop) in enumerate(edges) if first <= layer < stop), self.pipeline - 1)
 
@@ -199,7 +200,7 @@ def _along(box: Box, axis: int, start: int, stop: int) -> Box:
 
 
 def parallel(
-    who: str, model: Model, tensor: int, pipeline: int, experts: int, copies: int, padded: int, repeats: bool
+    label: str, model: Model, tensor: int, pipeline: int, experts: int, copies: int, padded: int, repeats: bool
 ) -> Parallel:
     """A parallel split of a model. Without a config, heads and experts are read off the tensors."""
     roles = [role_of(each.name, len(each.shape)) for each in model.tensors]
@@ -207,4 +208,6 @@ def parallel(
     routed = 1 + max((role.expert for role in roles if role.expert is not None), default=-1)
     fused = max((each.shape[0] for each, role in zip(model.tensors, roles, strict=True) if role.fused), default=0)
     pairs = model.heads.pairs if model.heads is not None else 0
-    return Parallel(who, tensor, pipeline, experts, copies, padded, repeats, pairs, routed or fused, layers, model.tied)
+    return Parallel(
+        label, tensor, pipeline, experts, copies, padded, repeats, pairs, routed or fused, layers, model.tied
+    )

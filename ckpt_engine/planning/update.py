@@ -138,8 +138,8 @@ class _Planning:
             impossible.append(f"{relay} cannot be filled: {why}")
         without = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
         never = question.relays and question.prefetch == manager_pb2.PREFETCH_NEVER
-        said = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
-        impossible += [] if relays.unreached else [words + said for words in sorted(without)]
+        note = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
+        impossible += [] if relays.unreached else [words + note for words in sorted(without)]
         impossible += self._too_large(relays)
         fills = self._fills(relays)
         return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
@@ -182,7 +182,7 @@ class _Planning:
         """The edges of a compiled plan, with the bytes of all tensors that are split alike."""
         offers = self._offered
         sizes = Counter[int]()
-        needs = offers.wanted[worker]
+        needs = offers.needed_boxes[worker]
         for piece in plan.pieces:
             kind, _ = needs[piece.need]
             volume = 1

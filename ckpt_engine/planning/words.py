@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+")
 COLUMNS = 100
 
 
-def told(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
+def as_text(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
     """The whole plan. setting: what was asked for, by what it is about."""
     sections = [
         _model(answer, setting),
@@ -119,11 +119,11 @@ def _hosts(answer: PlanAnswer) -> list[str]:
         if ways:
             by_way.setdefault(tuple(f"{way} {human_bytes(ways[way])}" for way in sorted(ways)), []).append(host)
     lines = ["Hosts: bytes over each link"] if by_way else []
-    for said, hosts in by_way.items():
-        lines += _wrapped("  ", f"{several(hosts)}: {', '.join(said)}{' each' if len(hosts) > 1 else ''}")
+    for flows, hosts in by_way.items():
+        lines += _wrapped("  ", f"{several(hosts)}: {', '.join(flows)}{' each' if len(hosts) > 1 else ''}")
     trees = answer.relays.trees
     if trees:
-        share = Counter(peer for asked in trees.values() for peer, _ in asked)
+        share = Counter(peer for tree_peers in trees.values() for peer, _ in tree_peers)
         words = (
             f"{several(trees)} are filled together: each reads a part from those who hold the version and the rest "
             f"from each other, in {max(map(len, trees.values()))} trees; {len(share.keys() - {''})} of them pass on"
@@ -144,19 +144,19 @@ def _relays(answer: PlanAnswer) -> list[str]:
     for alike in groups.values():
         relay = alike[0]
         size, brings = relay.slot.size, sum(read.bytes for read in relay.reads)
-        whom = f"for {several(chain(*(each.replicas for each in alike)))}" if relay.replicas else "a step in between"
+        readers = f"for {several(chain(*(each.replicas for each in alike)))}" if relay.replicas else "a step in between"
         gaps = human_bytes(size - relay.slot.bytes)
         takes, all_of_it = human_bytes(size), human_bytes(SLOTS * size)
         words = (
-            f"{several(each.name for each in alike)}: {whom}; brings {human_bytes(brings)} and takes {takes} of memory "
-            f"a version ({gaps} of it gaps), so --memory of {all_of_it} or more for {SLOTS}"
+            f"{several(each.name for each in alike)}: {readers}; brings {human_bytes(brings)} and takes {takes} of "
+            f"memory a version ({gaps} of it gaps), so --memory of {all_of_it} or more for {SLOTS}"
         )
         lines += _wrapped("  ", words)
-    said: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, why in relays.why.items():
         if name not in relays.filled:
-            said.setdefault(why.removeprefix(name), []).append(name)
-    for why, names in said.items():
+            names_by_reason.setdefault(why.removeprefix(name), []).append(name)
+    for why, names in names_by_reason.items():
         lines += _wrapped("  ", f"{several(names)}{_short(why)}")
     return lines
 
@@ -193,6 +193,6 @@ def seconds(value: float) -> str:
 def _impossible(answer: PlanAnswer) -> list[str]:
     if not answer.impossible:
         return []
-    said = merged(answer.impossible)
-    lines = ["Impossible", *(line for why in said[:_SHOWN] for line in _wrapped("  - ", why))]
-    return [*lines, *([f"  and {len(said) - _SHOWN} more, in --json"] if len(said) > _SHOWN else [])]
+    reasons = merged(answer.impossible)
+    lines = ["Impossible", *(line for why in reasons[:_SHOWN] for line in _wrapped("  - ", why))]
+    return [*lines, *([f"  and {len(reasons) - _SHOWN} more, in --json"] if len(reasons) > _SHOWN else [])]

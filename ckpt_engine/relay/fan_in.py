@@ -20,7 +20,7 @@ from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
-from ckpt_engine.core.transports import made, transport_kinds
+from ckpt_engine.core.transports import make, transport_kinds
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.fill import NAMED, FillResult, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
@@ -356,5 +356,5 @@ def _connection(region: Region, owner: str, key: bytes, stop_at: float) -> Passe
             f"{owner} passes on over {region.transport or 'no transport'!r}, and this relay does not know how to read "
             "that; bring both to one version"
         )
-    connection: PassedOn = made(kind.passed, region, owner, key, stop_at)
+    connection: PassedOn = make(kind.passed, region, owner, key, stop_at)
     return connection

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_engine import Client, Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.planning.asked import PlanOptions, question_of
+from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.update import planned
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster

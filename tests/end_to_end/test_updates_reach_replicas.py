@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.cli import app_for
-from ckpt_engine.planning.asked import PlanOptions, question_of
+from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.update import planned
 from tests.cluster import Cluster, corrupt_after_sealing, generate, outcomes
 from tests.end_to_end.conftest import PADDED_VOCABULARY

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_engine import CkptEngineError, Trainer
-from ckpt_engine.planning.asked import PlanOptions, question_of
+from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.update import planned
 from tests.cluster import running_cluster
 from tests.engines.serving import model_of

@@ -17,8 +17,8 @@ from ckpt_engine.core.relay_layout import lay_out
 from ckpt_engine.core.sealed import Sealed
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.planning import update
-from ckpt_engine.planning.asked import PlanOptions, question_of
 from ckpt_engine.planning.model import Tensor
+from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.slots import slot_of
 from ckpt_engine.planning.splits import Fsdp, Parallel
 from ckpt_engine.planning.update import PlanAnswer, planned, traffic
@@ -115,12 +115,12 @@ def test_a_slot_is_laid_out_as_a_relay_does(tmp_path: Path) -> None:
     assert offered is not None
     apart = planned(replace(question, trainer=EachFsdp(3))).offered
     assert apart is not None
-    cells = cut(apart.publication, apart.wanted, chunk_bytes(question.model.bytes))
+    cells = cut(apart.publication, apart.needed_boxes, chunk_bytes(question.model.bytes))
     zeros = np.zeros(len(cells), dtype=np.uint64)
     sealed = Sealed(apart.publication, cells, zeros, np.ones(len(cells), dtype=np.bool_))
     recorded = read_record(record_of(sealed), sealed.root())
     for workers in ([0], [1, 2], [0, 1, 2, 3]):
-        laid = lay_out(recorded, [apart.wanted[worker] for worker in workers])
+        laid = lay_out(recorded, [apart.needed_boxes[worker] for worker in workers])
         slot = slot_of(offered, workers)
         assert (slot.bytes, slot.size) == (laid.bytes, laid.size)
 

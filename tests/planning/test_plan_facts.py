@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckpt_engine.core.prediction import FILL
-from ckpt_engine.planning.asked import PlanOptions, question_of, rates_of
 from ckpt_engine.planning.foresight import Foreseen, foresee
+from ckpt_engine.planning.question import PlanOptions, question_of, rates_of
 from ckpt_engine.planning.update import planned
 from ckpt_engine.planning.words import seconds
 from tests.planning.known_models import QWEN3_8B

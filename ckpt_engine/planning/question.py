@@ -61,80 +61,80 @@ class PlanOptions:
     rates: Path | None = None
 
 
-def question_of(asked: PlanOptions) -> PlanQuestion:
+def question_of(options: PlanOptions) -> PlanQuestion:
     """Makes a question of options. Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
-    _check(asked)
-    model = read_model(asked.model, asked.dtype or None)
-    if asked.trainer == FILES and model.quantised:
+    _check(options)
+    model = read_model(options.model, options.dtype or None)
+    if options.trainer == FILES and model.quantised:
         raise invalid(
             f"--trainer files: config.json is of a checkpoint that is quantised ({model.quantised}), and does not say "
             "how large its files are: give the directory with its safetensors files, or name a trainer's layout"
         )
-    trainer = _trainer(asked.trainer, model)
-    replica = _replica(asked, model)
-    for what, count in (("--trainer", trainer.count), ("--replicas", asked.replicas * replica.count)):
+    trainer = _trainer(options.trainer, model)
+    replica = _replica(options, model)
+    for what, count in (("--trainer", trainer.count), ("--replicas", options.replicas * replica.count)):
         if count > MOST:
             raise invalid(f"{what}: {count} processes in all are more than the {MOST} that are planned for")
-    holding = cast(Holding, "files" if asked.trainer == FILES else asked.trainer_memory)
+    holding = cast(Holding, "files" if options.trainer == FILES else options.trainer_memory)
     return PlanQuestion(
         model=model,
         trainer=trainer,
         replica=replica,
-        replicas=asked.replicas,
-        cluster=_cluster(asked, trainer, replica, holding),
+        replicas=options.replicas,
+        cluster=_cluster(options, trainer, replica, holding),
         holding=holding,
-        readers="host" if asked.cpu else "gpu",
-        relays=asked.relays,
-        everything=asked.everything,
-        prefetch=choice("--prefetch", asked.prefetch, PREFETCH),
-        until=choice("--until", asked.until, UNTIL),
-        relay_memory=bytes_of(asked.relay_memory, "--relay-memory") if asked.relay_memory else None,
-        host_memory=bytes_of(asked.host_memory, "--host-memory") if asked.host_memory else None,
+        readers="host" if options.cpu else "gpu",
+        relays=options.relays,
+        everything=options.everything,
+        prefetch=choice("--prefetch", options.prefetch, PREFETCH),
+        until=choice("--until", options.until, UNTIL),
+        relay_memory=bytes_of(options.relay_memory, "--relay-memory") if options.relay_memory else None,
+        host_memory=bytes_of(options.host_memory, "--host-memory") if options.host_memory else None,
     )
 
 
-def rates_of(asked: PlanOptions) -> Rates:
+def rates_of(options: PlanOptions) -> Rates:
     """Rates by which seconds are predicted. Raises INVALID_ARGUMENT or NOT_FOUND for a file that tells none."""
-    network = rate_of(asked.network, "--network") if asked.network else None
-    told: object | None = None
-    if asked.rates is not None:
-        if not asked.rates.is_file():
-            raise not_found(f"--rates: {asked.rates} is no file; docs/plan.md shows what it has")
+    network = rate_of(options.network, "--network") if options.network else None
+    content: object | None = None
+    if options.rates is not None:
+        if not options.rates.is_file():
+            raise not_found(f"--rates: {options.rates} is no file; docs/plan.md shows what it has")
         try:
-            told = load_json(asked.rates.read_text())
+            content = load_json(options.rates.read_text())
         except (OSError, ValueError) as error:
-            raise invalid(f"--rates: {asked.rates} cannot be read as JSON: {error}") from error
-    return foresight.rates_of(told, asked.engine, network, asked.replicas)
+            raise invalid(f"--rates: {options.rates} cannot be read as JSON: {error}") from error
+    return foresight.rates_of(content, options.engine, network, options.replicas)
 
 
-def setting_of(asked: PlanOptions, question: PlanQuestion) -> Mapping[str, str]:
+def setting_of(options: PlanOptions, question: PlanQuestion) -> Mapping[str, str]:
     """What was asked for, in words, with what stands in for what is not known here."""
     trainer, replica, cluster = question.trainer, question.replica, question.cluster
     ranks, seats = {place.host for place in cluster.ranks}, {place.host for each in cluster.workers for place in each}
     where = {"gpu": "on GPUs", "host": "in memory of the host", "files": "in files"}[question.holding]
     links = {"nvlink": "NVLink", "pcie": "PCIe", "none": "nothing"}
-    parts = (("tp", asked.tp), ("pp", asked.pp), ("ep", asked.ep))
+    parts = (("tp", options.tp), ("pp", options.pp), ("ep", options.ep))
     layout = ", ".join(f"{name}={count}" for name, count in parts if count > 1 or name == "tp")
-    whose = "of the trainer's" if seats <= ranks else "of their own"
-    on = "the trainer's GPUs" if asked.same_gpus else f"{_count(len(seats), 'host')} {whose}"
+    owner = "of the trainer's" if seats <= ranks else "of their own"
+    on = "the trainer's GPUs" if options.same_gpus else f"{_count(len(seats), 'host')} {owner}"
     reach = f"{_count(cluster.gpus, 'GPU')} a host, which reach each other over {links[cluster.link]}"
-    gpus = "no GPUs" if asked.cpu else reach
+    gpus = "no GPUs" if options.cpu else reach
     return {
-        "trainer": f"{asked.trainer}: {_count(trainer.count, 'rank')} on {_count(len(ranks), 'host')}, "
+        "trainer": f"{options.trainer}: {_count(trainer.count, 'rank')} on {_count(len(ranks), 'host')}, "
         f"weights {where}, sealed where they lie (nothing is copied or cast; on a CPU that takes move=True)",
-        "replicas": f"{asked.replicas} of {asked.engine} {layout}: {_count(replica.count, 'worker')} each, "
+        "replicas": f"{options.replicas} of {options.engine} {layout}: {_count(replica.count, 'worker')} each, "
         f"on {on}; {gpus}",
         "needs": "what each worker reads follows from rules for tensor names, not from the engine's own loader, which "
         "is recorded when a replica is prepared",
         "relays": "one on each host" if question.relays else "none",
-        **_counted_whole(asked, question.model),
+        **_counted_whole(options, question.model),
     }
 
 
-def _counted_whole(asked: PlanOptions, model: Model) -> Mapping[str, str]:
+def _counted_whole(options: PlanOptions, model: Model) -> Mapping[str, str]:
     """Matrices that no rule knows how to split."""
     names = [each.name for each in model.tensors if not role_of(each.name, len(each.shape)).known]
-    if not names or asked.tp == 1:
+    if not names or options.tp == 1:
         return {}
     return {"counted whole in each worker": f"{some(names)}, which no rule splits; an engine may"}
 
@@ -143,45 +143,45 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number > 1)}"
 
 
-def _check(asked: PlanOptions) -> None:
+def _check(options: PlanOptions) -> None:
     for option, number in (
-        ("--replicas", asked.replicas),
-        ("--tp", asked.tp),
-        ("--pp", asked.pp),
-        ("--ep", asked.ep),
-        ("--gpus-per-host", asked.gpus_per_host),
+        ("--replicas", options.replicas),
+        ("--tp", options.tp),
+        ("--pp", options.pp),
+        ("--ep", options.ep),
+        ("--gpus-per-host", options.gpus_per_host),
     ):
         if number < 1:
             raise invalid(f"{option} {number}: a number from 1")
-    if asked.cpu and asked.trainer_memory == "gpu" and asked.trainer != FILES:
+    if options.cpu and options.trainer_memory == "gpu" and options.trainer != FILES:
         raise invalid("--cpu: workers without GPUs read no GPU memory; add --trainer-memory host, or leave --cpu out")
-    if asked.same_gpus and (asked.hosts is not None or asked.cpu or asked.trainer == FILES):
+    if options.same_gpus and (options.hosts is not None or options.cpu or options.trainer == FILES):
         raise invalid("--same-gpus puts workers on the trainer's GPUs: leave out --hosts and --cpu, and name a trainer")
-    if is_collective(asked.trainer_memory):
+    if is_collective(options.trainer_memory):
         raise invalid("collectives are not planned for; see docs/collective.md")
-    if asked.gpus_per_host > MOST_GPUS:
-        raise invalid(f"--gpus-per-host {asked.gpus_per_host}: a host has {MOST_GPUS} at most")
+    if options.gpus_per_host > MOST_GPUS:
+        raise invalid(f"--gpus-per-host {options.gpus_per_host}: a host has {MOST_GPUS} at most")
 
 
 def _trainer(text: str, model: Model) -> Split:
     """ "fsdp=8", "fsdp=8,dp=2", "tp=4,pp=2,ep=4", "files"."""
     if text == FILES:
         return Fsdp(1)
-    given: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
-        if name not in ("fsdp", "tp", "pp", "ep", "dp") or not number.isdecimal() or not int(number) or name in given:
+        if name not in ("fsdp", "tp", "pp", "ep", "dp") or not number.isdecimal() or not int(number) or name in counts:
             raise invalid(
                 f"--trainer {text!r}: write fsdp=N, or tp=N with pp=N and ep=N, either with dp=N for copies of it all; "
                 "or files, for a directory of safetensors files"
             )
-        given[name] = int(number)
-    if "fsdp" in given:
-        others = sorted(given.keys() & {"tp", "pp", "ep"})
+        counts[name] = int(number)
+    if "fsdp" in counts:
+        others = sorted(counts.keys() & {"tp", "pp", "ep"})
         if others:
             raise invalid(f"--trainer {text!r}: fsdp together with {' and '.join(others)} is not planned for; name one")
-        return Fsdp(given["fsdp"], given.get("dp", 1))
-    tensor, pipeline, experts, copies = (given.get(name, 1) for name in ("tp", "pp", "ep", "dp"))
+        return Fsdp(counts["fsdp"], counts.get("dp", 1))
+    tensor, pipeline, experts, copies = (counts.get(name, 1) for name in ("tp", "pp", "ep", "dp"))
     if tensor % experts and tensor * copies % experts == 0:
         raise invalid(
             f"--trainer {text!r}: expert parallelism wider than tp is not planned for (Megatron deals experts to "
@@ -190,43 +190,43 @@ def _trainer(text: str, model: Model) -> Split:
     return parallel("trainer", model, tensor, pipeline, experts, copies, 1, False)
 
 
-def _replica(asked: PlanOptions, model: Model) -> Parallel:
-    able = load_adapter(asked.engine).CAPABILITIES.layouts
-    for name, count in (("tp", asked.tp), ("pp", asked.pp), ("ep", asked.ep)):
+def _replica(options: PlanOptions, model: Model) -> Parallel:
+    able = load_adapter(options.engine).CAPABILITIES.layouts
+    for name, count in (("tp", options.tp), ("pp", options.pp), ("ep", options.ep)):
         if count > 1 and name.upper() not in able:
             raise invalid(
-                f"--{name} {count}: ckpt-engine drives {asked.engine} with {', '.join(able)} only "
-                f"(`ckpt-engine engines {asked.engine}`)"
+                f"--{name} {count}: ckpt-engine drives {options.engine} with {', '.join(able)} only "
+                f"(`ckpt-engine engines {options.engine}`)"
             )
-    kind = engine_kind(asked.engine)
+    kind = engine_kind(options.engine)
     layout = kind.layout
-    if layout.experts_fill_stages and asked.ep not in (1, asked.tp):
+    if layout.experts_fill_stages and options.ep not in (1, options.tp):
         raise invalid(
-            f"--ep {asked.ep}: {kind.title} deals experts to all workers of a stage, so --ep is 1 or as --tp "
-            f"({asked.tp})"
+            f"--ep {options.ep}: {kind.title} deals experts to all workers of a stage, so --ep is 1 or as --tp "
+            f"({options.tp})"
         )
-    if asked.tp > 1 and model.heads is None:
+    if options.tp > 1 and model.heads is None:
         raise invalid(
-            f"--tp {asked.tp}: put the model's config.json beside its files, which says how many heads it has"
+            f"--tp {options.tp}: put the model's config.json beside its files, which says how many heads it has"
         )
-    multiple = VOCABULARY_MULTIPLE * asked.tp if layout.vocabulary_for_workers else VOCABULARY_MULTIPLE
-    split = parallel("replicas", model, asked.tp, asked.pp, asked.ep, 1, multiple, layout.repeats_heads)
+    multiple = VOCABULARY_MULTIPLE * options.tp if layout.vocabulary_for_workers else VOCABULARY_MULTIPLE
+    split = parallel("replicas", model, options.tp, options.pp, options.ep, 1, multiple, layout.repeats_heads)
     return replace(split, everywhere=model.architecture in layout.vocabulary_on_each_stage)
 
 
-def _cluster(asked: PlanOptions, trainer: Split, replica: Split, holding: Holding) -> Cluster:
-    for option, number in (("--hosts", asked.hosts), ("--trainer-hosts", asked.trainer_hosts)):
+def _cluster(options: PlanOptions, trainer: Split, replica: Split, holding: Holding) -> Cluster:
+    for option, number in (("--hosts", options.hosts), ("--trainer-hosts", options.trainer_hosts)):
         if number is not None and number < 1:
             raise invalid(f"{option} {number}: a number from 1")
     return place(
         trainer.count,
-        asked.replicas,
+        options.replicas,
         replica.count,
-        gpus=asked.gpus_per_host,
-        link=asked.gpu_link,
-        trainer_hosts=asked.trainer_hosts,
-        replica_hosts=asked.hosts,
-        shared_gpus=asked.same_gpus,
+        gpus=options.gpus_per_host,
+        link=options.gpu_link,
+        trainer_hosts=options.trainer_hosts,
+        replica_hosts=options.hosts,
+        shared_gpus=options.same_gpus,
         rank_gpus=holding == "gpu",
-        worker_gpus=not asked.cpu,
+        worker_gpus=not options.cpu,
     )
