@@ -44,7 +44,7 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None if that is no element."""
+    """What two boxes of one tensor have in common; None if they share no element."""
     if a == b:
         return a if a.volume else None
     start = tuple(map(max, a.start, b.start))
@@ -53,7 +53,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(a: Box, b: Box) -> bool:
-    """Whether ``b`` lies within ``a``, axis by axis (a ``b`` without elements too)."""
+    """Whether ``b`` lies within ``a``, axis by axis, even if ``b`` has no elements."""
     return all(map(le, a.start, b.start)) and all(map(le, b.stop, a.stop))
 
 
@@ -139,9 +139,9 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def refine(boxes: Iterable[Box]) -> list[Box]:
-    """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some.
+    """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some of them.
 
-    Boxes that are equal or disjoint come back as they are, each once. Boxes without elements are left out.
+    Equal or disjoint boxes are returned as they are, each once. Boxes without elements are left out.
     """
     found: list[Box] = []
     for box in sorted(set(boxes)):

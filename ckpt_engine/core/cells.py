@@ -2,12 +2,12 @@
 
 Each part of a tensor (core/publication.py) is cut where a worker's need begins or ends, so that every need is a union
 of whole cells and its digest the sum of theirs; and into rows, where it would be larger than what travels between hosts
-at a time, since only a whole cell can be compared with what was sealed. All who hold a part have the same cells. What a
-source digests, its atoms, are the cells of its shards, all of them: also those that nobody reads, because the root is
-over everything.
+at a time, since only a whole cell can be compared with what was sealed. All holders of a part have the same cells. A
+source digests its *atoms*: all cells of its shards, also those that no worker reads, because the root is over
+everything.
 
-Cells are numbered through all tensors, and who has what is kept in index arrays, so that the sums of an update cost
-milliseconds.
+Cells are numbered through all tensors. Index arrays say which cells belong to which source and need, so that the sums
+of an update cost milliseconds.
 """
 
 from __future__ import annotations
@@ -27,32 +27,28 @@ from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
 Indices = npt.NDArray[np.int64]
 NeededBoxes = Sequence[tuple[int, Box]]
-"""A worker's needs, in their order: tensor and box."""
+"""What a worker needs, in the order of its needs: (tensor, box)."""
 
 
 @dataclass(frozen=True, eq=False)
 class NeedMap:
-    """Which cells each need consists of: pairs (needs[i], cells[i]), sorted by need. count: number of needs."""
+    """Which cells each need consists of: pairs (needs[i], cells[i]), sorted by need."""
 
-    count: int
+    count: int  # of needs
     needs: Indices
     cells: Indices
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another.
-
-    first: the number of each tensor's first cell. tilings: of each tensor. tensor: of each cell.
-    atoms: what each source digests. of_atom: their cells.
-    """
+    """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another."""
 
     publication: Publication
-    first: Sequence[int]
-    tilings: Sequence[Tiling]
-    tensor: Indices
-    atoms: Mapping[int, Atoms]
-    of_atom: Mapping[int, Indices]
+    first: Sequence[int]  # the number of each tensor's first cell
+    tilings: Sequence[Tiling]  # of each tensor
+    tensor: Indices  # of each cell
+    atoms: Mapping[int, Atoms]  # what each source digests
+    of_atom: Mapping[int, Indices]  # by source: the cell of each atom
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -78,7 +74,7 @@ class Cells:
 
 
 def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int = 0) -> Cells:
-    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: any number."""
+    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: no limit."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
     for boxes_of_worker in needed:
         for tensor, box in boxes_of_worker:

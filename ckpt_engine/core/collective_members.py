@@ -1,8 +1,8 @@
-"""Which workers can be members of one collective with the ranks that they read, and in which order all are. Pure.
+"""Which workers can be members of one collective with the ranks that they read, and in which order. Pure.
 
-A communicator is between CPUs (Gloo) or between GPUs (NCCL), never both, and takes each GPU once. So a replica is left
-out, by name, whose workers compute elsewhere than the weights lie, share a GPU with another member, or with whose ranks
-somebody would not find the lead: the first rank, where all meet.
+A communicator is between CPUs (Gloo) or between GPUs (NCCL), never both, and takes each GPU once. All members meet at
+the lead, the first rank. So a replica is left out, by name, if its workers compute on another kind of device than the
+weights lie on, if they share a GPU with another member, or if with its ranks some member could not reach the lead.
 """
 
 from __future__ import annotations
@@ -18,41 +18,36 @@ from ckpt_engine.v1.weights_pb2 import Host, Problem
 
 
 class Rank(NamedTuple):
-    """A source. name: its id. gpus: on which its weights lie; b"": on a CPU; only those that it offers for
-    collectives."""
+    """A source."""
 
-    name: str
+    name: str  # its id
     host: Host
-    gpus: frozenset[bytes]
+    gpus: frozenset[bytes]  # on which the weights lie that it offers for collectives; b"": on a CPU
 
 
 class CollectiveReader(NamedTuple):
-    """A worker. name: as messages name it. reads: the sources that its plan reads, by their ids."""
+    """A worker."""
 
     replica: str
-    name: str
+    name: str  # as messages name it
     host: Host
-    reads: frozenset[str]
+    reads: frozenset[str]  # ids of the sources that its plan reads
 
 
 class CollectiveMembers(NamedTuple):
-    """The members of one collective.
+    """The members of one collective."""
 
-    members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
-    and why.
-    """
-
-    members: tuple[CollectiveMember, ...]
-    refused: Mapping[str, Problem]
+    members: tuple[CollectiveMember, ...]  # in the order of their ranks in the communicator, the lead first
+    refused: Mapping[str, Problem]  # replicas that take no part, and why
 
 
 def choose_members(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
-    """All who can take part, of these, by their replicas' names. A rank that nobody of them reads takes none, and is in
-    nobody's way."""
+    """Chooses the replicas that can take part, in the order of their names, and the ranks that these read. A rank that
+    no such replica reads is not a member, and excludes none."""
     rank_by_name = {rank.name: rank for rank in ranks}
     refused: dict[str, Problem] = {}
     members: dict[str, list[CollectiveMember]] = {}
-    sources_read: set[str] = set()  # by those who take part
+    sources_read: set[str] = set()  # by the replicas that take part
     for replica in sorted({reader.replica for reader in readers}):
         own_readers = [reader for reader in readers if reader.replica == replica]
         needed_sources = sources_read.union(*(reader.reads for reader in own_readers))
@@ -77,7 +72,7 @@ def choose_members(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -
 
 
 def _check_ranks(ranks: Sequence[Rank]) -> None:
-    """Raises FAILED_PRECONDITION unless all have one device, of one kind."""
+    """Raises FAILED_PRECONDITION unless each has one device, and all are of one kind."""
     for rank in ranks:
         if len(rank.gpus) > 1:
             raise precondition(f"{rank.name} publishes weights on {len(rank.gpus)} devices, and is one member with one")
@@ -91,7 +86,7 @@ def _check_ranks(ranks: Sequence[Rank]) -> None:
 
 
 def _check_lead(lead: Rank, others: Sequence[Rank | CollectiveReader]) -> None:
-    """Raises FAILED_PRECONDITION unless all others find the lead, which may be a rank that they do not read."""
+    """Raises FAILED_PRECONDITION unless all others reach the lead, which may be a rank that they do not read."""
     for other in others:
         verdict = by_collective(lead.host, other.host)
         if not verdict.ok:
@@ -103,7 +98,8 @@ def _rank(rank: Rank) -> CollectiveMember:
 
 
 def _member(reader: CollectiveReader, rank: Rank) -> CollectiveMember:
-    """rank: one of those that the weights come from. Raises FAILED_PRECONDITION."""
+    """A worker as a member. rank: one that the weights come from. Raises FAILED_PRECONDITION unless it has one device,
+    of the same kind as the rank's."""
     gpus = [gpu.uuid for gpu in reader.host.gpus]
     if len(gpus) > 1:
         raise precondition(f"{reader.name} uses {len(gpus)} GPUs, and a member of a collective has one")
@@ -117,5 +113,5 @@ def _member(reader: CollectiveReader, rank: Rank) -> CollectiveMember:
 
 
 def _place(host: Host) -> str:
-    """Members of one are near each other."""
+    """The key of a host: members with the same key are near each other."""
     return host.boot_id or name_of(host)
