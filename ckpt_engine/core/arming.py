@@ -105,7 +105,7 @@ class Ballot:
         return self.ask(member, now)
 
     def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> BallotAnswer:
-        """Lets a member out that cannot go on. Undecided: the ballot becomes *no*. After *go*: it is aborted, unless the
+        """Lets a member out that cannot go on. An undecided ballot becomes *no*; after *go* it is aborted, unless the
         member is done. blamed: the members that are the cause; none: the member itself."""
         self._end(member, why, blamed)
         return self.ask(member, now)
@@ -118,7 +118,7 @@ class Ballot:
         return self.ask(member, now)
 
     def lost(self, member: str) -> None:
-        """Ends the ballot for a member whose connection is lost: its vote means nothing any more."""
+        """Ends the ballot since a member lost its connection: its vote means nothing any more."""
         if member in self._heard:
             self._end(member, "lost its connection")
 
@@ -232,7 +232,7 @@ class Ballots:
         return last is not None and last.word is Word.GO and member in last._done
 
     def lost(self, member: str) -> None:
-        """Ends the ballots of a member whose connection is lost."""
+        """Ends the ballots of a member that lost its connection."""
         for ballot in self._ballots.values():
             ballot.lost(member)
 

@@ -58,7 +58,7 @@ SHORT: Mapping[str, str] = MappingProxyType(
 """What people write instead of a name; only suggested, since two programs might read it differently."""
 
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Dtypes between which weights may be cast. Integers are counts or indices; 8-bit floats mean nothing without scales."""
+"""Dtypes that weights may be cast to and from. Integers are counts or indices, and 8-bit floats need their scales."""
 
 
 _WIDENS = frozenset({("bfloat16", "float32")})
@@ -91,7 +91,7 @@ def itemsize(name: str) -> int:
 
 
 def widens(have: str, want: str) -> bool:
-    """Whether every element of dtype ``have``, with zero bits appended, is the same number in ``want``. Then a model may
-    keep ``want`` of what is served as ``have``. A cast of float16 to float32 is exact too, but does not just append
+    """Whether every element of dtype ``have``, with zero bits appended, is the same number in ``want``. Then a model
+    may keep ``want`` of what is served as ``have``. A cast of float16 to float32 is exact too, but does not just append
     bits: to be verified it would have to be undone, and that loses payloads of NaN."""
     return (have, want) in _WIDENS

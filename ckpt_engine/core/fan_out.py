@@ -172,7 +172,7 @@ def alternates_of(
     order: Sequence[int], parents: Sequence[int], able: Sequence[bool], former: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
     """Chooses two alternates for each host, to read from if its parent is lost: earlier in the order, able to pass on,
-    and if possible not below that parent, since those are orphans then too. Where there are no two, the trainers' hosts.
+    and if possible not below that parent, since those are orphans then too. The trainers' hosts stand in for a lack.
 
     order: hosts. For each of them, parents: its parent; able: whether it may pass on; former: its alternates before,
     which stay if they can.
@@ -323,8 +323,8 @@ def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
 def _shape(
     passing: Sequence[int], members: Sequence[int], shift: int, rates: Sequence[float]
 ) -> tuple[list[int], list[int], dict[int, int]]:
-    """Makes a tree as flat as possible: its order, the parent of each host, and the number of children of each host that
-    passes on."""
+    """Makes a tree as flat as possible. Returns its order, the parent of each host, and by host that passes on its
+    number of children."""
     if len(members) == 1:
         return list(passing), [FROM_TRAINERS], {passing[0]: 0}
     kids = _apportioned(len(members) - 1, {host: rates[host] for host in passing})

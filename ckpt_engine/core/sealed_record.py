@@ -1,9 +1,9 @@
-"""The sealed record: what a version's bytes hash to, box by box, without where they lay. Pure.
+"""The sealed record: what a version's bytes hash to, box by box, but not where they lie. Pure.
 
-A record depends on no table and names no process, so it outlives its publisher. Whoever holds a version's weights can
+A record depends on no table and names no process, so it outlives its publisher. Any holder of a version's weights can
 keep it, and it proves itself: its cells tile the manifest, and their digests add up to the root. What each worker must
-find follows from it, without asking anybody to hash again, unless a need cuts a cell: then a holder digests the finer
-pieces, and these must add up to what the record says. It decides nothing about who holds what.
+find follows from it without hashing again, unless a need cuts a cell: then a holder digests the finer pieces, and these
+must add up to what the record says. It does not decide which process holds what.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 @dataclass(frozen=True, eq=False)
 class Cutting:
-    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one.
-
-    boxes: for each tensor of the manifest its cells, sorted. first: the number of each tensor's first cell. tensor: of
-    each cell. hasher: of their roots.
-    """
+    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one."""
 
     record: SealedRecord
-    boxes: tuple[tuple[Box, ...], ...]
-    first: tuple[int, ...]
-    tensor: Indices
-    hasher: RootHasher
+    boxes: tuple[tuple[Box, ...], ...]  # for each tensor of the manifest its cells, sorted
+    first: tuple[int, ...]  # the number of each tensor's first cell
+    tensor: Indices  # of each cell
+    hasher: RootHasher  # of their roots
 
     def is_of(self, record: SealedRecord) -> bool:
         """Whether a record has this manifest and these cells."""
@@ -58,12 +54,12 @@ class Cutting:
 
 @dataclass(frozen=True, eq=False)
 class ProvenRecord:
-    """A record that proved itself. cut: how. values: one digest a cell, modulo 2^64. root: 32 bytes."""
+    """A record that proved itself."""
 
     record: SealedRecord
     cut: Cutting
-    values: Words
-    root: bytes
+    values: Words  # one digest a cell, modulo 2^64
+    root: bytes  # 32 bytes
 
     @property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
@@ -87,8 +83,8 @@ class ProvenRecord:
 
 
 class RecordWriter:
-    """Writes the records of one cutting. Manifest and cells are the same in all of them: they are made into bytes, and
-    hashed, once."""
+    """Writes the records of one cutting. Manifest and cells are the same in all of them, so they are encoded and hashed
+    once."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -113,7 +109,7 @@ class RecordWriter:
         self._hasher = hashlib.sha256(self._prefix)
 
     def write(self, sealed: Sealed) -> tuple[bytes, bytes]:
-        """What an update's sources sealed: a SealedRecord as a blob, and the blob's digest.
+        """Writes what an update's sources sealed: a SealedRecord as a blob, and the blob's digest.
 
         Raises FAILED_PRECONDITION if a cell was not digested or not everything is held.
         """
@@ -127,8 +123,8 @@ class RecordWriter:
 
 
 def read_record(record: SealedRecord, root: bytes, known: Iterable[ProvenRecord] = ()) -> ProvenRecord:
-    """A record that somebody brings. root: what the ledger says that this version hashes to. known: of other versions;
-    what is cut like one of them is not looked through again.
+    """Checks a record from elsewhere. root: what the version hashes to, by the ledger. known: records of other
+    versions; a record that is cut like one of them shares its checked cutting.
 
     Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
     up to another root.
@@ -188,8 +184,8 @@ def _check_tiling(name: str, shape: tuple[int, ...], cells: Sequence[Box]) -> No
 
 
 def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
-    """What sources have to digest beyond the record: the atoms that a need cuts smaller than its cells. Sources that
-    have none are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
+    """The atoms that sources must digest beyond the record: those smaller than its cells, because a need cuts them.
+    Sources without any are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
 
     Raises INVALID_ARGUMENT if the plans are of another manifest.
     """
@@ -205,10 +201,10 @@ def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
 
 
 def seal_from_record(plans: Plans, recorded: ProvenRecord, digests: Mapping[int, Digests]) -> Sealed:
-    """What each worker must find, from a record and what sources answered to `finer_atoms`, by source index.
+    """The digests of all cells, from a record and the sources' digests of `finer_atoms`, by source index.
 
-    Raises INVALID_ARGUMENT for another number of digests than were asked for, FAILED_PRECONDITION if two sources hold
-    different bytes, and DATA_LOSS, naming tensors, if the finer pieces do not add up to the record.
+    Raises INVALID_ARGUMENT for a wrong number of digests, FAILED_PRECONDITION if two sources hold different bytes, and
+    DATA_LOSS, naming tensors, if the finer pieces do not add up to the record.
     """
     _check_manifest(plans, recorded)
     cells = plans.cells
@@ -241,8 +237,8 @@ def _check_manifest(plans: Plans, recorded: ProvenRecord) -> None:
 def _check_sums(
     plans: Plans, recorded: ProvenRecord, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
 ) -> np.typing.NDArray[np.bool_]:
-    """Finer pieces of a recorded cell add up to what was recorded. Which cells that proves: none of a recorded cell of
-    which a piece is missing."""
+    """Raises DATA_LOSS unless the finer pieces of each recorded cell add up to its digest. Returns which cells that
+    proves: none of a recorded cell with a missing piece."""
     cells = plans.cells
     sums = np.zeros(len(recorded.values), dtype=np.uint64)
     np.add.at(sums, number[known], values[known])
@@ -267,7 +263,7 @@ def _check_sums(
 
 
 def _equal(cells: Cells, recorded: ProvenRecord) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
-    """For each cell the number of the recorded cell that it lies in, and whether it is that cell."""
+    """For each cell the number of the recorded cell that it lies in, and whether it is equal to that."""
     number = np.zeros(len(cells), dtype=np.int64)
     equal = np.zeros(len(cells), dtype=np.bool_)
     known: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}

@@ -1,4 +1,4 @@
-"""The plan of a collective, from the plans of those who take part: who is a member, who wants what, where they meet."""
+"""Makes the plan of a collective from its workers' plans: its members, what each wants, and where they meet."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
 def plan_together(
     blobs: BlobStore, plans: Plans, requests: Sequence[PlanRequest]
 ) -> tuple[CollectivePlan | None, Mapping[str, Problem]]:
-    """The collective of the workers that are to be in one, stored; None: nobody can be. Also the replicas that cannot,
-    and why. The key of its meeting is made here."""
+    """Plans the collective of these workers and stores it; None: no worker can be a member. Also returns the replicas
+    that cannot take part, and why. Makes the key of its meeting."""
     workers = {name_of(cast(WorkerKey, each.key)): each for each in requests}
     tables = {table.id: table for table in plans.publication.tables}
     readers = [

@@ -1,8 +1,8 @@
-"""The manager's HTTP side, for people, probes and Prometheus. It shows; only `http_updates.py` and `http_operate.py`
-change anything.
+"""The manager's HTTP side, for people, probes and Prometheus. It only shows; `http_updates.py` and `http_operate.py`
+change things.
 
-``/`` is a page that shows all of it. ``/docs`` draws ``/openapi.json`` with scripts that the manager serves itself, so
-neither needs a public network. Every error is an ``application/problem+json`` document.
+``/`` is a page that shows all of it. ``/docs`` renders ``/openapi.json`` with scripts that the manager serves itself,
+so neither needs a public network. Every error is an ``application/problem+json`` document.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ABOUT = (
 
 
 class Shown(Seen, Protocol):
-    """What the HTTP side needs of a manager; all of it is used on the manager's event loop thread."""
+    """What the HTTP side needs of a manager; used on the manager's event loop thread."""
 
     @property
     def ledger(self) -> Ledger: ...

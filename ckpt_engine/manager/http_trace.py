@@ -1,4 +1,4 @@
-"""The timeline of an update over HTTP: the file that `ckpt-engine trace` writes, made from the ledger's report."""
+"""Serves the timeline of an update over HTTP: the file that `ckpt-engine trace` writes, from the ledger's report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lineage = Annotated[str, Query(description="of which run; needed if several have
 
 
 class Traced(Protocol):
-    """What timelines are made of."""
+    """The parts of a manager that timelines are made of."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -62,7 +62,8 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
 
 
 async def _trace(manager: Traced, record: Record) -> Response:
-    """Drawn on a thread: a report of hundreds of workers takes a while, and the manager has sessions to keep."""
+    """Draws a record on a thread: a report of hundreds of workers takes a while, and the manager must keep its sessions
+    alive."""
     report = record.report
     if report is None:
         raise no_report(manager.ledger, record)

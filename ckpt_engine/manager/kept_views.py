@@ -1,4 +1,4 @@
-"""What is asked for again and again, kept as JSON so that many pages cost the manager hardly more than one."""
+"""Caches frequently requested views as JSON, so that many open pages cost the manager hardly more than one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
 OVERVIEW_SECONDS = 0.5
-"""How old an overview may be that somebody is told."""
+"""How old a served overview may be."""
 
 LINES_KEPT = 200
-"""Updates whose line is kept: the most that one request may ask for."""
+"""Cached lines of updates: the most that one request may ask for."""
 
 
 class Seen(Protocol):
-    """What an overview is made of."""
+    """The parts of a manager that an overview is made of."""
 
     @property
     def refusals(self) -> Refusals: ...
@@ -52,13 +52,13 @@ class Seen(Protocol):
 
 
 class Texts:
-    """The JSON of messages that are told again and again, made anew for those that differ from the last time."""
+    """The JSON of frequently sent messages, made again only for those that have changed."""
 
     def __init__(self) -> None:
         self._texts: dict[str, tuple[bytes, str]] = {}
 
     def of(self, messages: Iterable[tuple[str, Message]]) -> str:
-        """All of them as a JSON array; each has a name that stays."""
+        """All of them as a JSON array. Each message comes with its name, under which it is cached."""
         texts = {}
         for name, message in messages:
             wire, known = message.SerializeToString(), self._texts.get(name)
@@ -68,8 +68,8 @@ class Texts:
 
 
 class Overviews:
-    """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
-    manager's loop."""
+    """The overview as JSON, built once for all requests within half a second, and for as long as nothing changes. Used
+    on the manager's loop."""
 
     def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
@@ -80,7 +80,7 @@ class Overviews:
         self._changes = 0
 
     def text(self, caller: Caller) -> str:
-        """A `PageOverview`."""
+        """A `PageOverview` as JSON."""
         now, manager = self._clock(), self._manager
         if not self._built or (now >= self._until and manager.changes != self._changes):
             self._changes = manager.changes
@@ -89,7 +89,7 @@ class Overviews:
         return f'{{"asker":{as_json(asker_of(caller))},"now":{time.time()!r},{self._built}}}'
 
     def _everything(self) -> str:
-        """All but who asks, without the braces around it."""
+        """The members of the JSON object except the asker and the time, without the braces."""
         manager = self._manager
         status, watched = manager.status(replicas=False), manager.watched()
         replicas = replicas_of(manager.replicas(), watched, manager.drifts(), manager.holds())
@@ -102,8 +102,8 @@ class Overviews:
 
 
 class ReplicaLists:
-    """The list of replicas as JSON, built once for as long as nothing changes; if the times of drifts go on, once for
-    all who ask within half a second. On the manager's loop, but for the building."""
+    """The list of replicas as JSON, built once for as long as nothing changes. While a replica drifts, so that its time
+    grows, it is built once for all requests within half a second. Used on the manager's loop, and built on a thread."""
 
     def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
@@ -116,7 +116,7 @@ class ReplicaLists:
         self._drifts = False
 
     async def text(self) -> str:
-        """A `ListReplicasResponse`."""
+        """A `ListReplicasResponse` as JSON."""
         async with self._building:
             now, manager = self._clock(), self._manager
             if not self._built or manager.changes != self._changes or (self._drifts and now >= self._until):
@@ -130,7 +130,7 @@ class ReplicaLists:
 
 
 class Lines:
-    """Updates in a line each, of which those with a report are kept until the report is corrected. On the manager's
+    """Updates in a line each. Those with a report are cached until the report is corrected. Used on the manager's
     loop."""
 
     def __init__(self, ledger: Ledger) -> None:

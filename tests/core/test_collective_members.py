@@ -136,7 +136,7 @@ def test_a_meeting_is_where_its_lead_is() -> None:
     [
         (b"\xff", "cannot be read"),
         (NcclLocator(port=1).SerializeToString(), "found at '', which is not an address"),
-        (NcclLocator(host="a\nb", port=1).SerializeToString(), "no address"),
+        (NcclLocator(host="a\nb", port=1).SerializeToString(), "which is not an address"),
         (NcclLocator(host="a", port=1 << 16).SerializeToString(), "port 65536"),
         (NcclLocator(host="a", port=1, gpu=b"short").SerializeToString(), "5 bytes of a GPU's UUID"),
     ],
