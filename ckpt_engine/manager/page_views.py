@@ -1,7 +1,7 @@
-"""What the page at `/` asks for (page.proto), made of what the manager knows: everything that is there in a line each,
-and every update in one. It decides what a line says; how the page shows it is the page's.
+"""Makes the messages of the page at `/` (page.proto) from the manager's state: each thing in a line, and each update in
+a line. It decides what a line says, but not how the page shows it.
 
-Small on purpose: it is asked for each second, of clusters with hundreds of replicas.
+Messages are small on purpose: the page asks each second, also in clusters with hundreds of replicas.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
 PROBLEMS_SHOWN = 4
-"""Replicas of an update whose problem its line names."""
+"""Replicas of which an update's line names the problem."""
 
 WAITED_SHOWN = 16
-"""Of those who are waited for; what is beyond is counted."""
+"""Of the members that are waited for; the rest is counted."""
 
 
 def asker_of(caller: Caller) -> page_pb2.PageAsker:
-    """The caller, as the page greets it."""
+    """The caller, for the page's heading."""
     return page_pb2.PageAsker(name=caller.who, operates=caller.may_any("operator"))
 
 
 def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: int) -> page_pb2.PageOverview:
-    """Everything that is there but replicas and holders, the same for every caller. status: without replicas. manager:
-    where members dial. refused: updates."""
+    """The overview without replicas and holders, the same for every caller. status: without replicas. manager: where
+    members dial. refused: how many updates were refused."""
     waited = list(status.waiting_for)
     beyond = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
     return page_pb2.PageOverview(
@@ -55,7 +55,7 @@ def replicas_of(
     drifts: Mapping[str, Drift],
     holds: Mapping[str, OperatorHold],
 ) -> list[page_pb2.PageReplica]:
-    """The replicas in a line each. They are read where they are: to copy them takes longer than all the rest."""
+    """The replicas in a line each. They are read in place: copying them would take longer than all the rest."""
     return [
         _replica(
             replicas[name],
@@ -120,7 +120,7 @@ def update_line(record: Record) -> page_pb2.PageUpdate:
 
 
 def pauses_of(seconds: Sequence[float]) -> page_pb2.PagePauses | None:
-    """How long the replicas of one update produced no token; None: none was paused."""
+    """Percentiles of the pauses of one update's replicas; None: no replica was paused."""
     ordered = sorted(seconds)
     if not ordered:
         return None
@@ -130,5 +130,5 @@ def pauses_of(seconds: Sequence[float]) -> page_pb2.PagePauses | None:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """The smallest of these ascending numbers that at least this part of them does not exceed."""
+    """The smallest of these ascending numbers such that at least this share of them is not above it."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]

@@ -1,6 +1,6 @@
-"""Updates from directories: one publishing process a lineage, started when it is needed and kept until others are.
+"""Updates from directories: one publishing process a lineage, started when needed and kept until others need its place.
 
-The manager touches no file of a checkpoint itself: one that is cut short while it is read ends whoever reads it. The
+The manager reads no checkpoint file itself: if a file is truncated while it is mapped, its reader is killed. The
 processes dial a socket of the manager's own, in a directory that only its user may enter.
 """
 
@@ -27,13 +27,13 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_KEPT = 4
-"""Processes: each has torch loaded. The one that was used longest ago gives way to another lineage's."""
+"""Processes, each of which has torch loaded. The least recently used one gives way to another lineage's."""
 
 ENDED_SECONDS = 0.5
-"""In which a process whose pipe broke is seen to have ended, so that its own status is told."""
+"""How long to wait for the exit status of a process with a broken pipe, before it is killed."""
 
 _MEMBERS = frozenset((AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE))
-"""Variables with which members reach a manager elsewhere."""
+"""Variables with which members reach a remote manager."""
 
 Request = manager_pb2.UpdateFromDirectoryRequest
 EventQueue = asyncio.Queue[manager_pb2.UpdateEvent | CkptEngineError]
@@ -42,17 +42,15 @@ log = logging.getLogger("ckpt_engine.manager")
 
 
 def lineage_of(request: Request) -> str:
-    """What the versions of a call count in."""
+    """The lineage of a call's versions."""
     return request.lineage or LINEAGE
 
 
 class Publishers:
-    """Runs the processes that publish directories, one a lineage.
-
-    roots: what may be published; none: nothing. Used on the manager's event loop thread.
-    """
+    """Runs the processes that publish directories, one a lineage. Used on the manager's event loop thread."""
 
     def __init__(self, roots: Sequence[Path], deadlines: Deadlines) -> None:
+        """roots: directories below which anything may be published; none: nothing may."""
         self._roots, self._deadlines = roots, deadlines
         self._publishers: dict[str, _Publisher] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -67,11 +65,11 @@ class Publishers:
 
     @property
     def address(self) -> str:
-        """Where the processes dial the manager; empty: there will be none."""
+        """Where the processes dial the manager; empty: no directory may be published."""
         return "" if self._own is None else f"unix:{self._own.name}/manager"
 
     async def update(self, request: Request) -> AsyncIterator[manager_pb2.UpdateEvent]:
-        """What happens, at last the report. Goes on in its own time if the caller stops listening.
+        """Runs an update and yields its events, the report last. It continues if the caller stops listening.
 
         Raises CkptEngineError: FAILED_PRECONDITION if there are no roots, UNAVAILABLE if the process died or
         the manager is stopping, DEADLINE_EXCEEDED, and the problem with which the process refused the update.
@@ -101,11 +99,11 @@ class Publishers:
                 return
 
     def refuse(self) -> None:
-        """Refuses updates with UNAVAILABLE from now on; those that run go on."""
+        """Refuses updates with UNAVAILABLE from now on; running ones continue."""
         self._stopping = True
 
     async def stop(self) -> None:
-        """Ends what runs, and the processes. No call may follow."""
+        """Ends running updates and the processes. No call may follow."""
         self.refuse()
         for running in tuple(self._running):
             running.cancel()
@@ -125,7 +123,7 @@ class Publishers:
         return request.options.timeout_seconds or self._deadlines.update
 
     def _publisher(self, lineage: str) -> _Publisher:
-        """The process of a lineage, from now on the one that was used last, with one user more."""
+        """The process of a lineage, which becomes the most recently used one, with one user more."""
         found = self._publishers.pop(lineage, None)
         if found is None:
             if len(self._publishers) >= MOST_KEPT:
@@ -171,13 +169,13 @@ class _Publisher:
         self._command = module_command("ckpt_engine.publishing.process", address, lineage, *map(str, roots))
         self._process: asyncio.subprocess.Process | None = None
         self._condemned = False
-        """Whether the process shall be killed, also if somebody was cut short who tried."""
+        """Whether the process must be killed, even if an earlier attempt was cancelled."""
         self._turn = asyncio.Lock()
         self.users = 0
-        """Calls that run, wait for their turn, or are about to. Counted by who gives them out."""
+        """Calls that run, wait for their turn, or are about to; counted by `Publishers`."""
 
     async def update(self, request: Request, seconds: float, events: EventQueue) -> None:
-        """Puts events into `said`, the report last. Raises CkptEngineError."""
+        """Runs an update and puts its events into the queue, the report last. Raises CkptEngineError."""
         try:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
@@ -185,7 +183,7 @@ class _Publisher:
             raise deadline(f"other updates of lineage {self._lineage!r} took {seconds:g} s: try again later") from None
         limits = self._deadlines
         try:
-            # The process itself ends the update in time; this is for one that hangs.
+            # The process itself ends the update in time; this limit is for a process that hangs.
             async with asyncio.timeout(limits.start + seconds + 2 * limits.call_grace):
                 await self._exchange(request, events)
         except TimeoutError:
@@ -200,7 +198,7 @@ class _Publisher:
             self._turn.release()
 
     async def end(self) -> None:
-        """Lets the process say goodbye, and kills it if it does not end."""
+        """Lets the process end its session, and kills it if it does not exit."""
         if (process := self._process) is None:
             return
         assert process.stdin is not None
@@ -256,7 +254,7 @@ class _Publisher:
         return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     async def _kill(self) -> None:
-        """Raises DEADLINE_EXCEEDED for a process that a signal does not end; the next call tries that again."""
+        """Ends the process. Raises DEADLINE_EXCEEDED if a signal does not end it; the next call tries again."""
         process = self._process
         self._condemned = process is not None
         if process is None:
@@ -279,8 +277,8 @@ class _Publisher:
 
 
 def _environment(deadlines: Deadlines) -> dict[str, str]:
-    """The environment of a process: it waits as the manager does, and shows nothing to the socket that only its user
-    can dial."""
+    """The environment of a process: with the manager's deadlines, and without credentials, since only its user can dial
+    the socket."""
     ours = {name: value for name, value in os.environ.items() if name not in _MEMBERS}
     return module_environment(ours) | {
         ENVIRONMENT: " ".join(f"{each.name}={getattr(deadlines, each.name)}" for each in fields(deadlines))

@@ -1,7 +1,7 @@
-"""Sends news of replicas to those who watch them: each gets a snapshot, then what changes, gathered for some
+"""Sends news of replicas to the streams that watch them: each gets a snapshot, then changes, gathered for some
 milliseconds.
 
-Runs on the manager's event loop thread. What is told is decided in ``machines/manager/status.py``.
+Runs on the manager's event loop thread. The content is decided in ``machines/manager/status.py``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 GATHER_SECONDS = 0.005
-"""Changes of so long travel together: an update changes all replicas within milliseconds. Longer ones would hide that a
-replica was updated at all."""
+"""How long changes are gathered before they are sent together: an update changes all replicas within milliseconds. A
+longer time would hide that a replica was updated at all."""
 
 BEAT_SECONDS = 0.1
-"""The same for heartbeats: of many replicas there are many, and hardly one changes anything."""
+"""The same after a heartbeat: there are many, and hardly any changes something."""
 
 WATCHERS = 256
-"""So many streams at most."""
+"""Streams at most."""
 
 QUEUE = 256
 """Messages that may wait for one watcher before it counts as stuck."""
@@ -33,12 +33,10 @@ WatchOutbox = Outbox[manager_pb2.WatchReplicasResponse]
 
 
 class Watchers:
-    """Tells all who watch replicas what has changed.
-
-    look: what is to be told now.
-    """
+    """Sends all streams that watch replicas what has changed."""
 
     def __init__(self, look: Callable[[], Watched]) -> None:
+        """look: returns the state to send now."""
         self._look = look
         self._run = uuid.uuid4().hex
         self._sequence = 0
@@ -49,7 +47,7 @@ class Watchers:
         self._problem: weights_pb2.Problem | None = None
 
     def open(self, watcher: str) -> tuple[int, WatchOutbox]:
-        """Begins a stream; its first message waits already. Raises UNAVAILABLE when too many watch."""
+        """Begins a stream, with its first message queued. Raises UNAVAILABLE if there are too many."""
         if len(self._outboxes) >= WATCHERS:
             raise unavailable(f"{WATCHERS} streams watch the replicas already, and this manager carries no more")
         self._tell()
@@ -62,13 +60,14 @@ class Watchers:
         return number, outbox
 
     def close(self, number: int) -> None:
-        """The stream has ended."""
+        """Ends a stream."""
         self._outboxes.pop(number, None)
         if not self._outboxes:
             self._last_watched = None
 
     def changed(self, beat: bool) -> None:
-        """Something happened that may be worth telling; it costs nothing while nobody watches. beat: a heartbeat."""
+        """Schedules a message, since something may have changed. It costs nothing without streams. beat: because of a
+        heartbeat."""
         if not self._outboxes:
             return
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""How long a planned update would take: its bytes, over rates that were measured (core/prediction.py). Pure."""
+"""How long a planned update would take: its bytes over measured rates (core/prediction.py). Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,23 @@ SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
 
 
 CONTROL, CONTROL_REPLICA = 0.009, 0.0036
-"""Seconds of an update without weights, and for each replica (benchmarks/results/control_plane.json)."""
+"""Seconds of an update without weights, and more for each replica (benchmarks/results/control_plane.json)."""
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Seconds that a planned update would take.
+    """Predicted seconds of a planned update, for any update but the first."""
 
-    stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
-    returns when relays hold the version, to that. All but the first update; None: nothing is known of a transport, or
-    no worker is reached, and then there are no stages. unknown: those transports. unmeasured: the engine, if nobody has
-    measured how long an update of it takes beside its bytes; then pause and call are None, too.
-    """
-
-    stages: Mapping[str, Expected]
-    pause: float | None
-    call: float | None
-    unknown: tuple[str, ...] = ()
-    unmeasured: str = ""
+    stages: Mapping[str, Expected]  # in their order; none if no worker is reached
+    pause: float | None  # of the slowest replica; None: it cannot be predicted
+    call: float | None  # from the last rank's call to its return; None: it cannot be predicted
+    unknown: tuple[str, ...] = ()  # transports of unknown rate, because of which pause and call are None
+    unmeasured: str = ""  # an engine of which only bytes can be predicted, because of which pause and call are None
 
 
 def rates_of(content: object | None, engine: str, network: float | None, replicas: int) -> Rates:
-    """Rates that were measured, changed by what a file tells. network: bytes a second of each host's card."""
+    """The measured rates, changed by those of a file. content: the file's JSON; None: there is none. network: bytes a
+    second of each host's network card; None: unknown."""
     seconds, own = {"plan": CONTROL + CONTROL_REPLICA * replicas}, engine_kind(engine).seconds
     if own is not None:
         seconds |= {"quiesce": own.quiesce, "resume": own.resume}

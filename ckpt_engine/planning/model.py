@@ -1,5 +1,5 @@
-"""A model, as files that are at hand tell it: config.json, the headers of safetensors files, or an index beside a
-config. Reads no weights, and needs no torch."""
+"""Reads a model's shapes from its files: config.json, the headers of safetensors files, or an index beside a config. It
+reads no weights, and needs no torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ _LARGEST = 64 << 20  # bytes of a JSON file: an index of 100,000 tensors has ten
 
 
 class Tensor(NamedTuple):
-    """One tensor of a model.
-
-    dtype: as it is served.
-    """
+    """One tensor of a model."""
 
     name: str
-    dtype: str
+    dtype: str  # as it is served
     shape: tuple[int, ...]
 
     @property
@@ -39,31 +36,26 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers that tensor and expert parallelism have to divide. experts: 0: there are none."""
+    """Numbers that tensor and expert parallelism must divide."""
 
     attention: int
-    pairs: int
-    experts: int
+    pairs: int  # key-value heads
+    experts: int  # 0: there are none
     layers: int
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's tensors, and what is known of how they may be split.
+    """A model's tensors, and what is known of how they may be split."""
 
-    name: for people. heads: None: no config says. tied: there is no output head besides the embedding. notes: what
-    is to be known of how it was read. by_dtype: bytes. architecture: as config.json names it; empty: none says.
-    quantised: how the checkpoint is whose config.json alone was read; empty: it is not, or headers were read.
-    """
-
-    name: str
+    name: str  # for people
     tensors: tuple[Tensor, ...]
-    heads: Heads | None
-    tied: bool
-    notes: tuple[str, ...] = ()
-    by_dtype: Mapping[str, int] = field(default_factory=dict)
-    architecture: str = ""
-    quantised: str = ""
+    heads: Heads | None  # None: there is no config with them
+    tied: bool  # there is no output head besides the embedding
+    notes: tuple[str, ...] = ()  # for people, on how it was read
+    by_dtype: Mapping[str, int] = field(default_factory=dict)  # bytes
+    architecture: str = ""  # as config.json names it; empty: unknown
+    quantised: str = ""  # the checkpoint's method, if only its config.json was read; empty: none, or headers were read
 
     @property
     def bytes(self) -> int:
@@ -72,10 +64,10 @@ class Model:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """The model of a directory, a config.json, a safetensors file or an index. dtype: as it is served, for floating
-    point of two bytes or more; None: as the files say.
+    """Reads the model of a directory, a config.json, a safetensors file or an index. dtype: the served dtype of tensors
+    in floating point of two bytes or more; None: as the files say.
 
-    Raises INVALID_ARGUMENT for what does not say a model's shapes, NOT_FOUND for what is not there.
+    Raises INVALID_ARGUMENT for files that do not give a model's shapes, NOT_FOUND for a path that does not exist.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise invalid(f"--dtype {dtype!r}: weights are served as bfloat16, float16 or float32")
@@ -172,7 +164,8 @@ def _model(name: str, tensors: list[Tensor], config: Config | None, notes: list[
 
 
 def _compared(model: Model, index: Path) -> Model:
-    """An index has names and no shapes: what the rule says is compared with them."""
+    """Compares the tensors that a rule gives with the names of an index, which has no shapes. Raises INVALID_ARGUMENT
+    if the index lacks some."""
     names = set(_weight_map(index))
     known = {tensor.name for tensor in model.tensors}
     extra, missing = sorted(names - known), sorted(known - names)
@@ -194,7 +187,7 @@ def _indexed(index: Path) -> list[Path]:
 def _weight_map(index: Path) -> Mapping[str, str]:
     found = _json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise invalid(f"{index} is no index of safetensors files: it has no weight_map from tensors to files")
+        raise invalid(f"{index} is not an index of safetensors files: it has no weight_map from tensors to files")
     return found
 
 

@@ -1,8 +1,7 @@
-"""Where trainer ranks and workers run: made-up hosts that say of themselves what real ones would. Pure.
+"""Places trainer ranks and workers on made-up hosts, which report the same facts as real ones would. Pure.
 
-The rules of reach (core/reach.py) then find the same transports as on such a cluster: each process has a GPU of its
-own, all processes of a host share its process ids, its network and its directory of relays, and each host has an
-address.
+So the rules of reach (core/reach.py) find the same transports as on a real cluster. Each process has a GPU of its own;
+all processes of a host share its PID and network namespaces and its directory of relays; each host has an address.
 """
 
 from __future__ import annotations
@@ -20,38 +19,31 @@ LINKS = {"nvlink": GpuReach.NVLINK, "pcie": GpuReach.PCIE, "none": GpuReach.NONE
 
 
 class Spot(NamedTuple):
-    """Where one process runs.
+    """Where one process runs."""
 
-    host: its number. gpu: on that host; None: the process uses none.
-    """
-
-    host: int
-    gpu: int | None
+    host: int  # its number
+    gpu: int | None  # on that host; None: the process uses none
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which process runs on which host.
+    """Which process runs on which host."""
 
-    hosts: names. gpus: of each host. link: one of LINKS. ranks: where each trainer rank is. workers: of each replica
-    where each worker is.
-    """
-
-    hosts: tuple[str, ...]
-    gpus: int
-    link: str
-    ranks: tuple[Spot, ...]
-    workers: tuple[tuple[Spot, ...], ...]
+    hosts: tuple[str, ...]  # names
+    gpus: int  # of each host
+    link: str  # between GPUs of a host: one of LINKS
+    ranks: tuple[Spot, ...]  # of the trainer
+    workers: tuple[tuple[Spot, ...], ...]  # of each replica
 
     def host(self, place: Spot) -> Host:
-        """What a process there tells of where it runs."""
+        """The facts that a process there reports of where it runs."""
         found = self.relay_host(place.host)
         if place.gpu is not None:
             found.gpus.append(self._gpu(place.host, place.gpu))
         return found
 
     def relay_host(self, host: int) -> Host:
-        """What a host's relay tells."""
+        """The facts that a host's relay reports."""
         name = self.hosts[host]
         return Host(
             boot_id=name,
@@ -90,11 +82,11 @@ def place(
 ) -> Cluster:
     """Deals processes to hosts.
 
-    workers: of each replica. gpus: of a host. trainer_hosts, replica_hosts: how many; None: as few as hold them, and
-    replicas beside the trainer where its hosts have GPUs left. shared_gpus: workers are on the ranks' GPUs. rank_gpus,
-    worker_gpus: whether each has a GPU.
+    workers: of each replica. gpus: of a host. trainer_hosts, replica_hosts: how many; None: as few as possible, with
+    replicas on the trainer's hosts if these have GPUs left. shared_gpus: workers are on the ranks' GPUs. rank_gpus,
+    worker_gpus: whether each rank or worker has a GPU.
 
-    Raises INVALID_ARGUMENT where they do not fit.
+    Raises INVALID_ARGUMENT if they do not fit.
     """
     known = trainer_hosts if trainer_hosts is not None else (-(-ranks // gpus) if rank_gpus else 1)
     if known > ranks:
@@ -137,7 +129,7 @@ def _on_ranks(placed: Sequence[tuple[int, int]], total: int) -> list[tuple[int, 
 def _on_trainer_hosts(
     placed: Sequence[tuple[int, int]], hosts: int, gpus: int, replicas: int, workers: int, rank_gpus: bool
 ) -> list[tuple[int, int]] | None:
-    """Places on GPUs that the trainer's hosts have left, each replica on one host; None where they have too few."""
+    """Places each replica on the free GPUs of one of the trainer's hosts; None: there are too few."""
     used = [sum(host == each for host, _ in placed) if rank_gpus else 0 for each in range(hosts)]
     found: list[tuple[int, int]] = []
     for host in range(hosts):
@@ -150,8 +142,8 @@ def _on_trainer_hosts(
 def _apart(
     first: int, replicas: int, workers: int, gpus: int, hosts: int | None, worker_gpus: bool
 ) -> list[tuple[int, int]]:
-    """Places on hosts of their own, numbered from `first`: as many replicas a host as it has room for, or one over
-    several."""
+    """Places replicas on hosts of their own, numbered from `first`: as many on a host as fit, or each over several
+    hosts."""
     room = gpus if worker_gpus else max(gpus, workers)
     spanned = -(-workers // room)
     least = replicas * spanned if spanned > 1 else -(-replicas // (room // workers))

@@ -1,4 +1,4 @@
-"""What somebody asks on a command line, as a question to plan: layouts, places and sizes, checked together."""
+"""Makes a question to plan from the options of a command line: layouts, places and sizes, checked together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_engine.planning.update import Holding, PlanQuestion
 
 FILES = "files"
 MOST = 8192
-"""Of ranks and of workers in all: more would take minutes, and say what a plan of fewer says."""
+"""Of ranks and of workers in all: a plan of more would take minutes, and say nothing new."""
 
 MOST_GPUS = 64
 """Of a host."""
@@ -34,7 +34,7 @@ MOST_GPUS = 64
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `ckpt-engine plan`; texts as they were typed."""
+    """The options of `ckpt-engine plan`, with texts as they were typed."""
 
     model: Path
     trainer: str = "fsdp=1"
@@ -62,7 +62,7 @@ class PlanOptions:
 
 
 def question_of(options: PlanOptions) -> PlanQuestion:
-    """Makes a question of options. Raises INVALID_ARGUMENT or NOT_FOUND, in words, for what cannot be asked."""
+    """Makes a question of options. Raises INVALID_ARGUMENT or NOT_FOUND if they make no plan."""
     _check(options)
     model = read_model(options.model, options.dtype or None)
     if options.trainer == FILES and model.quantised:
@@ -94,12 +94,12 @@ def question_of(options: PlanOptions) -> PlanQuestion:
 
 
 def rates_of(options: PlanOptions) -> Rates:
-    """Rates by which seconds are predicted. Raises INVALID_ARGUMENT or NOT_FOUND for a file that tells none."""
+    """The rates for predictions. Raises INVALID_ARGUMENT or NOT_FOUND for a file without valid rates."""
     network = rate_of(options.network, "--network") if options.network else None
     content: object | None = None
     if options.rates is not None:
         if not options.rates.is_file():
-            raise not_found(f"--rates: {options.rates} is no file; docs/plan.md shows what it has")
+            raise not_found(f"--rates: {options.rates} is not a file; docs/plan.md shows what it has")
         try:
             content = load_json(options.rates.read_text())
         except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ def rates_of(options: PlanOptions) -> Rates:
 
 
 def setting_of(options: PlanOptions, question: PlanQuestion) -> Mapping[str, str]:
-    """What was asked for, in words, with what stands in for what is not known here."""
+    """The setting of a plan in words, by topic, with the assumptions about what is not known here."""
     trainer, replica, cluster = question.trainer, question.replica, question.cluster
     ranks, seats = {place.host for place in cluster.ranks}, {place.host for each in cluster.workers for place in each}
     where = {"gpu": "on GPUs", "host": "in memory of the host", "files": "in files"}[question.holding]
@@ -132,7 +132,7 @@ def setting_of(options: PlanOptions, question: PlanQuestion) -> Mapping[str, str
 
 
 def _counted_whole(options: PlanOptions, model: Model) -> Mapping[str, str]:
-    """Matrices that no rule knows how to split."""
+    """Names matrices that no rule can split, if workers split any."""
     names = [each.name for each in model.tensors if not role_of(each.name, len(each.shape)).known]
     if not names or options.tp == 1:
         return {}
@@ -164,7 +164,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _trainer(text: str, model: Model) -> Split:
-    """ "fsdp=8", "fsdp=8,dp=2", "tp=4,pp=2,ep=4", "files"."""
+    """Parses a trainer's layout: "fsdp=8", "fsdp=8,dp=2", "tp=4,pp=2,ep=4", "files"."""
     if text == FILES:
         return Fsdp(1)
     counts: dict[str, int] = {}

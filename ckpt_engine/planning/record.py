@@ -1,4 +1,4 @@
-"""A plan for programs: every edge, as JSON. Pure."""
+"""A plan for programs: every edge as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 
 
 def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that is known of a plan. Bytes and seconds are numbers."""
+    """A whole plan as JSON, with bytes and seconds as numbers."""
     model, relays = answer.question.model, answer.relays
     edges = [_edge(line, wave) for wave, lines in enumerate(answer.fills) for line in lines]
     edges += [_edge(line, None) for line in answer.installs]
@@ -55,7 +55,7 @@ def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) 
 
 
 def _edge(line: Line, wave: int | None) -> dict[str, Any]:
-    """wave: of relays' filling; None: it is read in the pause."""
+    """An edge as JSON. wave: in which a relay reads it; None: a worker reads it in the pause."""
     edge = line.edge
     return {
         "source": edge.source,

@@ -1,7 +1,8 @@
-"""What relays would do in an update: the manager's own rules, asked about relays that are not there. Pure.
+"""What relays would do in an update: the manager's own rules, applied to planned relays. Pure.
 
-Whether a relay is filled (machines/manager/relay_or_collective.py), from what (core/relay_routes.py), and which relay
-passes on to which (machines/manager/relay_filling.py) is decided there. Here the bytes of that are counted.
+Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what
+(core/relay_routes.py), and which relay passes on to which (machines/manager/relay_filling.py). This one counts the
+bytes.
 """
 
 from __future__ import annotations
@@ -31,39 +32,36 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True)
 class RelayRead:
-    """Bytes that a relay reads. source: a rank's id or another relay."""
+    """Bytes that a relay reads from one source."""
 
-    source: str
+    source: str  # a rank's id, or another relay
     choice: Choice
     bytes: int
 
 
 @dataclass(frozen=True)
 class Relay:
-    """One that is filled. replicas: that are installed from it. wave: 0: it begins at once. ahead: what its own sources
-    bring comes in the first wave. passes_to: relays that read it meanwhile."""
+    """A relay that is filled."""
 
     name: str
     host: int
-    replicas: tuple[str, ...]
+    replicas: tuple[str, ...]  # that install from it
     slot: Slot
-    wave: int
-    ahead: bool
+    wave: int  # 0: it begins at once
+    ahead: bool  # it reads its own sources in the first wave
     reads: tuple[RelayRead, ...]
 
 
 @dataclass(frozen=True)
 class Relays:
-    """What all relays would do.
+    """What all relays would do."""
 
-    filled: by name. why: a sentence for each relay. unreached: why some that replicas wait for cannot be filled.
-    trees: of relays that are filled together, by relay, whom it asks in each of them and for which share.
-    """
-
-    filled: Mapping[str, Relay]
-    why: Mapping[str, str]
-    unreached: Mapping[str, str]
+    filled: Mapping[str, Relay]  # by name
+    why: Mapping[str, str]  # for each relay a sentence: why it is filled, or not
+    unreached: Mapping[str, str]  # why relays that replicas wait for cannot be filled
     trees: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
+    """Of relays that are filled together: in each tree the peer that a relay asks, as `_Deciding._trees` returns it,
+    and its share of the bytes."""
 
 
 def relay_name(host: str) -> str:
@@ -80,8 +78,11 @@ def decide(
     until: manager_pb2.Until,
     everything: bool,
 ) -> Relays:
-    """Decides which relays are filled, with one on each host. distances: of each replica the farthest source that it
-    reads by itself; None: there is one that it does not reach. workers: by replica, the host of each of its workers."""
+    """Decides which relays are filled, if there is one on each host.
+
+    distances: of each replica, to the farthest source that it reads by itself; None: it does not reach one. workers: by
+    replica, the host of each of its workers.
+    """
     names = [relay_name(host) for host in cluster.hosts]
     why: dict[str, str] = {}
     fillings: dict[str, PlannedFilling] = {}
@@ -116,7 +117,7 @@ class _Deciding:
         self._choice = cache(self._choice_of)
 
     def relays(self, why: dict[str, str]) -> Relays:
-        """All that is to be known of them."""
+        """Decides for all relays. why: the reasons so far, which are extended."""
         routes = self._routes()
         for name, route in routes.by_relay.items():
             filling = self._fillings.setdefault(name, PlannedFilling(name, ()))
@@ -165,7 +166,7 @@ class _Deciding:
         return relay_routes(origins, parts, stations, targets, {})
 
     def _together(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
-        """Fills relays together, as if all of a stage were told at one time."""
+        """Plans relays that are filled together, as if all of a stage got their orders at one time."""
         holders = {name: self._holder(name) for name in filled}
         stages = sorted({filling.route.stage for filling in filled.values()})
         orders: dict[str, manager_pb2.FanOut] = {}
@@ -194,7 +195,7 @@ class _Deciding:
     # -- bytes
 
     def _needs(self, name: str, route: Route) -> tuple[int, ...]:
-        """The workers, by their numbers in a replica, whose needs it holds."""
+        """The workers, by number in a replica, whose needs a relay holds."""
         hosts = {self._host[each] for each in (name, *route.feeds)}
         found = {worker for own in self._workers.values() for worker, host in enumerate(own) if host in hosts}
         return tuple(sorted(found))
@@ -226,7 +227,7 @@ class _Deciding:
                     choose_transport(table.host, offer.transport, as_reader(host, table.host), reading_kinds())
                 )
             except CkptEngineError:
-                continue  # another way leads there, or it would not be among its sources
+                continue  # another way leads there, or this would not be among the relay's sources
         best = min(found, key=lambda choice: choice.distance)
         return best._replace(reason="the relay copies from the GPUs of its host") if table.host.gpus else best
 
@@ -236,7 +237,7 @@ class _Deciding:
         return choose_transport(source, transport, reader, [transport])
 
     def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
-        """Whom a relay asks in each tree, empty: those who hold the version; and for which share of all."""
+        """In each tree the peer that a relay asks (empty: the version's holders), and its share of the bytes."""
         whole = sum(tree.share for tree in order.trees)
         peers = [order.peers[tree.ask[0]].relay if tree.ask else "" for tree in order.trees]
         return [(peer, tree.share / whole) for peer, tree in zip(peers, order.trees, strict=True)]
@@ -271,7 +272,7 @@ class _Deciding:
 
 
 def _deal(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
-    """Counts bytes that come from one relay, or, if it is empty, from those who hold the version."""
+    """Counts bytes that come from a peer; empty: from the upstream relays, each by its part."""
     if peer:
         found[peer] += size
         return

@@ -1,7 +1,7 @@
-"""The shapes of a model's tensors, as its architecture's checkpoints have them, from what config.json says. Pure.
+"""The shapes of a model's tensors, as in its architecture's checkpoints, from the numbers in config.json. Pure.
 
-One rule an architecture, by the name that config.json gives it; one that is not in the table is refused. A test holds
-the rules against the models that transformers builds. Experts are told one by one, as checkpoints have them.
+There is one rule for each architecture, by its name in config.json; other architectures are refused. A test compares
+the rules with the models that transformers builds. Experts are listed one by one, as in checkpoints.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Shape = tuple[int, ...]
 
 
 class Shaped(NamedTuple):
-    """A tensor's name and shape. dtype: empty: that of the model."""
+    """A tensor's name and shape."""
 
     name: str
     shape: Shape
-    dtype: str = ""
+    dtype: str = ""  # empty: that of the model
 
 
 MOST_TENSORS = 200_000
@@ -32,7 +32,7 @@ Rule = Callable[[Config], Iterator[Shaped]]
 def shapes_of(architecture: str, config: Config) -> list[Shaped]:
     """Every tensor of a model, in the order of its layers.
 
-    Raises INVALID_ARGUMENT for an architecture without a rule, or a config that lacks a number which its rule needs.
+    Raises INVALID_ARGUMENT for an architecture without a rule, or a config without a number that its rule needs.
     """
     rule = RULES.get(architecture)
     if rule is None:
@@ -47,7 +47,8 @@ def shapes_of(architecture: str, config: Config) -> list[Shaped]:
 
 
 def number(config: Config, *names: str) -> int:
-    """A positive whole number of a config, under the first of these names that it has. Raises INVALID_ARGUMENT."""
+    """A positive integer of a config, under the first of these names that it has. Raises INVALID_ARGUMENT if it has
+    none."""
     value = optional(config, *names)
     if value is None:
         raise invalid(f"config.json has no {' or '.join(names)}, which the shapes follow from")
@@ -55,7 +56,7 @@ def number(config: Config, *names: str) -> int:
 
 
 def optional(config: Config, *names: str) -> int | None:
-    """The same, None if it is not there."""
+    """The same; None if the config has none of these names."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -67,7 +68,7 @@ def optional(config: Config, *names: str) -> int | None:
 
 
 def head_dim(config: Config) -> int:
-    """The dimension of a head of attention."""
+    """The dimension of an attention head."""
     return optional(config, "head_dim") or number(config, "hidden_size") // number(config, "num_attention_heads")
 
 

@@ -1,7 +1,7 @@
-"""What a relay would hold of a version, and from whom its bytes would come. Pure.
+"""What a relay would hold of a version, and from which sources its bytes would come. Pure.
 
-A slot is laid out as core/relay_layout.py does it, kind by kind: atoms begin at multiples of 64 bytes, and what the
-same workers read lies together in groups that begin at multiples of 2 MiB.
+A slot is laid out as core/relay_layout.py does it, kind by kind: atoms begin at multiples of 64 bytes, and atoms with
+the same readers lie together in groups that begin at multiples of 2 MiB.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from ckpt_engine.planning.offered import PlannedOffer
 
 @dataclass(frozen=True)
 class Slot:
-    """What a relay's memory would hold of one version.
+    """What a relay's memory would hold of one version."""
 
-    bytes: of weights. size: gaps included. cells: bytes by kind and by the number of the part of the publication
-    that they lie in.
-    """
-
-    bytes: int
-    size: int
-    cells: Mapping[tuple[int, int], int]
+    bytes: int  # of weights
+    size: int  # gaps included
+    cells: Mapping[tuple[int, int], int]  # bytes by kind and by number of the publication's part
 
 
 def slot_of(
     offered: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
 ) -> Slot:
-    """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model. within: ids
-    of the sources of whose boxes alone it holds something; none: of all."""
+    """The slot of a relay that these workers of a replica read. everything: it holds the whole model. within: ids of
+    sources, if it holds only these sources' boxes; none: no limit."""
     readers = list(dict.fromkeys(offered.needed_boxes[worker] for worker in workers))
     groups: Counter[tuple[int, ...]] = Counter()
     cells: Counter[tuple[int, int]] = Counter()
@@ -63,7 +59,7 @@ Distance = Callable[[str], int | None]
 def bytes_by_source(
     offered: PlannedOffer, slot: Slot, distance: Distance
 ) -> tuple[Counter[str], Counter[frozenset[str]]]:
-    """Bytes that a relay reads from each source itself, and those that it does not reach, by who holds them."""
+    """Bytes that a relay reads from each source itself; and by their holders, the bytes that it does not reach."""
     near: Counter[str] = Counter()
     far: Counter[frozenset[str]] = Counter()
     publication = offered.publication

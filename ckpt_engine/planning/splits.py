@@ -1,7 +1,7 @@
-"""How trainers and engines split a model's tensors: who holds, or needs, which boxes. Pure.
+"""How trainers and engines split a model's tensors: which rank holds, or which worker needs, which boxes. Pure.
 
 A split gives each tensor a key: tensors of one dtype, shape and key are split alike, so that one of them stands for
-all. That keeps a terabyte on 256 ranks a matter of seconds.
+all. So a plan for a terabyte on 256 ranks takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 class Split(ABC):
-    """Who of several processes has which boxes of each tensor."""
+    """Which boxes of each tensor each of several processes has."""
 
     @property
     @abstractmethod
@@ -33,19 +33,19 @@ class Split(ABC):
 
     @abstractmethod
     def boxes(self, tensor: Tensor, rank: int) -> Sequence[Box]:
-        """What this rank holds or needs of a tensor; none: nothing."""
+        """The boxes of a tensor that this rank holds or needs."""
 
     @abstractmethod
     def impossible(self, model: Model) -> Iterator[str]:
-        """Why a model cannot be split so, a sentence each."""
+        """Yields the reasons why a model cannot be split so, each a sentence."""
 
 
 @dataclass(frozen=True)
 class Fsdp(Split):
-    """FSDP2: each tensor in `shards` parts of its rows, as even as whole rows allow; the ranks `copies` times."""
+    """FSDP2: the rows of each tensor in as even parts as whole rows allow."""
 
-    shards: int
-    copies: int = 1
+    shards: int  # parts of each tensor
+    copies: int = 1  # of each part
 
     @property
     def count(self) -> int:
@@ -70,23 +70,20 @@ class Fsdp(Split):
 
 @dataclass(frozen=True)
 class Parallel(Split):
-    """Tensor, pipeline and expert parallelism. who: for messages. padded: rows of the vocabulary are padded to a
-    multiple of this before they are split. repeats: key-value heads are repeated where there are fewer than workers.
-    copies: of all of it. pairs,
-    routed (experts), layers, tied: of the model. everywhere: each stage has what is before and behind all layers."""
+    """Tensor, pipeline and expert parallelism."""
 
-    label: str
+    label: str  # for messages
     tensor: int
     pipeline: int = 1
     experts: int = 1
-    copies: int = 1
-    padded: int = VOCABULARY_MULTIPLE
-    repeats: bool = True
-    pairs: int = 0
-    routed: int = 0
-    layers: int = 0
-    tied: bool = False
-    everywhere: bool = False
+    copies: int = 1  # of the whole model
+    padded: int = VOCABULARY_MULTIPLE  # rows of the vocabulary are padded to a multiple of this before they are split
+    repeats: bool = True  # key-value heads are repeated if there are fewer than workers
+    pairs: int = 0  # key-value heads of the model
+    routed: int = 0  # experts of the model
+    layers: int = 0  # of the model
+    tied: bool = False  # the model has no output head besides the embedding
+    everywhere: bool = False  # each stage has the tensors before and after all layers
 
     @property
     def count(self) -> int:
@@ -140,7 +137,7 @@ class Parallel(Split):
             yield f"{self.label}: the model's {self.pairs} key-value heads do not divide by tp={self.tensor}"
 
     def _uneven(self, model: Model) -> Iterator[str]:
-        """Tensors that do not divide, one for each name without its layer and expert."""
+        """Yields tensors that do not divide evenly, one for each name without layer and expert."""
         kinds: set[str] = set()
         for tensor in model.tensors:
             role = role_of(tensor.name, len(tensor.shape))
@@ -158,7 +155,7 @@ class Parallel(Split):
                 yield f"{self.label}: {what}, does not divide by {parts} along axis {role.axis}"
 
     def _group(self, expert: int) -> int:
-        """The workers that have an expert: groups of them, in the order of the experts."""
+        """The group of workers that has an expert; groups take experts in order."""
         return expert * self.experts // self.routed if self.routed else 0
 
     def _stages(self, role: Role) -> tuple[int, ...]:
@@ -172,7 +169,8 @@ class Parallel(Split):
         return (last,)
 
     def _stage_of_layer(self, layer: int) -> int:
-        """Layers that are left over go one each to the stages before the last, as vLLM deals them."""
+        """The stage of a layer. If layers do not divide evenly, the last stages before the final one get one more each,
+        as in vLLM."""
         each, remainder = divmod(self.layers, self.pipeline)
         sizes = [each + (self.pipeline - 1 - remainder <= stage < self.pipeline - 1) for stage in range(self.pipeline)]
         edges = list(pairwise([0, *(sum(sizes[: stage + 1]) for stage in range(self.pipeline))]))
@@ -202,7 +200,7 @@ def _along(box: Box, axis: int, start: int, stop: int) -> Box:
 def parallel(
     label: str, model: Model, tensor: int, pipeline: int, experts: int, copies: int, padded: int, repeats: bool
 ) -> Parallel:
-    """A parallel split of a model. Without a config, heads and experts are read off the tensors."""
+    """Makes a parallel split of a model. Layers and experts are counted by the tensors' names."""
     roles = [role_of(each.name, len(each.shape)) for each in model.tensors]
     layers = 1 + max((role.layer for role in roles if role.layer is not None), default=-1)
     routed = 1 + max((role.expert for role in roles if role.expert is not None), default=-1)

@@ -1,6 +1,6 @@
-"""One update as the manager would plan it: every edge with its bytes and its transport, relays, and what cannot be.
+"""Plans one update as the manager would: every edge with its bytes and its transport, relays, and what is impossible.
 
-Everything is decided by the manager's own planner and rules, over tables and needs made up from a layout. Pure.
+Everything is decided by the manager's own planner and rules, for tables and needs that are made up from a layout. Pure.
 """
 
 from __future__ import annotations
@@ -44,25 +44,21 @@ LENT = {"gpu": GPU_MEMORY, "host": HOST_MEMORY, "files": FILES}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is to be planned.
-
-    holding: where the trainer's weights lie. readers: where the workers'. relays: whether each host has one;
-    everything: they hold the whole model. relay_memory: bytes of each; host_memory: of a host; None: not limited.
-    """
+    """The update to plan."""
 
     model: Model
     trainer: Split
     replica: Split
     replicas: int
     cluster: Cluster
-    holding: Holding
-    readers: Memory
-    relays: bool = True
-    everything: bool = False
+    holding: Holding  # where the trainer's weights lie
+    readers: Memory  # where the workers' weights lie
+    relays: bool = True  # whether each host has one
+    everything: bool = False  # relays hold the whole model
     prefetch: manager_pb2.Prefetch = manager_pb2.PREFETCH_AUTO
     until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED
-    relay_memory: int | None = None
-    host_memory: int | None = None
+    relay_memory: int | None = None  # bytes of each relay; None: no limit
+    host_memory: int | None = None  # bytes of each host; None: no limit
 
     @property
     def names(self) -> list[str]:
@@ -71,29 +67,28 @@ class PlanQuestion:
 
 
 class Line(NamedTuple):
-    """An edge. replica: empty if a relay reads. worker: its rank in the replica. choice: the transport and why."""
+    """An edge and its reader."""
 
     edge: PredictedEdge
-    choice: Choice
-    replica: str = ""
-    worker: int = 0
+    choice: Choice  # the transport and why
+    replica: str = ""  # empty: a relay reads
+    worker: int = 0  # its rank in the replica
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """What would happen. installs: into workers. fills: into relays, wave by wave. impossible: sentences; if there are
-    any, the rest is of what is possible nevertheless."""
+    """What would happen."""
 
     question: PlanQuestion
-    offered: PlannedOffer | None
-    installs: tuple[Line, ...]
-    fills: tuple[tuple[Line, ...], ...]
+    offered: PlannedOffer | None  # None: the model cannot be split so
+    installs: tuple[Line, ...]  # into workers
+    fills: tuple[tuple[Line, ...], ...]  # into relays, wave by wave
     relays: Relays
-    impossible: tuple[str, ...]
+    impossible: tuple[str, ...]  # sentences; the rest of the answer has what is possible nevertheless
 
 
 def planned(question: PlanQuestion) -> PlanAnswer:
-    """Plans an update. What cannot be is in the answer, in words."""
+    """Plans an update. The answer says what is impossible."""
     trainer, replica, model = question.trainer, question.replica, question.model
     wrong = [*trainer.impossible(model), *replica.impossible(model)]
     if wrong:
@@ -121,7 +116,7 @@ class _Planning:
         }
 
     def answer(self) -> PlanAnswer:
-        """Everything."""
+        """Makes the whole plan."""
         question, impossible = self._question, list[str]()
         refused: dict[object, CkptEngineError] = {}
         plans = self._compiled(refused)
@@ -145,7 +140,8 @@ class _Planning:
         return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
 
     def _compiled(self, refused: dict[object, CkptEngineError]) -> Plans:
-        """The manager's plan of what workers read from the trainer by themselves."""
+        """Compiles the manager's plans for workers that read the trainer by themselves. refused: is filled with the
+        workers that cannot."""
         offers = self._offered
         check_complete(offers.publication.manifest, offers.needs, "replica-0")
         requests = [
@@ -278,8 +274,8 @@ class _Planning:
 
 
 def traffic(answer: PlanAnswer) -> dict[str, Counter[str]]:
-    """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", or the
-    transport."""
+    """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", "same
+    GPU" or "TRANSPORT on the host"."""
     found: dict[str, Counter[str]] = {host: Counter() for host in answer.question.cluster.hosts}
     lines: Sequence[Line] = [*answer.installs, *(line for wave in answer.fills for line in wave)]
     for edge, choice, *_ in lines:

@@ -1,4 +1,4 @@
-"""A plan for people: what is alike is told once. Pure."""
+"""A plan as a text for people, in which equal things are grouped. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = 100
 
 
 def as_text(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
-    """The whole plan. setting: what was asked for, by what it is about."""
+    """The whole plan. setting: what was asked for, by topic."""
     sections = [
         _model(answer, setting),
         _edges(answer),
@@ -33,12 +33,12 @@ def as_text(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) 
 
 
 def several(names: Iterable[str]) -> str:
-    """Names that differ in their numbers, as one: "replica-0..3 worker 0..1"."""
+    """Joins names that differ only in their numbers: "replica-0..3 worker 0..1"."""
     return ", ".join(merged(names))
 
 
 def merged(texts: Iterable[str]) -> list[str]:
-    """Texts that differ in their numbers only, each once, with all numbers."""
+    """Merges texts that differ only in their numbers into one text with all numbers."""
     forms: dict[str, list[tuple[int, ...]]] = {}
     for text in dict.fromkeys(texts):
         forms.setdefault(_NUMBER.sub("\0", text), []).append(tuple(map(int, _NUMBER.findall(text))))
@@ -107,7 +107,7 @@ def _alike(lines: Sequence[Line], when: str) -> Iterator[str]:
         more = ", and the others likewise" if len(alike) > 1 else ""
         yield from _wrapped("    ", f"{between}: {each}, by {choice.transport}: {choice.reason}{more}")
     if len(groups) > _SHOWN:
-        yield f"    and {len(groups) - _SHOWN} more kinds of edges, of which --json tells each"
+        yield f"    and {len(groups) - _SHOWN} more kinds of edges, each of which is in --json"
 
 
 _SHOWN = 12
@@ -125,7 +125,7 @@ def _hosts(answer: PlanAnswer) -> list[str]:
     if trees:
         share = Counter(peer for tree_peers in trees.values() for peer, _ in tree_peers)
         words = (
-            f"{several(trees)} are filled together: each reads a part from those who hold the version and the rest "
+            f"{several(trees)} are filled together: each reads a part from the version's holders and the rest "
             f"from each other, in {max(map(len, trees.values()))} trees; {len(share.keys() - {''})} of them pass on"
         )
         lines += _wrapped("  ", words)
@@ -186,7 +186,7 @@ def _time(answer: PlanAnswer, foreseen: Foreseen) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """Seconds as people read them: "43 ms", "3.3 s"."""
+    """Formats seconds for people: "43 ms", "3.3 s"."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 

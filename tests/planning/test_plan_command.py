@@ -186,7 +186,7 @@ def test_a_config_that_names_no_dtype_is_counted_with_a_note(run: Run, tmp_path:
         ("qwen --hosts 2", "cannot be spread evenly over so many hosts; name 1, or leave it out"),
         ("qwen --trainer-hosts 4", "the trainer has 1 rank, fewer than hosts"),
         ("qwen --trainer fsdp=16 --trainer-hosts 1", "16 ranks are 16 a host, and a host has 8 GPUs"),
-        ("qwen --rates none.json", "none.json is no file"),
+        ("qwen --rates none.json", "none.json is not a file"),
         ("qwen --rates broken.json", "cannot be read as JSON"),
         ("qwen --rates rates.json", "digest, host: 0 is not a number above 0"),
     ],
