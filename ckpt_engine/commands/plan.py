@@ -75,7 +75,7 @@ def plan(
     from ckpt_engine.planning.foresight import foresee
     from ckpt_engine.planning.question import PlanOptions, question_of, rates_of, setting_of
     from ckpt_engine.planning.record import as_json
-    from ckpt_engine.planning.update import planned
+    from ckpt_engine.planning.update import plan_update
     from ckpt_engine.planning.words import as_text
 
     asked = PlanOptions(
@@ -105,7 +105,7 @@ def plan(
     )
     try:
         question, known = question_of(asked), rates_of(asked)
-        answer = planned(question)
+        answer = plan_update(question)
         foreseen = foresee(answer, known, asked.engine, until is Until.HELD)
         setting = setting_of(asked, question)
     except CkptEngineError as error:

@@ -147,12 +147,12 @@ def refine(boxes: Iterable[Box]) -> list[Box]:
     for box in sorted(set(boxes)):
         rest = [box] if box.volume else []
         parts: list[Box] = []
-        for known in found:
-            common = intersect(known, box)
+        for other in found:
+            common = intersect(other, box)
             if common is None:
-                parts.append(known)
+                parts.append(other)
                 continue
-            parts += [common, *remove(known, common)]
+            parts += [common, *remove(other, common)]
             rest = remainder(rest, [common])
         found = parts + rest
     return sorted(found)

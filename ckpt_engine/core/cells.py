@@ -81,19 +81,21 @@ def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int
             boxes[tensor].add(box)
     most = [most_bytes // itemsize(spec.dtype) for spec in publication.manifest.tensors]
     tilings = [
-        partition.tiling(frozenset(needed), volume)
-        for partition, needed, volume in zip(publication.partitions, boxes, most, strict=True)
+        partition.tiling(frozenset(cuts), volume)
+        for partition, cuts, volume in zip(publication.partitions, boxes, most, strict=True)
     ]
     counts = [len(tiling.boxes) for tiling in tilings]
     first = [0, *accumulate(counts)]
-    held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in range(len(publication.tables))}
+    shards_by_source: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {
+        source: [] for source in range(len(publication.tables))
+    }
     for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
         for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
             for source, shard, _ in part.holders:
-                held[source].append((shard, first[tensor] + begin, cells))
+                shards_by_source[source].append((shard, first[tensor] + begin, cells))
     atoms: dict[int, Atoms] = {}
     of_atom: dict[int, Indices] = {}
-    for source, shards in held.items():
+    for source, shards in shards_by_source.items():
         shards.sort(key=lambda entry: entry[0])
         numbers = [cell for _, begin, cells in shards for cell in range(begin, begin + len(cells))]
         of_atom[source] = np.array(numbers, dtype=np.int64)

@@ -18,7 +18,7 @@ def chunk_bytes(model: int) -> int:
     return max(LEAST_BYTES, min(MOST_BYTES // 2, model // _CHUNKS))
 
 
-def joined(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
+def join_pieces(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
     """Joins pieces to runs, [first, stop), of at least `least` bytes, and of less than twice as many where no piece is
     above `least`. A small rest is joined to the last run."""
     found: list[tuple[int, int]] = []

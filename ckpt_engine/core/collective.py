@@ -215,9 +215,9 @@ class _Rounds:
     ) -> None:
         receiver, size = self._next(bucket, sender), self.buckets[bucket].bytes
         if (sender, bucket) in self._place:
-            sender_slot, came = self._place.pop((sender, bucket))
+            sender_slot, arrival = self._place.pop((sender, bucket))
             # Unpacked in the round after it came, at the earliest.
-            self._free[sender][sender_slot] = max(number, came + 1) + 1
+            self._free[sender][sender_slot] = max(number, arrival + 1) + 1
         else:
             sender_slot = self._oldest(sender)  # free: packed in the round before, while the other slot is sent
             self._free[sender][sender_slot] = number + 1

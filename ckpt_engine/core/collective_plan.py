@@ -41,9 +41,9 @@ def collective_plan(
 
     dtypes: of each tensor of the manifest, as it is served.
     """
-    shared: dict[tuple[int, int, Box], set[int]] = {}
+    workers_by_box: dict[tuple[int, int, Box], set[int]] = {}
     for want in wants:
-        shared.setdefault((want.source, want.tensor, want.box), set()).add(want.worker)
+        workers_by_box.setdefault((want.source, want.tensor, want.box), set()).add(want.worker)
     plan = CollectivePlan(
         members=[
             CollectivePlan.Member(name=each.name, host=each.host, is_source=each.is_source, gpu=each.gpu)
@@ -51,7 +51,7 @@ def collective_plan(
         ],
         wants=[
             CollectivePlan.Want(workers=sorted(workers), source=source, tensor=tensor, start=box.start, stop=box.stop)
-            for (source, tensor, box), workers in sorted(shared.items())
+            for (source, tensor, box), workers in sorted(workers_by_box.items())
         ],
         dtypes=dtypes,
         bucket_bytes=bucket_bytes,

@@ -133,12 +133,12 @@ class Deadlines:
 
         Raises ValueError, naming the setting, unless it is NAME=SECONDS with a name and a value that exist.
         """
-        known = {field.name for field in fields(self)}
+        names = {field.name for field in fields(self)}
         values = {}
         for setting in settings.replace(",", " ").split():
             name, separator, value = setting.partition("=")
-            if not separator or name not in known:
-                expected = f"one of {', '.join(sorted(known))}" if separator else "NAME=SECONDS"
+            if not separator or name not in names:
+                expected = f"one of {', '.join(sorted(names))}" if separator else "NAME=SECONDS"
                 raise ValueError(f"{setting!r} sets no deadline: it must be {expected}")
             try:
                 values[name] = float(value)

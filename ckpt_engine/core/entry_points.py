@@ -32,10 +32,10 @@ def points_of(group: str) -> Mapping[str, EntryPoint]:
 def _points_of(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (not is_ours(point), point.name, point.value)):
-        known = found.setdefault(point.name, point)
-        if known.value != point.value:
+        first = found.setdefault(point.name, point)
+        if first.value != point.value:
             what = "ckpt-engine: %s %s (%s) is left out: %s has that name already"
-            log.error(what, group, point.name, point.value, known.value)
+            log.error(what, group, point.name, point.value, first.value)
     if not any(map(is_ours, found.values())):
         log.error("ckpt-engine: none of its own %s is known: %s", group, REINSTALL)
     return MappingProxyType({name: found[name] for name in sorted(found)})

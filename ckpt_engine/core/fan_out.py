@@ -180,9 +180,9 @@ def alternates_of(
     place = {host: at for at, host in enumerate(order)}
     upper = [place.get(parent, FROM_TRAINERS) for parent in parents]
     inner = set(upper) - {FROM_TRAINERS}
-    passing = sorted(inner)
-    deep = sorted(inner - {upper[at] for at in inner}) or passing  # a delay there reaches few others
-    taken: set[tuple[int, int]] = set()  # the orphans of one parent go to different hosts
+    inner_places = sorted(inner)
+    deep = sorted(inner - {upper[at] for at in inner}) or inner_places  # a delay there reaches few others
+    pairs: set[tuple[int, int]] = set()  # the orphans of one parent go to different hosts
     found: list[tuple[int, ...]] = []
     turn = 0
     for at, parent in enumerate(upper):
@@ -191,14 +191,14 @@ def alternates_of(
             continue
         former_places = [place.get(each, FROM_TRAINERS) for each in former[at]] if former else []
         chosen = [each for each in former_places if each not in (FROM_TRAINERS, parent) and able[each]]
-        for pool in (passing if at in inner else deep, range(at)):
+        for pool in (inner_places if at in inner else deep, range(at)):
             for _ in range(min(len(pool), _TRIES)):
                 each = pool[turn % len(pool)]
                 turn += 1
-                free = each < at and able[each] and each not in chosen and (parent, each) not in taken
+                free = each < at and able[each] and each not in chosen and (parent, each) not in pairs
                 if len(chosen) < ALTERNATES and free and not _below(each, parent, upper):
                     chosen.append(each)
-                    taken.add((parent, each))
+                    pairs.add((parent, each))
         others = (each for each in range(at - 1, -1, -1) if able[each] and each != parent and each not in chosen)
         chosen += islice(others, ALTERNATES - len(chosen))
         trainers = (FROM_TRAINERS,) if len(chosen) < ALTERNATES else ()
@@ -231,8 +231,8 @@ def _check(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequenc
         checked_keys.add(key)
         if not chunk.holders:
             raise invalid(f"no trainers' host holds chunk {number}; its version is not sealed as a whole")
-        for kind, wrong, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
-            for each in wrong:
+        for kind, numbers, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
+            for each in numbers:
                 if not 0 <= each < len(several):
                     raise invalid(f"chunk {number} names {kind} number {each}, and there are {len(several)}")
 
@@ -243,9 +243,9 @@ def _interleaved(numbers: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
     for number in numbers:
         by_holders.setdefault(chunks[number].holders, []).append(number)
     spread = [
-        ((index + 0.5) / len(held), holders, number)
-        for holders, held in by_holders.items()
-        for index, number in enumerate(held)
+        ((index + 0.5) / len(own), holders, number)
+        for holders, own in by_holders.items()
+        for index, number in enumerate(own)
     ]
     return [number for _, _, number in sorted(spread)]
 
@@ -262,17 +262,17 @@ def _forest(
     able = [host for host in members if host not in slow] or list(members)
     able.sort(key=lambda host: (load[host], -rates[host], host))
     counts = _inner_counts(len(members), len(able), min(TREES, len(able), len(numbers)))
-    inner = _dealt(able, counts)
+    inner = _deal(able, counts)
     shapes = [_shape(passing, members, shift, rates) for shift, passing in enumerate(inner)]
     weights = [1.0 / (max(kids[host] / rates[host] for host in kids) or 1.0) for _, _, kids in shapes]
-    dealt: list[list[int]] = [[] for _ in shapes]
+    chunks_of_tree: list[list[int]] = [[] for _ in shapes]
     sums = [0] * len(shapes)
     for number in numbers:
         size = chunks[number].bytes
         tree = min(range(len(shapes)), key=lambda each: ((sums[each] + size) / weights[each], each))
-        dealt[tree].append(number)
+        chunks_of_tree[tree].append(number)
         sums[tree] += size
-    for (order, parents, kids), own, total in zip(shapes, dealt, sums, strict=True):
+    for (order, parents, kids), own, total in zip(shapes, chunks_of_tree, sums, strict=True):
         if not own:
             continue
         for host, children in kids.items():
@@ -309,7 +309,7 @@ def _inner_counts(members: int, able: int, trees: int) -> list[int]:
     return best[1] if best is not None else [1] * trees
 
 
-def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+def _deal(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     """Deals the hosts that pass on to the trees, each to one. The first of `able` become roots."""
     inner: list[list[int]] = [[] for _ in counts]
     waiting = iter(able)
@@ -328,17 +328,17 @@ def _shape(
     if len(members) == 1:
         return list(passing), [FROM_TRAINERS], {passing[0]: 0}
     kids = _apportioned(len(members) - 1, {host: rates[host] for host in passing})
-    known = set(passing)
-    leaves = [host for host in members if host not in known]
-    turned = shift * len(leaves) // TREES
-    order = [*passing, *leaves[turned:], *leaves[:turned]]
+    inner = set(passing)
+    leaves = [host for host in members if host not in inner]
+    rotation = shift * len(leaves) // TREES
+    order = [*passing, *leaves[rotation:], *leaves[:rotation]]
     parents = [FROM_TRAINERS]
-    upper, taken = 0, 0
+    upper, children = 0, 0
     for _ in order[1:]:
-        while taken == kids[order[upper]]:
-            upper, taken = upper + 1, 0
+        while children == kids[order[upper]]:
+            upper, children = upper + 1, 0
         parents.append(order[upper])
-        taken += 1
+        children += 1
     return order, parents, kids
 
 

@@ -22,7 +22,7 @@ def kind_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def kept_of(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+def kept_dtypes(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     """The kept dtypes of tensors that a model could not load; empty if serving these would not fix all of them.
 
     casts: of each such tensor its name, the served dtype and the model's.
@@ -35,7 +35,7 @@ def kept_of(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     return found
 
 
-def narrowed(name: str, dtype: str, model_dtypes: Kept) -> str:
+def narrow_dtype(name: str, dtype: str, model_dtypes: Kept) -> str:
     """The served dtype of a tensor that is stored as ``dtype``: the one that models keep of its kind, if narrower."""
     narrow = model_dtypes.get(kind_of(name), dtype)
     return narrow if widens(narrow, dtype) else dtype

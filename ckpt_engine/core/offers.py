@@ -45,35 +45,36 @@ def unopened(rank: int, region: Region, plan: WorkerPlan, reason: str) -> Unopen
 def ways_shut(shut: Iterable[Shut], regions: Iterable[Mapping[str, Region]]) -> Mapping[str, str]:
     """The transports over which a worker cannot open a source, each with the reason. regions: of the source, for each
     the ways into it by transport."""
-    known = {(each.transport, each.locator): each.reason for each in shut}
+    reasons = {(each.transport, each.locator): each.reason for each in shut}
     found: dict[str, str] = {}
-    for ways in regions if known else ():
+    for ways in regions if reasons else ():
         for name, way in ways.items():
-            if why := known.get((name, blob_digest(way.locator))):
+            if why := reasons.get((name, blob_digest(way.locator))):
                 found.setdefault(name, why)
     return found
 
 
-def another_way(plan: WorkerPlan, refused: Region, why: str) -> WorkerPlan | None:
-    """The plan with the next way for each edge that has this region. why: what is wrong with the first way, for the
-    report. None if such an edge has no other way, or no edge has this region."""
+def another_way(plan: WorkerPlan, shut_region: Region, why: str) -> WorkerPlan | None:
+    """The plan with the next way for each edge that has the region. why: what is wrong with the first way, for the
+    report. None if such an edge has no other way, or no edge has the region."""
     found = WorkerPlan()
     found.CopyFrom(plan)
     changed = False
     for edge in found.sources:
-        regions = [] if edge.transport != refused.transport else [region.locator for region in edge.regions]
-        if refused.locator not in regions:
+        regions = [] if edge.transport != shut_region.transport else [region.locator for region in edge.regions]
+        if shut_region.locator not in regions:
             continue
         if not edge.others:
             return None
         way, *others = edge.others
-        taken = PlanSource()
-        taken.CopyFrom(edge)
-        taken.transport, taken.reason = way.transport, f"{way.reason}; it could not open {edge.transport}: {why}"
-        del taken.regions[:], taken.others[:]
-        taken.regions.extend(way.regions)
-        taken.others.extend(others)
-        edge.CopyFrom(taken)
+        changed_edge = PlanSource()
+        changed_edge.CopyFrom(edge)
+        changed_edge.transport = way.transport
+        changed_edge.reason = f"{way.reason}; it could not open {edge.transport}: {why}"
+        del changed_edge.regions[:], changed_edge.others[:]
+        changed_edge.regions.extend(way.regions)
+        changed_edge.others.extend(others)
+        edge.CopyFrom(changed_edge)
         changed = True
     return found if changed else None
 
@@ -97,8 +98,8 @@ def labels(tables: Sequence[SourceTable]) -> str:
     """Several sources as messages name them, in the order of their ranks: "ranks [0, 1]", "source relay a"."""
     ranks = ranks_of(tables)
     others = sorted({label(table) for table in tables if not table.HasField("rank")})
-    named = [f"ranks {ranks}"] if len(ranks) > 1 else [f"rank {rank}" for rank in ranks]
-    return ", ".join([*named, *others])
+    rank_names = [f"ranks {ranks}"] if len(ranks) > 1 else [f"rank {rank}" for rank in ranks]
+    return ", ".join([*rank_names, *others])
 
 
 def ranks_of(tables: Iterable[SourceTable]) -> list[int]:

@@ -27,5 +27,5 @@ def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2
 
 def mode_name(mode: manager_pb2.PauseMode) -> str:
     """The mode as users write it: "in_place". An unknown mode is named by its number."""
-    known = manager_pb2.PauseMode.values()
-    return enum_word(manager_pb2.PauseMode, mode) if mode in known else f"number {mode}"
+    modes = manager_pb2.PauseMode.values()
+    return enum_word(manager_pb2.PauseMode, mode) if mode in modes else f"number {mode}"

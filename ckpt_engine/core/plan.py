@@ -161,7 +161,7 @@ def _checked_needs(publication: Publication, worker: PlanRequest) -> NeededBoxes
         )
     specs = publication.manifest.tensors
     shapes = [tuple(spec.shape) for spec in specs]
-    known: dict[tuple[Box, tuple[int, ...]], bool] = {}
+    fits_by_box: dict[tuple[Box, tuple[int, ...]], bool] = {}
     needed: list[tuple[int, Box]] = []
     for index, need in enumerate(worker.needs.needs):
         tensor = need.tensor
@@ -172,9 +172,9 @@ def _checked_needs(publication: Publication, worker: PlanRequest) -> NeededBoxes
                 "it has to prepare again"
             )
         shape = shapes[tensor]
-        fits = known.get((box, shape))
+        fits = fits_by_box.get((box, shape))
         if fits is None:
-            fits = known[box, shape] = _fits(box, shape)
+            fits = fits_by_box[box, shape] = _fits(box, shape)
         if not fits:
             name = specs[tensor].name
             raise invalid(
@@ -220,10 +220,10 @@ class _PlanReader:
             if tensor in publication.incomplete:
                 self._check_held(tensor, box, [hit.box for hit in hits])
             for hit in hits:
-                source, shard, beyond = self._holder(tensor, hit.box, parts[hit.part])
+                source, shard, holder_delta = self._holder(tensor, hit.box, parts[hit.part])
                 place = publication.places[source][shard]
                 step = itemsize(place.stored) if place.stored else width
-                for delta in filter(None, (hit.delta, beyond)):
+                for delta in filter(None, (hit.delta, holder_delta)):
                     offset = place.offset + step * sum(map(mul, delta, place.stride))
                     place = Place(place.region, offset, place.stride, place.stored)
                 total += hit.volume * width
@@ -266,12 +266,12 @@ class _PlanReader:
             stored_dtype=place.stored,
         )
 
-    def _plan_sources(self, used: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
+    def _plan_sources(self, regions: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
         """Lists the plan's edges, and by (source, region) the edge that has it. A source that is read over two
         transports is two edges."""
         found: dict[tuple[int, str], PlanSource] = {}
         index: dict[tuple[int, int], int] = {}
-        for source, region in used:
+        for source, region in regions:
             way = self._way(source, region)
             key = source, way.transport
             self.distance = max(self.distance, way.distance)
@@ -290,11 +290,11 @@ class _PlanReader:
 
     def _others(self, source: int, transport: str, regions: Sequence[int]) -> list[OtherWay]:
         """The other ways in which the worker can open all of these regions, nearest first."""
-        offered = [self._regions[source][region] for region in regions]
-        names = [name for name in offered[0] if name != transport and all(name in ways for ways in offered)]
+        offers = [self._regions[source][region] for region in regions]
+        names = [name for name in offers[0] if name != transport and all(name in ways for ways in offers)]
         ways = [way for way in (self._edge(source, name) for name in names) if not isinstance(way, CkptEngineError)]
         return [
-            OtherWay(transport=way.transport, reason=way.reason, regions=[each[way.transport] for each in offered])
+            OtherWay(transport=way.transport, reason=way.reason, regions=[each[way.transport] for each in offers])
             for way in sorted(ways, key=lambda way: way.distance)
             if not is_collective(way.transport)
         ]
@@ -361,9 +361,9 @@ class _PlanReader:
         if self._worker.collective and not is_collective(transport):
             raise precondition(f"it takes part in a collective, and {label(table)} offers this over {transport}")
 
-    def _check_held(self, tensor: int, box: Box, held: Sequence[Box]) -> None:
+    def _check_held(self, tensor: int, box: Box, boxes: Sequence[Box]) -> None:
         """Raises FAILED_PRECONDITION, naming what is missing, unless sources hold all of a box."""
-        missing = uncovered(box, held)
+        missing = uncovered(box, boxes)
         if missing is not None:
             name = self._publication.manifest.tensors[tensor].name
             raise precondition(

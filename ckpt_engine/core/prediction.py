@@ -100,10 +100,10 @@ class Rates:
 
     def link(self, edge: PredictedEdge) -> float | None:
         """The rate of an edge alone; None: unknown."""
-        known = self.links.get(edge.transport, {})
-        if edge.same_gpu and SAME_GPU in known:
-            return known[SAME_GPU]
-        return known.get(edge.memory)
+        rates = self.links.get(edge.transport, {})
+        if edge.same_gpu and SAME_GPU in rates:
+            return rates[SAME_GPU]
+        return rates.get(edge.memory)
 
 
 def measured() -> Rates:
@@ -196,10 +196,10 @@ def _busiest(lanes: Mapping[str, float]) -> Expected | None:
 
 def _after(*steps: Expected | None) -> Expected | None:
     """The time of steps one after the other; the longest gives the reason."""
-    known = [step for step in steps if step is not None]
-    if not known:
+    parts = [step for step in steps if step is not None]
+    if not parts:
         return None
-    return Expected(sum(step.seconds for step in known), max(known, key=lambda step: step.seconds).because)
+    return Expected(sum(step.seconds for step in parts), max(parts, key=lambda step: step.seconds).because)
 
 
 def _table(value: object, what: str) -> Mapping[str, object]:
@@ -208,20 +208,20 @@ def _table(value: object, what: str) -> Mapping[str, object]:
     return value
 
 
-def _only(table: Mapping[str, object], known: Sequence[str], what: str) -> None:
+def _only(table: Mapping[str, object], names: Sequence[str], what: str) -> None:
     for name in table:
-        if name not in known:
-            raise invalid(f"{what}: {name!r} is none of {', '.join(known)}")
+        if name not in names:
+            raise invalid(f"{what}: {name!r} is none of {', '.join(names)}")
 
 
-def _rates(value: object, what: str, known: Sequence[str]) -> dict[str, float]:
+def _rates(value: object, what: str, names: Sequence[str]) -> dict[str, float]:
     """Reads rates in GB/s as bytes a second."""
-    return {name: rate * 1e9 for name, rate in _numbers(value, what, known).items()}
+    return {name: rate * 1e9 for name, rate in _numbers(value, what, names).items()}
 
 
-def _numbers(value: object, what: str, known: Sequence[str], zero: bool = False) -> dict[str, float]:
+def _numbers(value: object, what: str, names: Sequence[str], zero: bool = False) -> dict[str, float]:
     table = _table(value, what)
-    _only(table, known, what)
+    _only(table, names, what)
     found: dict[str, float] = {}
     for name, number in table.items():
         good = isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number)

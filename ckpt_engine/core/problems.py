@@ -102,9 +102,11 @@ def error(
     replica: str = "",
 ) -> CkptEngineError:
     """An error of ``code``; at most 16 tensors are named."""
-    named = [_text(name) for name in list(tensors)[:_NAMED_TENSORS]]
+    tensor_names = [_text(name) for name in list(tensors)[:_NAMED_TENSORS]]
     return CkptEngineError(
-        weights_pb2.Problem(code=code, message=_text(message), tensors=named, ranks=list(ranks), replica=_text(replica))
+        weights_pb2.Problem(
+            code=code, message=_text(message), tensors=tensor_names, ranks=list(ranks), replica=_text(replica)
+        )
     )
 
 

@@ -95,11 +95,11 @@ def join_sources(
     have, or with another dtype or shape, or if a shard does not lie in its tensor and in its region.
     """
     _check_sources(tables)
-    known = {spec.name: spec for spec in manifest.tensors}
+    spec_by_name = {spec.name: spec for spec in manifest.tensors}
     for table in tables:
         for spec in table.tensors:
-            if known.get(spec.name) != spec:
-                other = known.get(spec.name)
+            if spec_by_name.get(spec.name) != spec:
+                other = spec_by_name.get(spec.name)
                 has = f"{other.dtype} {list(other.shape)}" if other is not None else "no such tensor"
                 raise invalid(
                     f"{label(table)} offers {spec.dtype} {list(spec.shape)} as tensor {spec.name}, and the sealed "
@@ -133,16 +133,16 @@ def _agreed(tables: Sequence[SourceTable]) -> dict[str, TensorSpec]:
     for table in tables:
         for spec in table.tensors:
             name = spec.name
-            known = specs.get(name)
-            if known is None:
+            first_spec = specs.get(name)
+            if first_spec is None:
                 check_spec(spec, ranks_of([table]))
                 specs[name] = spec
                 first[name] = table
-            elif known != spec and first[name] is not table:
+            elif first_spec != spec and first[name] is not table:
                 raise invalid(
-                    f"ranks disagree on tensor {name}: {label(first[name])} has {known.dtype} {list(known.shape)}, "
-                    f"{label(table)} has {spec.dtype} {list(spec.shape)}; publish the global shape and the served "
-                    "dtype on every rank",
+                    f"ranks disagree on tensor {name}: {label(first[name])} has {first_spec.dtype} "
+                    f"{list(first_spec.shape)}, {label(table)} has {spec.dtype} {list(spec.shape)}; publish the global "
+                    "shape and the served dtype on every rank",
                     [name],
                     ranks_of([first[name], table]),
                 )
@@ -164,11 +164,11 @@ class _Merger:
         self._extents: dict[tuple[tuple[int, ...], ...], tuple[Box, int, int]] = {}
 
     def publication(
-        self, merged: Callable[[int], tuple[tuple[Part, ...], Partition]], table_digests: Sequence[bytes] | None
+        self, merge: Callable[[int], tuple[tuple[Part, ...], Partition]], table_digests: Sequence[bytes] | None
     ) -> Publication:
-        """Makes the publication. merged: returns a tensor's parts, once all tables were read."""
+        """Makes the publication. merge: returns a tensor's parts, once all tables were read."""
         places = tuple(self._collect(source) for source in range(len(self._tables)))
-        found = [merged(tensor) for tensor in range(len(self._specs))]
+        found = [merge(tensor) for tensor in range(len(self._specs))]
         manifest_bytes = canonical(self._manifest)
         if table_digests is None:
             table_digests = [blob_digest(canonical(table)) for table in self._tables]
@@ -195,8 +195,8 @@ class _Merger:
         ranks = ranks_of([table])
         names = [spec.name for spec in table.tensors]
         if len(set(names)) != len(names):
-            twice = sorted(name for name, count in Counter(names).items() if count > 1)[0]
-            raise invalid(f"{label(table)} publishes two tensors called {twice!r}", [twice], ranks)
+            duplicate = sorted(name for name, count in Counter(names).items() if count > 1)[0]
+            raise invalid(f"{label(table)} publishes two tensors called {duplicate!r}", [duplicate], ranks)
         regions = check_regions(table)
         tensors = [self._index[name] for name in names]
         places = []

@@ -46,13 +46,13 @@ Turn = tuple[int, int]
 def rate_of(connections: Collection[Sequence[Flow]]) -> Rate | None:
     """The least that a host can carry over all its connections: the best rate of the fastest one, the two fastest, and
     so on. None: nothing was carried."""
-    alone = [(rate, flows) for flows in connections if (rate := _rate(flows)) is not None]
-    alone.sort(key=lambda each: -each[0].per_second)
+    by_rate = [(rate, flows) for flows in connections if (rate := _rate(flows)) is not None]
+    by_rate.sort(key=lambda each: -each[0].per_second)
     best: Rate | None = None
-    together: list[Flow] = []
-    for _, flows in alone:
-        together += flows
-        rate = _rate(together)
+    all_flows: list[Flow] = []
+    for _, flows in by_rate:
+        all_flows += flows
+        rate = _rate(all_flows)
         if rate is not None and (best is None or rate.per_second > best.per_second):
             best = rate
     return best
@@ -105,8 +105,8 @@ def slow(measured: Mapping[str, Measured]) -> dict[str, str]:
         best = {name: max(rate.per_second for rate in each) for name, each in rates.items() if each}
         usual = median(best.values()) if best else 0.0
         for name, rate in best.items():
-            known = len(rates[name]) == MEASURED and all(each.seconds >= EVIDENCE_SECONDS for each in rates[name])
-            if known and rate < LEAF_BELOW * usual:
+            is_measured = len(rates[name]) == MEASURED and all(each.seconds >= EVIDENCE_SECONDS for each in rates[name])
+            if is_measured and rate < LEAF_BELOW * usual:
                 found.setdefault(
                     name,
                     f"{what} {_mega(rate)} at most in each of the last {MEASURED} fillings in which that was measured, "

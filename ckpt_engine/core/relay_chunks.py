@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpt_engine.core.chunk_sizes import chunk_bytes, joined
+from ckpt_engine.core.chunk_sizes import chunk_bytes, join_pieces
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.relay_layout import ATOM_BYTES, SlotLayout
 
@@ -41,15 +41,15 @@ def chunks_of(layout: SlotLayout) -> tuple[SlotChunk, ...]:
             spans[number] = atom.offset, size
     cells = list(atoms)  # by the offset of their first atom
     found = []
-    for start, stop in joined([sizes[cell] for cell in cells], chunk_bytes(sum(sizes.values()))):
+    for start, stop in join_pieces([sizes[cell] for cell in cells], chunk_bytes(sum(sizes.values()))):
         own = cells[start:stop]
         numbers = [number for cell in own for number in atoms[cell]]
-        runs = _merged(sorted(spans[number] for number in numbers))
+        runs = _join_spans(sorted(spans[number] for number in numbers))
         found.append(SlotChunk(tuple(own), tuple(numbers), runs, sum(sizes[cell] for cell in own)))
     return tuple(found)
 
 
-def dealt(chunks: Sequence[SlotChunk], shares: Sequence[int]) -> list[list[int]]:
+def deal_chunks(chunks: Sequence[SlotChunk], shares: Sequence[int]) -> list[list[int]]:
     """The chunks of each tree, in the order in which they come. shares: of the trees, none 0."""
     found: list[list[int]] = [[] for _ in shares]
     sums = [0] * len(shares)
@@ -70,7 +70,7 @@ def filling_key(plan: bytes, root: bytes, chunks: Sequence[SlotChunk]) -> bytes:
     return found.digest()[:KEY_BYTES]
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _join_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Joins the spans of atoms that are adjacent but for their padding."""
     found: list[tuple[int, int]] = []
     for offset, size in spans:

@@ -103,17 +103,17 @@ def lay_out(
     for number, needed in enumerate(distinct):
         for tensor, box in needed:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
+    pieces_by_key: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
     groups: dict[tuple[int, ...], list[tuple[int, _LayoutPiece]]] = {}
     for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
         key = partition, tuple(needs), everything, None if within is None else within[tensor]
-        if key not in known:
-            known[key] = cut_pieces(*key)
-        for piece in known[key]:
+        if key not in pieces_by_key:
+            pieces_by_key[key] = cut_pieces(*key)
+        for piece in pieces_by_key[key]:
             groups.setdefault(piece.readers, []).append((tensor, piece))
     widths = [itemsize(spec.dtype) for spec in recorded.record.manifest.tensors]
     atoms: list[RelayAtom] = []
-    laid: list[Group] = []
+    slot_groups: list[Group] = []
     at = total = 0
     for group, readers_of in enumerate(sorted(groups, key=lambda each: (not each, each))):
         first = at
@@ -123,8 +123,8 @@ def lay_out(
             total += size
             at += -(-size // ATOM_BYTES) * ATOM_BYTES
         at = -(-at // GROUP_BYTES) * GROUP_BYTES
-        laid.append(Group(readers_of, first, at - first))
-    return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
+        slot_groups.append(Group(readers_of, first, at - first))
+    return SlotLayout(recorded, tuple(atoms), tuple(slot_groups), total, at)
 
 
 class _LayoutPiece(NamedTuple):
@@ -150,8 +150,8 @@ def cut_pieces(
             readers.setdefault(atom, set()).add(number)
     found = []
     for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
-        touched = everything or any(first + index in readers for index in range(len(atoms)))
-        if touched and (within is None or _is_within(partition.boxes[cell], within)):
+        is_needed = everything or any(first + index in readers for index in range(len(atoms)))
+        if is_needed and (within is None or _is_within(partition.boxes[cell], within)):
             for index, box in enumerate(atoms):
                 found.append(_LayoutPiece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found

@@ -119,29 +119,31 @@ class _Routing:
         pending = [name for name in self._relays if name not in self._stage]
         stage = 0
         while pending and not self._targets <= self._stage.keys():
-            got = {name: self._within_reach(name) for name in pending}
-            ready = self._ready(got)
+            reachable = {name: self._within_reach(name) for name in pending}
+            ready = self._ready(reachable)
             if not ready:
                 if not self._trust(pending):
                     return
                 continue
-            ahead = [name for name in ready if name in self._targets and got[name] != self._all and self._direct[name]]
+            ahead = [
+                name for name in ready if name in self._targets and reachable[name] != self._all and self._direct[name]
+            ]
             ahead = [name for name in ahead if name not in self._ahead]
             if ahead:
                 self._ahead |= dict.fromkeys(ahead, stage)
                 stage += 1
                 continue
             for name in ready:
-                self._has[name], self._stage[name] = got[name], stage
+                self._has[name], self._stage[name] = reachable[name], stage
             pending = [name for name in pending if name not in self._stage]
             stage += 1
 
-    def _ready(self, got: Mapping[str, frozenset[int]]) -> list[str]:
+    def _ready(self, reachable: Mapping[str, frozenset[int]]) -> list[str]:
         """The relays that can be filled now. Those that get all of the version go first; then steps in between that get
         a part, so that others may get the rest. A target waits for the rest as long as more may come."""
-        reached = [name for name, parts in got.items() if parts]
+        reached = [name for name, parts in reachable.items() if parts]
         for ready in (
-            [name for name in reached if got[name] == self._all],
+            [name for name in reached if reachable[name] == self._all],
             [name for name in reached if name not in self._targets and self._direct[name]],
             [name for name in reached if name in self._targets],
         ):
@@ -241,7 +243,7 @@ class _Routing:
             upstream=tuple(each.upstream),
             others=tuple(each.others),
             children=tuple(sorted(each.children)),
-            feeds=tuple(sorted(self._fed(name, chosen, {name}) - {name})),
+            feeds=tuple(sorted(self._readers_of(name, chosen, {name}) - {name})),
             ahead=each.ahead,
             early=tuple(each.early),
             transports=self._transports(name, each.upstream),
@@ -256,14 +258,14 @@ class _Routing:
         stages = (0 if other in each.early else self._stage_of(other, chosen) for other in each.upstream)
         return max(stages, default=-1) + 1
 
-    def _fed(self, name: str, chosen: Mapping[str, _Chosen], found: set[str]) -> set[str]:
+    def _readers_of(self, name: str, chosen: Mapping[str, _Chosen], found: set[str]) -> set[str]:
         """The relays whose needs a relay must hold. A step in between holds the needs of all relays that can read it,
         since one of them may lose its upstream."""
         for other, each in chosen.items():
             reads = name in each.upstream or (name not in self._targets and name in each.others)
             if reads and other not in found:
                 found.add(other)
-                self._fed(other, chosen, found)
+                self._readers_of(other, chosen, found)
         return found
 
     # -- reach

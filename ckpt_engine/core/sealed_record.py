@@ -42,14 +42,14 @@ class Cutting:
     @cached_property
     def digest(self) -> bytes:
         """The digest of manifest and cells."""
-        alike = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
-        return hashlib.sha256(canonical(alike)).digest()
+        content = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
+        return hashlib.sha256(canonical(content)).digest()
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
         """The partition of each tensor; tensors that are cut alike share one."""
-        known: dict[tuple[Box, ...], Partition] = {}
-        return tuple(known.setdefault(boxes, Partition(boxes)) for boxes in self.boxes)
+        partition_of: dict[tuple[Box, ...], Partition] = {}
+        return tuple(partition_of.setdefault(boxes, Partition(boxes)) for boxes in self.boxes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +122,8 @@ class RecordWriter:
         return self._prefix + digests, hasher.digest()
 
 
-def read_record(record: SealedRecord, root: bytes, known: Iterable[ProvenRecord] = ()) -> ProvenRecord:
-    """Checks a record from elsewhere. root: what the version hashes to, by the ledger. known: records of other
+def read_record(record: SealedRecord, root: bytes, others: Iterable[ProvenRecord] = ()) -> ProvenRecord:
+    """Checks a record from elsewhere. root: what the version hashes to, by the ledger. others: records of other
     versions; a record that is cut like one of them shares its checked cutting.
 
     Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
@@ -131,7 +131,7 @@ def read_record(record: SealedRecord, root: bytes, known: Iterable[ProvenRecord]
     """
     if len(record.cells) != len(record.digests):
         raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
-    cut = next((each.cut for each in known if each.cut.is_of(record)), None) or _cutting_of(record)
+    cut = next((each.cut for each in others if each.cut.is_of(record)), None) or _cutting_of(record)
     values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
     sums = np.zeros(len(cut.boxes), dtype=np.uint64)
     np.add.at(sums, cut.tensor, values)
@@ -266,19 +266,19 @@ def _equal(cells: Cells, recorded: ProvenRecord) -> tuple[Indices, np.typing.NDA
     """For each cell the number of the recorded cell that it lies in, and whether it is equal to that."""
     number = np.zeros(len(cells), dtype=np.int64)
     equal = np.zeros(len(cells), dtype=np.bool_)
-    known: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
+    cache: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
     for tensor, tiling in enumerate(cells.tilings):
         partition = recorded.partitions[tensor]
         key = id(tiling), id(partition)
-        if key not in known:
+        if key not in cache:
             hits = [partition.hits(box) for box in tiling.boxes]
             if any(len(hit) != 1 for hit in hits):
                 raise internal("the cells of these plans are not cut along the record")
-            known[key] = (
+            cache[key] = (
                 [hit[0].part for hit in hits],
                 [partition.boxes[hit[0].part] == box for hit, box in zip(hits, tiling.boxes, strict=True)],
             )
-        parts, same = known[key]
+        parts, same = cache[key]
         begin, end = cells.first[tensor], cells.first[tensor] + len(parts)
         number[begin:end] = np.array(parts, dtype=np.int64) + recorded.first[tensor]
         equal[begin:end] = same

@@ -109,8 +109,8 @@ def sleep_steps(
     if level not in levels:
         if not levels:
             raise invalid("this engine cannot sleep as it was started: `ckpt-engine engines` says what it needs")
-        known = ", ".join(map(str, sorted(levels)))
-        raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
+        level_names = ", ".join(map(str, sorted(levels)))
+        raise invalid(f"this engine cannot sleep at level {level} (it knows: {level_names})")
     if mode == manager_pb2.MODE_COLOCATED and level >= DISCARDS:
         raise invalid(f"sleep level {level} discards the weights, and no update brings a colocated replica's own back")
     after = Sleeping(level, frozenset(TAGS))

@@ -146,12 +146,12 @@ class BlobStore:
         if excess <= 0:
             return
         pinned = frozenset().union(*self._pins.values()) if self._pins else frozenset()
-        doomed = []
+        victims = []
         for digest, data in self._blobs.items():
             if excess <= 0:
                 break
             if digest not in pinned:
-                doomed.append(digest)
+                victims.append(digest)
                 excess -= len(data)
         if excess > 0:
             raise ResourceExhaustedError(
@@ -159,20 +159,20 @@ class BlobStore:
                 f"{self._reserved_bytes} are being uploaded and these are in use: {self._owners()}. Runs that are gone "
                 "are forgotten after a while; `ckpt-engine lineage evict LINEAGE` lets go of one now"
             )
-        for digest in doomed:
+        for digest in victims:
             self._drop(digest)
 
     def _owners(self) -> str:
         """The owners and the bytes that each pins, the most first; a blob with several owners counts for each."""
-        held = {
+        bytes_by_owner = {
             owner: sum(len(self._blobs[digest]) for digest in pins if digest in self._blobs)
             for owner, pins in self._pins.items()
         }
-        most = sorted(held, key=lambda owner: (-held[owner], owner))
-        shares = [f"{owner}: {held[owner]} bytes" for owner in most[:MOST_OWNERS]]
+        most = sorted(bytes_by_owner, key=lambda owner: (-bytes_by_owner[owner], owner))
+        shares = [f"{owner}: {bytes_by_owner[owner]} bytes" for owner in most[:MOST_OWNERS]]
         if len(most) > MOST_OWNERS:
             rest = most[MOST_OWNERS:]
-            shares.append(f"{len(rest)} others: {sum(held[owner] for owner in rest)} bytes")
+            shares.append(f"{len(rest)} others: {sum(bytes_by_owner[owner] for owner in rest)} bytes")
         return "; ".join(shares) or "nothing"
 
     def _settle(self, ref: manager_pb2.BlobRef, data: bytes | None) -> None:

@@ -215,8 +215,8 @@ class Compiler:
         unfit |= refused
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}
-        planned = [worker for worker in task.workers if worker.key[0] not in unfit]
-        for worker in planned:  # workers that need the same share one plan, so it is encoded once
+        planned_workers = [worker for worker in task.workers if worker.key[0] not in unfit]
+        for worker in planned_workers:  # workers that need the same share one plan, so it is encoded once
             plan = plans.workers[worker.key]
             if id(plan) not in stored:
                 stored[id(plan)] = self._blobs.put(canonical(plan))
@@ -227,10 +227,10 @@ class Compiler:
                 publication.tables[source].id: self._blobs.put(canonical(atoms))
                 for source, atoms in (plans.atoms if recorded is None else finer_atoms(plans, recorded)).items()
             },
-            bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
+            bytes={worker.key: plans.workers[worker.key].bytes for worker in planned_workers},
             handle=_Planned(plans, recorded, task.relays),
             unfit=unfit,
-            distances={worker.key: plans.distances[worker.key] for worker in planned},
+            distances={worker.key: plans.distances[worker.key] for worker in planned_workers},
             collective=collective,
         )
         self._plans.put(key, compiled)
@@ -280,8 +280,8 @@ class Compiler:
                 unfit.setdefault(worker.key[0], error.problem)
                 continue
             within = worker.key[0] in task.collective
-            needed = needs[worker.needs.digest]
-            requests.append(PlanRequest(worker.key, needed, worker.host, worker.transports, within, worker.shut))
+            worker_needs = needs[worker.needs.digest]
+            requests.append(PlanRequest(worker.key, worker_needs, worker.host, worker.transports, within, worker.shut))
         return [request for request in requests if _replica(request) not in unfit], unfit
 
     def combine(self, task: CombineSeals) -> Combined:
@@ -339,9 +339,9 @@ def _plans_for_all_that_fit(
     workers: dict[str, list[PlanRequest]] = {}
     for request in requests:
         workers.setdefault(_replica(request), []).append(request)
-    for name, those in workers.items():
+    for name, replica_requests in workers.items():
         try:
-            check_complete(publication.manifest, [each.needs for each in those], name)
+            check_complete(publication.manifest, [each.needs for each in replica_requests], name)
         except CkptEngineError as error:
             unfit[name] = error.problem
     refused: dict[Hashable, CkptEngineError] = {}
@@ -386,8 +386,8 @@ def _publication(published: Published) -> Publication:
 
 def _blobs_of(compiled: Compiled) -> list[manager_pb2.BlobRef]:
     """The blobs that members fetch."""
-    shared = [] if compiled.collective is None else [compiled.collective.plan]
-    return [*compiled.plans.values(), *compiled.atoms.values(), *shared]
+    collective_plan = [] if compiled.collective is None else [compiled.collective.plan]
+    return [*compiled.plans.values(), *compiled.atoms.values(), *collective_plan]
 
 
 def _identity(worker: PlanWorker) -> tuple[object, ...]:

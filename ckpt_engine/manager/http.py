@@ -30,7 +30,7 @@ from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
-from ckpt_engine.manager.update_records import MOST, PAGE, found, message, page, refusal_message
+from ckpt_engine.manager.update_records import MOST, PAGE, find_update, list_updates, message, refusal_message
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
 
 Limit = Annotated[int, Query(ge=1, le=MOST)]
@@ -153,10 +153,10 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
 
     @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica", **describes(manager_pb2.ReplicaStatus))
     async def replica(name: str) -> Response:
-        known = {replica.name: replica for replica in manager.status().replicas}
-        if name not in known:
-            raise not_found(f"no replica is called {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
-        return await answer(known[name])
+        by_name = {replica.name: replica for replica in manager.status().replicas}
+        if name not in by_name:
+            raise not_found(f"no replica is called {name!r}; there are: {', '.join(sorted(by_name)) or 'none'}")
+        return await answer(by_name[name])
 
     @app.get(
         "/v1/versions",
@@ -185,8 +185,8 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
     )
     async def history(limit: Limit = PAGE) -> Response:
         newest = await lines.newest(limit)
-        refused = [refusal_message(each) for each in manager.refusals.newest_first(limit)]
-        return await answer(page_pb2.PageHistory(updates=newest, refused=refused))
+        refusals = [refusal_message(each) for each in manager.refusals.newest_first(limit)]
+        return await answer(page_pb2.PageHistory(updates=newest, refused=refusals))
 
     @app.get(
         "/v1/updates",
@@ -201,7 +201,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
         limit: Limit = PAGE,
     ) -> Response:
         request = manager_pb2.ListUpdatesRequest(before=before, limit=limit)
-        return await answer(await page(manager.ledger, manager.refusals, request))
+        return await answer(await list_updates(manager.ledger, manager.refusals, request))
 
     @app.get(
         "/v1/updates/{epoch}",
@@ -212,7 +212,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
         **describes(manager_pb2.UpdateRecord),
     )
     async def update(epoch: Epoch) -> Response:
-        return await answer(message(await found(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch))))
+        return await answer(message(await find_update(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch))))
 
     @app.get(
         "/v1/versions/{version}/update",
@@ -223,7 +223,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
     )
     async def update_to(version: Version, lineage: Lineage = "") -> Response:
         request = manager_pb2.GetUpdateRequest(lineage=lineage, version=version)
-        return await answer(message(await found(manager.ledger, request)))
+        return await answer(message(await find_update(manager.ledger, request)))
 
 
 def _answer_errors(app: FastAPI) -> None:

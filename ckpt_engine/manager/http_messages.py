@@ -75,17 +75,17 @@ def add_schemas(app: FastAPI) -> None:
     def explained() -> dict[str, Any]:
         interface = plain()
         known = interface.setdefault("components", {}).setdefault("schemas", {})
-        references = _named(interface["paths"])
+        references = _message_names(interface["paths"])
         while missing := references - known.keys():
             for name in missing:
                 known[name] = _schema(descriptor_pool.Default().FindMessageTypeByName(PACKAGE + name))
-                references |= _named(known[name])
+                references |= _message_names(known[name])
         return interface
 
     app.openapi = explained  # type: ignore[method-assign]
 
 
-def _named(part: Any) -> set[str]:
+def _message_names(part: Any) -> set[str]:
     """The messages that a part of the interface refers to."""
     return set(re.findall(rf'"\$ref": "{SCHEMAS}([\w.]+)"', json.dumps(part)))
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Path, Query, Response
 
 from ckpt_engine.core.prediction import measured
 from ckpt_engine.manager.ledger import Ledger, Record
-from ckpt_engine.manager.update_records import found, no_report
+from ckpt_engine.manager.update_records import find_update, no_report
 from ckpt_engine.timeline.perfetto import trace_text
 from ckpt_engine.timeline.predicted import Whereabouts, drawn
 from ckpt_engine.v1 import manager_pb2
@@ -46,7 +46,7 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
         responses=says,
     )
     async def of_epoch(epoch: Epoch) -> Response:
-        return await _trace(manager, await found(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch)))
+        return await _trace(manager, await find_update(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch)))
 
     @app.get(
         "/v1/versions/{version}/trace",
@@ -58,7 +58,7 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
     )
     async def of_version(version: Version, lineage: Lineage = "") -> Response:
         request = manager_pb2.GetUpdateRequest(lineage=lineage, version=version)
-        return await _trace(manager, await found(manager.ledger, request))
+        return await _trace(manager, await find_update(manager.ledger, request))
 
 
 async def _trace(manager: Traced, record: Record) -> Response:

@@ -61,8 +61,8 @@ class Texts:
         """All of them as a JSON array. Each message comes with its name, under which it is cached."""
         texts = {}
         for name, message in messages:
-            wire, known = message.SerializeToString(), self._texts.get(name)
-            texts[name] = known if known is not None and known[0] == wire else (wire, as_json(message))
+            wire, previous = message.SerializeToString(), self._texts.get(name)
+            texts[name] = previous if previous is not None and previous[0] == wire else (wire, as_json(message))
         self._texts = texts
         return f"[{','.join(text for _, text in texts.values())}]"
 
@@ -124,8 +124,8 @@ class ReplicaLists:
                 self._until = now + OVERVIEW_SECONDS
                 replicas = manager.status().replicas
                 self._drifts = any(replica.HasField("drift") for replica in replicas)
-                named = [(replica.name, replica) for replica in replicas]
-                self._built = f'{{"replicas":{await asyncio.to_thread(self._texts.of, named)}}}'
+                messages = [(replica.name, replica) for replica in replicas]
+                self._built = f'{{"replicas":{await asyncio.to_thread(self._texts.of, messages)}}}'
             return self._built
 
 
@@ -140,10 +140,10 @@ class Lines:
 
     async def newest(self, limit: int) -> list[page_pb2.PageUpdate]:
         """The last ones, newest first. Raises as `Ledger.history`."""
-        known = dict(self._lines)
+        lines_by_epoch = dict(self._lines)
         lines = []
-        for record in await self._ledger.history(None, limit, known):
-            line = known.get(record.epoch) or update_line(record)
+        for record in await self._ledger.history(None, limit, lines_by_epoch):
+            line = lines_by_epoch.get(record.epoch) or update_line(record)
             if record.report is not None:
                 self._lines[record.epoch] = line
             lines.append(line)

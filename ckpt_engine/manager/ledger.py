@@ -225,12 +225,12 @@ class Ledger:
             ).fetchall()
             found = {row[0]: Commit(row[0], Version(*row[1:4])) for row in rows}
             last = {commit.identity.lineage: commit for commit in found.values()}
-            selected = {row[1]: json.loads(row[4]) for row in rows}
+            selections = {row[1]: json.loads(row[4]) for row in rows}
             desired = {}
             for replica, epoch, lineage in self._connection.execute("SELECT replica, epoch, lineage FROM meant"):
                 if epoch in found:
                     desired[replica] = found[epoch]
-                elif replica in selected.get(lineage, ()):  # in a ledger from before all commits were kept
+                elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
             (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
             return Commits(until, tuple(last.values()), desired)
@@ -272,8 +272,8 @@ class Ledger:
 
         found, last = await self._run(statements)
         epoch, report = (None, None) if found is None else found
-        ended = None if report is None else manager_pb2.UpdateReport.FromString(report)
-        return Found(epoch, ended, tuple(number for (number,) in last))
+        last_report = None if report is None else manager_pb2.UpdateReport.FromString(report)
+        return Found(epoch, last_report, tuple(number for (number,) in last))
 
     async def history(self, before: int | None = None, limit: int = 50, without: Collection[int] = ()) -> list[Record]:
         """Updates, newest first. before: the lowest epoch of the page before this one. without: epochs to return
@@ -313,11 +313,11 @@ class Ledger:
     def _take_number(self, identity: Version) -> None:
         """Stores the highest number of the lineage, which outlives its intents. Raises FAILED_PRECONDITION if the
         number is known with another root."""
-        named = (identity.lineage, identity.number)
+        key = (identity.lineage, identity.number)
         other = self._connection.execute(
             "SELECT root FROM (SELECT lineage, version, root FROM intents UNION SELECT * FROM highest) "
             "WHERE lineage = ? AND version = ? AND root != ?",
-            (*named, identity.root),
+            (*key, identity.root),
         ).fetchone()
         if other is not None:
             raise precondition(
@@ -327,7 +327,7 @@ class Ledger:
         self._connection.execute(
             "INSERT INTO highest VALUES (?, ?, ?) ON CONFLICT (lineage) DO UPDATE "
             "SET version = excluded.version, root = excluded.root WHERE excluded.version > version",
-            (*named, identity.root),
+            (*key, identity.root),
         )
 
     def _forget_old(self) -> None:
@@ -392,12 +392,12 @@ def _check_parent(path: Path) -> None:
 
 
 def _open(
-    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, named: bool
+    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, is_explicit: bool
 ) -> Ledger:
     """Opens the file. Runs on the ledger's thread, since a connection belongs to the thread that made it."""
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
-        if named:
+        if is_explicit:
             _check_parent(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = take_lock(path)

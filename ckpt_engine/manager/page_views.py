@@ -35,7 +35,7 @@ def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: in
     """The overview without replicas and holders, the same for every caller. status: without replicas. manager: where
     members dial. refused: how many updates were refused."""
     waited = list(status.waiting_for)
-    beyond = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
+    more = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
     return page_pb2.PageOverview(
         cluster=status.fence.cluster,
         epoch=status.fence.epoch,
@@ -43,7 +43,7 @@ def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: in
         manager=manager,
         warnings=status.warnings,
         phase=status.phase,
-        waiting_for=[*waited[:WAITED_SHOWN], *beyond],
+        waiting_for=[*waited[:WAITED_SHOWN], *more],
         refused=refused,
         lineages=status.lineages,
     )
@@ -95,7 +95,7 @@ def _replica(
 def update_line(record: Record) -> page_pb2.PageUpdate:
     """An update in a line."""
     report = record.report or manager_pb2.UpdateReport()
-    failed = [replica for replica in report.replicas if replica.HasField("problem")]
+    failures = [replica for replica in report.replicas if replica.HasField("problem")]
     line = page_pb2.PageUpdate(
         epoch=record.epoch,
         identity=record.identity.message(),
@@ -109,12 +109,12 @@ def update_line(record: Record) -> page_pb2.PageUpdate:
             for outcome, count in Counter(each.outcome for each in report.replicas).items()
         ],
         pauses=pauses_of([replica.pause_seconds for replica in report.replicas if replica.pause_seconds > 0]),
-        problems=[replica.problem for replica in failed[:PROBLEMS_SHOWN]],
+        problems=[replica.problem for replica in failures[:PROBLEMS_SHOWN]],
         warnings=report.warnings,
     )
     if record.report is not None:
         line.ok = report.ok
-    for problem, replica in zip(line.problems, failed, strict=False):
+    for problem, replica in zip(line.problems, failures, strict=False):
         problem.replica = replica.replica
     return line
 

@@ -111,8 +111,8 @@ class Publishers:
         ends = await asyncio.gather(
             *(each.end() for each in self._publishers.values()), *self._ending, return_exceptions=True
         )
-        for failed in (each for each in ends if isinstance(each, BaseException)):
-            log.error("a process for directories did not end: %r", failed)
+        for error in (each for each in ends if isinstance(each, BaseException)):
+            log.error("a process for directories did not end: %r", error)
         self._publishers.clear()
         if self._own is not None:
             self._own.cleanup()
@@ -144,8 +144,8 @@ class Publishers:
 
     def _end_process(self, ending: asyncio.Task[None]) -> None:
         self._ending.discard(ending)
-        if not ending.cancelled() and (failed := ending.exception()) is not None:
-            log.error("a process for directories did not end: %r", failed)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            log.error("a process for directories did not end: %r", error)
 
     async def _run(self, publisher: _Publisher, request: Request, seconds: float, events: EventQueue) -> None:
         try:

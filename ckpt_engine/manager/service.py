@@ -178,14 +178,14 @@ class ManagerServer:
         response = await self._shell.answer(kind, lambda call: events.OperatorCall(call, request))
         return cast(OperatorResponse, response)
 
-    async def serve(self, ended: asyncio.Event) -> None:
+    async def serve(self, stop_event: asyncio.Event) -> None:
         """Serves until ``ended`` is set; stop the manager then. Raises CkptEngineError (INTERNAL) once its state
         machine has failed: all callers have got the error, nothing more is done, and the manager must be restarted."""
-        waiting = [asyncio.ensure_future(event.wait()) for event in (ended, self._shell.failed)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop_event, self._shell.failed)]
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in waiting:
+            for each in waits:
                 each.cancel()
         if self._shell.problem is not None:
             raise CkptEngineError(self._shell.problem)
@@ -339,10 +339,10 @@ def running_manager(config: ManagerConfig) -> Iterator[str]:
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        ended = asyncio.Event()
+        stop_event = asyncio.Event()
         async with ManagerServer(config) as server:
-            started.set_result((server.address, asyncio.get_running_loop(), ended))
-            await server.serve(ended)
+            started.set_result((server.address, asyncio.get_running_loop(), stop_event))
+            await server.serve(stop_event)
 
     def run() -> None:
         try:
@@ -355,9 +355,9 @@ def running_manager(config: ManagerConfig) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="manager", daemon=True)
     thread.start()
-    address, loop, ended = started.result(config.deadlines.start)
+    address, loop, stop_event = started.result(config.deadlines.start)
     try:
         yield address
     finally:
-        loop.call_soon_threadsafe(ended.set)
+        loop.call_soon_threadsafe(stop_event.set)
         thread.join(config.stop_seconds + config.deadlines.start)

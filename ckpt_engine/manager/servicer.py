@@ -82,8 +82,8 @@ class ManagerServicer(
                 return
             hello = unpack(first)
             if not isinstance(hello, hello_type):
-                came = "an unknown message" if hello is None else hello.DESCRIPTOR.name
-                raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {came} came first")
+                first_name = "an unknown message" if hello is None else hello.DESCRIPTOR.name
+                raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {first_name} came first")
             caller.require(kind, _name_of(hello))
         except CkptEngineError as error:
             await refuse(context, error)
@@ -147,7 +147,7 @@ class ManagerServicer(
     ) -> manager_pb2.UpdateRecord:
         await self._admit(context)
         try:
-            return update_records.message(await update_records.found(self._ledger, request))
+            return update_records.message(await update_records.find_update(self._ledger, request))
         except CkptEngineError as error:
             await refuse(context, error)
 
@@ -156,7 +156,7 @@ class ManagerServicer(
     ) -> manager_pb2.ListUpdatesResponse:
         await self._admit(context)
         try:
-            return await update_records.page(self._ledger, self._shell.refusals, request)
+            return await update_records.list_updates(self._ledger, self._shell.refusals, request)
         except CkptEngineError as error:
             await refuse(context, error)
 
@@ -214,7 +214,7 @@ class ManagerServicer(
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context
     ) -> manager_pb2.GetStatusResponse:
-        await self._known(context)
+        await self._caller(context)
         return self._shell.status()
 
     async def LocateVersion(  # noqa: N802
@@ -270,7 +270,7 @@ class ManagerServicer(
 
     async def _admit(self, context: Context, *roles: str) -> Caller:
         """Admits a caller with one of these roles (none named: any grant), unless the manager is stopping."""
-        caller = await self._known(context)
+        caller = await self._caller(context)
         try:
             if roles:
                 caller.require_any(*roles)
@@ -280,7 +280,7 @@ class ManagerServicer(
             await refuse(context, stopping())
         return caller
 
-    async def _known(self, context: Context) -> Caller:
+    async def _caller(self, context: Context) -> Caller:
         try:
             return self._access.of_call(context)
         except CkptEngineError as error:

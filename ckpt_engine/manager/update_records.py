@@ -25,7 +25,7 @@ PAGE_BYTES = 16 << 20
 """Of one answer, unless a single update has more: clients accept messages a few times as large."""
 
 
-async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
+async def find_update(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
     """Finds the update that a request names. Raises INVALID_ARGUMENT for a request that names none or several, and
     NOT_FOUND, naming known updates, for an unknown one."""
     if request.HasField("epoch") == request.HasField("version"):
@@ -36,13 +36,13 @@ async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record
         raise invalid(f"an epoch names its update alone: leave the lineage {request.lineage!r} out")
     record = await ledger.record(request.epoch) if request.epoch < EPOCHS else None
     if record is None:
-        last = [named(each) for each in await ledger.history(None, NAMED)]
+        last = [describe_update(each) for each in await ledger.history(None, NAMED)]
         newest = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
         raise not_found(f"no update with epoch {request.epoch} is kept: {newest}")
     return record
 
 
-async def page(
+async def list_updates(
     ledger: Ledger, refusals: Refusals, request: manager_pb2.ListUpdatesRequest
 ) -> manager_pb2.ListUpdatesResponse:
     """Lists whole reports, newest first, fewer than the limit if they are large. Raises INVALID_ARGUMENT for a limit
@@ -80,7 +80,7 @@ def refusal_message(refusal: Refusal) -> manager_pb2.UpdateRefusal:
     )
 
 
-def named(record: Record) -> str:
+def describe_update(record: Record) -> str:
     """An update as messages name it."""
     return f"epoch {record.epoch} (version {record.identity.number} of lineage {record.identity.lineage!r})"
 
@@ -88,19 +88,19 @@ def named(record: Record) -> str:
 def no_report(ledger: Ledger, record: Record) -> CkptEngineError:
     """The error for an update without a report: it runs, or the manager ended during it."""
     if record.epoch <= ledger.epoch:
-        return aborted(f"the manager ended during {named(record)}, so there is no report of it to draw")
-    return precondition(f"{named(record)} has no report yet: ask again when it is over")
+        return aborted(f"the manager ended during {describe_update(record)}, so there is no report of it to draw")
+    return precondition(f"{describe_update(record)} has no report yet: ask again when it is over")
 
 
 async def _newest_to(ledger: Ledger, version: int, lineage: str) -> Record:
     """Finds the newest update to a version, without late replicas' catch-ups. lineage: empty: the only one that has
     the version."""
     versions = await ledger.identities()
-    having = [lineage] if lineage else sorted({each.lineage for each in versions if each.number == version})
-    if len(having) > 1:
-        raise invalid(f"version {version} is one of several lineages: name one of {', '.join(having)} as lineage")
+    lineages = [lineage] if lineage else sorted({each.lineage for each in versions if each.number == version})
+    if len(lineages) > 1:
+        raise invalid(f"version {version} is one of several lineages: name one of {', '.join(lineages)} as lineage")
     unknown = []
-    for each in having or list(dict.fromkeys(each.lineage for each in reversed(versions)))[:NAMED]:
+    for each in lineages or list(dict.fromkeys(each.lineage for each in reversed(versions)))[:NAMED]:
         last = await ledger.last_update(each, version if 0 <= version < EPOCHS else -1)
         record = None if last.epoch is None else await ledger.record(last.epoch)
         if record is not None:

@@ -41,8 +41,8 @@ def rates_of(content: object | None, engine: str, network: float | None, replica
     return rates if content is None else Rates.of(content, rates)
 
 
-def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Foreseen:
-    """Predicts a planned update. held: the call returns when relays hold the version."""
+def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> Foreseen:
+    """Predicts a planned update. until_held: the call returns when relays hold the version."""
     question, offers = answer.question, answer.offered
     if offers is None or not answer.installs:
         return Foreseen({}, None, None)
@@ -52,10 +52,10 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Forese
         ProcessWork(f"rank {rank}", offers.held(rank), hosts[place.host], memory)
         for rank, place in enumerate(question.cluster.ranks)
     ]
-    needed = [offers.needed(worker) for worker in range(question.replica.count)]
+    needs = [offers.needed(worker) for worker in range(question.replica.count)]
     served = {(line.replica, line.worker) for line in answer.installs}
     verified = [
-        ProcessWork(f"{name} worker {worker}", needed[worker], hosts[place.host], question.readers)
+        ProcessWork(f"{name} worker {worker}", needs[worker], hosts[place.host], question.readers)
         for name, places in zip(question.names, question.cluster.workers, strict=True)
         for worker, place in enumerate(places)
         if (name, worker) in served
@@ -77,4 +77,4 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Forese
         return Foreseen(stages, None, None, unknown, engine if own is None else "")
     paused = pause(stages) + own.calls
     before = own.around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
-    return Foreseen(stages, paused, before if held else before + paused)
+    return Foreseen(stages, paused, before if until_held else before + paused)

@@ -86,8 +86,8 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
     if files and all(file.exists() for file in files):
         return _from_headers(folder, files, config, dtype)
     if config is None:
-        absent = next((file.name for file in files if not file.exists()), "")
-        lacks = f"it names {absent}, which is not there" if absent else "there are no safetensors files"
+        missing_file = next((file.name for file in files if not file.exists()), "")
+        lacks = f"it names {missing_file}, which is not there" if missing_file else "there are no safetensors files"
         raise invalid(
             f"{path} does not say any shapes: {lacks}, and {folder / CONFIG} is not there; put the model's config.json "
             "there"
@@ -137,9 +137,9 @@ def _from_headers(folder: Path, files: list[Path], config: Config | None, dtype:
         for each in read_header(file).tensors:
             cast = dtype if dtype and each.dtype in ("bfloat16", "float16", "float32", "float64") else each.dtype
             tensors.append(Tensor(each.name, cast, each.shape))
-    twice = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
-    if twice:
-        raise invalid(f"two of the files of {folder} have a tensor {twice[0]!r}")
+    duplicates = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
+    if duplicates:
+        raise invalid(f"two of the files of {folder} have a tensor {duplicates[0]!r}")
     notes = [f"shapes from the headers of {len(files)} safetensors file{'s' * (len(files) > 1)}"]
     return _model(str(folder.resolve().name or folder), tensors, config, notes)
 
@@ -167,8 +167,8 @@ def _compared(model: Model, index: Path) -> Model:
     """Compares the tensors that a rule gives with the names of an index, which has no shapes. Raises INVALID_ARGUMENT
     if the index lacks some."""
     names = set(_weight_map(index))
-    known = {tensor.name for tensor in model.tensors}
-    extra, missing = sorted(names - known), sorted(known - names)
+    rule_names = {tensor.name for tensor in model.tensors}
+    extra, missing = sorted(names - rule_names), sorted(rule_names - names)
     if missing:
         mismatch = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
         raise invalid(

@@ -98,7 +98,7 @@ class PlannedOffer:
         return sum(box.volume * self.weight(kind) for kind, box in self.needed_boxes[worker])
 
 
-def offered(
+def planned_offer(
     model: Model, trainer: Split, replica: Split, hosts: Sequence[Host], transports: Sequence[str], stays: bool
 ) -> PlannedOffer:
     """Makes the offer of a trainer. hosts: of its ranks. transports: over which they lend. stays: its weights stay

@@ -70,7 +70,7 @@ def relay_name(host: str) -> str:
 
 
 def decide(
-    offered: PlannedOffer,
+    offer: PlannedOffer,
     cluster: Cluster,
     distances: Mapping[str, int | None],
     workers: Mapping[str, Sequence[int]],
@@ -92,27 +92,27 @@ def decide(
         why[name] = decision.why
         if decision.replicas:
             fillings[name] = PlannedFilling(name, decision.replicas)
-    deciding = _Deciding(offered, cluster, names, fillings, workers, everything)
+    deciding = _Deciding(offer, cluster, names, fillings, workers, everything)
     return deciding.relays(why)
 
 
 class _Deciding:
     def __init__(
         self,
-        offered: PlannedOffer,
+        offer: PlannedOffer,
         cluster: Cluster,
         names: Sequence[str],
         fillings: dict[str, PlannedFilling],
         workers: Mapping[str, Sequence[int]],
         everything: bool,
     ) -> None:
-        self._offered = offered
+        self._offered = offer
         self._cluster = cluster
         self._host = {name: host for host, name in enumerate(names)}
         self._fillings = fillings
         self._workers = workers
         self._everything = everything
-        self._tables = {table.id: table for table in offered.publication.tables}
+        self._tables = {table.id: table for table in offer.publication.tables}
         self._slot = cache(self._slot_of)
         self._choice = cache(self._choice_of)
 
@@ -127,11 +127,11 @@ class _Deciding:
             elif route.upstream:
                 why[name] += "; " + by_way_of(route.upstream, "the trainer", bool(route.sources))
         filled = {name: self._fillings[name] for name in routes.by_relay}
-        together = self._together(filled)
-        for name, words in together.why.items():
+        shared = self._shared_filling(filled)
+        for name, words in shared.why.items():
             why[name] += f"; {words}"
         near = {name: self._near(filling) for name, filling in filled.items()}
-        trees = {name: self._trees(name, order) for name, order in together.orders.items()}
+        trees = {name: self._trees(name, order) for name, order in shared.orders.items()}
         found = {}
         for name, filling in filled.items():
             reads = self._reads(name, filling.route, near, trees.get(name))
@@ -165,7 +165,7 @@ class _Deciding:
         targets = [name for name, filling in self._fillings.items() if filling.replicas]
         return relay_routes(origins, parts, stations, targets, {})
 
-    def _together(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
+    def _shared_filling(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
         """Plans relays that are filled together, as if all of a stage got their orders at one time."""
         holders = {name: self._holder(name) for name in filled}
         stages = sorted({filling.route.stage for filling in filled.values()})
@@ -254,8 +254,8 @@ class _Deciding:
         upstream: Counter[str] = Counter()
         for holders, size in far.items():
             has = (each for each in route.upstream if holders & near[each][0].keys())
-            chosen = next(has, route.upstream[0] if route.upstream else "")
-            upstream[chosen] += size
+            lender = next(has, route.upstream[0] if route.upstream else "")
+            upstream[lender] += size
         lacking = upstream.pop("", 0)
         total = sum(upstream.values())
         assert not lacking or route.lacks

@@ -25,19 +25,19 @@ class Slot:
 
 
 def slot_of(
-    offered: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
+    offer: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
 ) -> Slot:
     """The slot of a relay that these workers of a replica read. everything: it holds the whole model. within: ids of
     sources, if it holds only these sources' boxes; none: no limit."""
-    readers = list(dict.fromkeys(offered.needed_boxes[worker] for worker in workers))
+    readers = list(dict.fromkeys(offer.needed_boxes[worker] for worker in workers))
     groups: Counter[tuple[int, ...]] = Counter()
     cells: Counter[tuple[int, int]] = Counter()
     total = 0
-    for kind, record in enumerate(offered.record):
-        width, count = offered.width(kind), offered.kinds[kind].many
+    for kind, record in enumerate(offer.record):
+        width, count = offer.width(kind), offer.kinds[kind].many
         needs = [(number, box) for number, boxes in enumerate(readers) for tensor, box in boxes if tensor == kind]
-        part_of = [offered.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
-        for piece in cut_pieces(record, needs, everything, _held_by(offered, kind, within) if within else None):
+        part_of = [offer.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
+        for piece in cut_pieces(record, needs, everything, _held_by(offer, kind, within) if within else None):
             size = piece.volume * width
             groups[piece.readers] += -(-size // ATOM_BYTES) * ATOM_BYTES * count
             cells[kind, part_of[piece.cell]] += size * count
@@ -45,11 +45,11 @@ def slot_of(
     return Slot(total, sum(-(-size // GROUP_BYTES) * GROUP_BYTES for size in groups.values()), cells)
 
 
-def _held_by(offered: PlannedOffer, kind: int, sources: Collection[str]) -> Partition:
-    publication = offered.publication
+def _held_by(offer: PlannedOffer, kind: int, sources: Collection[str]) -> Partition:
+    publication = offer.publication
     names = [table.id for table in publication.tables]
-    held = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
-    return Partition(tuple(part.box for part in held))
+    parts = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
+    return Partition(tuple(part.box for part in parts))
 
 
 Distance = Callable[[str], int | None]
@@ -57,12 +57,12 @@ Distance = Callable[[str], int | None]
 
 
 def bytes_by_source(
-    offered: PlannedOffer, slot: Slot, distance: Distance
+    offer: PlannedOffer, slot: Slot, distance: Distance
 ) -> tuple[Counter[str], Counter[frozenset[str]]]:
     """Bytes that a relay reads from each source itself; and by their holders, the bytes that it does not reach."""
     near: Counter[str] = Counter()
     far: Counter[frozenset[str]] = Counter()
-    publication = offered.publication
+    publication = offer.publication
     for (kind, part), size in slot.cells.items():
         names = [publication.tables[holder.source].id for holder in publication.parts[kind][part].holders]
         reached = [(way, place) for place, name in enumerate(names) if (way := distance(name)) is not None]

@@ -28,7 +28,7 @@ from ckpt_engine.core.transports import (
     relay_transport,
 )
 from ckpt_engine.planning.model import Model
-from ckpt_engine.planning.offered import PlannedOffer, offered
+from ckpt_engine.planning.offered import PlannedOffer, planned_offer
 from ckpt_engine.planning.places import Cluster, Spot
 from ckpt_engine.planning.relays import Relay, Relays, decide, relay_name
 from ckpt_engine.planning.splits import Split
@@ -87,12 +87,12 @@ class PlanAnswer:
     impossible: tuple[str, ...]  # sentences; the rest of the answer has what is possible nevertheless
 
 
-def planned(question: PlanQuestion) -> PlanAnswer:
+def plan_update(question: PlanQuestion) -> PlanAnswer:
     """Plans an update. The answer says what is impossible."""
     trainer, replica, model = question.trainer, question.replica, question.model
-    wrong = [*trainer.impossible(model), *replica.impossible(model)]
-    if wrong:
-        return PlanAnswer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(wrong)))
+    reasons = [*trainer.impossible(model), *replica.impossible(model)]
+    if reasons:
+        return PlanAnswer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(reasons)))
     return _Planning(question).answer()
 
 
@@ -104,7 +104,7 @@ class _Planning:
         hosts = [cluster.host(place) for place in cluster.ranks]
         sealed = question.holding == "files"
         transports = [kind.name for kind in kinds]
-        self._offered = offered(question.model, question.trainer, question.replica, hosts, transports, sealed)
+        self._offered = planned_offer(question.model, question.trainer, question.replica, hosts, transports, sealed)
         self._reads = [name for name in reading_kinds() if question.readers == "gpu" or not is_of_gpus(name)]
         self._workers = {
             (name, worker): place
@@ -119,7 +119,7 @@ class _Planning:
         """Makes the whole plan."""
         question, impossible = self._question, list[str]()
         refused: dict[object, CkptEngineError] = {}
-        plans = self._compiled(refused)
+        plans = self._compile(refused)
         unfit = self._unfit(refused)
         relays = self._relays(plans) if question.relays else Relays({}, {}, {})
         by_relay = {name for relay in relays.filled.values() for name in relay.replicas}
@@ -131,15 +131,15 @@ class _Planning:
                 installs += self._direct(name, worker, place, plans.workers[name, worker])
         for relay, why in relays.unreached.items():
             impossible.append(f"{relay} cannot be filled: {why}")
-        without = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
+        unserved = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
         never = question.relays and question.prefetch == manager_pb2.PREFETCH_NEVER
         note = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
-        impossible += [] if relays.unreached else [words + note for words in sorted(without)]
+        impossible += [] if relays.unreached else [words + note for words in sorted(unserved)]
         impossible += self._too_large(relays)
         fills = self._fills(relays)
         return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
 
-    def _compiled(self, refused: dict[object, CkptEngineError]) -> Plans:
+    def _compile(self, refused: dict[object, CkptEngineError]) -> Plans:
         """Compiles the manager's plans for workers that read the trainer by themselves. refused: is filled with the
         workers that cannot."""
         offers = self._offered
@@ -167,8 +167,8 @@ class _Planning:
         distances: dict[str, int | None] = {}
         hosts: dict[str, list[int]] = {}
         for key, place in self._workers.items():
-            own, known = plans.distances.get(key), distances.get(key[0], 0)
-            distances[key[0]] = None if own is None or known is None else max(own, known)
+            own, farthest = plans.distances.get(key), distances.get(key[0], 0)
+            distances[key[0]] = None if own is None or farthest is None else max(own, farthest)
             hosts.setdefault(key[0], []).append(place.host)
         return decide(
             self._offered, self._cluster, distances, hosts, question.prefetch, question.until, question.everything
@@ -238,20 +238,20 @@ class _Planning:
 
     def _no_room(self, relay: Relay) -> list[str]:
         question, name = self._question, self._cluster.hosts[relay.host]
-        needed = SLOTS * relay.slot.size
+        memory = SLOTS * relay.slot.size
         if question.relay_memory is not None:
             try:
                 check_memory(relay.slot.size, question.relay_memory // SLOTS, "a version")
             except CkptEngineError as error:
                 return [f"{relay.name}: {error.problem.message}"]
-        if question.host_memory is not None and needed > question.host_memory:
+        if question.host_memory is not None and memory > question.host_memory:
             advice = ", or spread each replica over several (--hosts)"
             if any(place.host == relay.host for place in self._cluster.ranks):
                 advice = ", or spread the trainer over more (--trainer): it passes on what ranks there have"
                 if relay.replicas:
                     advice = ", or name hosts of the replicas' own (--hosts)"
             return [
-                f"{relay.name} keeps two versions, {human_bytes(needed)}, and host {name} has "
+                f"{relay.name} keeps two versions, {human_bytes(memory)}, and host {name} has "
                 f"{human_bytes(question.host_memory)} (--host-memory): give hosts more{advice}"
             ]
         return []

@@ -34,10 +34,10 @@ def as_text(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) 
 
 def several(names: Iterable[str]) -> str:
     """Joins names that differ only in their numbers: "replica-0..3 worker 0..1"."""
-    return ", ".join(merged(names))
+    return ", ".join(merge_numbers(names))
 
 
-def merged(texts: Iterable[str]) -> list[str]:
+def merge_numbers(texts: Iterable[str]) -> list[str]:
     """Merges texts that differ only in their numbers into one text with all numbers."""
     forms: dict[str, list[tuple[int, ...]]] = {}
     for text in dict.fromkeys(texts):
@@ -193,6 +193,6 @@ def seconds(value: float) -> str:
 def _impossible(answer: PlanAnswer) -> list[str]:
     if not answer.impossible:
         return []
-    reasons = merged(answer.impossible)
+    reasons = merge_numbers(answer.impossible)
     lines = ["Impossible", *(line for why in reasons[:_SHOWN] for line in _wrapped("  - ", why))]
     return [*lines, *([f"  and {len(reasons) - _SHOWN} more, in --json"] if len(reasons) > _SHOWN else [])]

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate, rate_of
-from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
+from ckpt_engine.core.relay_chunks import chunks_of, deal_chunks, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.core.transports import make, transport_kinds
@@ -155,7 +155,7 @@ class _Trees:
         self._direct: list[int] = []
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
-        by_tree = dealt(slot.chunks, _checked(fan_out))
+        by_tree = deal_chunks(slot.chunks, _checked(fan_out))
         self._threads: list[threading.Thread] = []
         for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
             if not tree.ask:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ckpt_engine.cli import app_for
 from ckpt_engine.planning import shapes
-from ckpt_engine.planning.words import merged, seconds
+from ckpt_engine.planning.words import merge_numbers, seconds
 from tests.planning.known_models import QWEN3_8B
 
 DEEPSEEK_V3 = {
@@ -243,6 +243,6 @@ def test_rates_that_were_measured_elsewhere(run: Run, tmp_path: Path) -> None:
 
 
 def test_names_that_differ_in_numbers_are_told_once() -> None:
-    assert merged(["a-1 b 2", "a-2 b 2", "a-4 b 2", "c"]) == ["a-1..2,4 b 2", "c"]
-    assert merged(["{0} of 3", "{0} of 4"]) == ["{0} of 3..4"]
+    assert merge_numbers(["a-1 b 2", "a-2 b 2", "a-4 b 2", "c"]) == ["a-1..2,4 b 2", "c"]
+    assert merge_numbers(["{0} of 3", "{0} of 4"]) == ["{0} of 3..4"]
     assert [seconds(value) for value in (0.0431, 3.27, 240.5, 1234.5)] == ["43.1 ms", "3.27 s", "240 s", "1234 s"]

@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.core.prediction import FILL
 from ckpt_engine.planning.foresight import Foreseen, foresee
 from ckpt_engine.planning.question import PlanOptions, question_of, rates_of
-from ckpt_engine.planning.update import planned
+from ckpt_engine.planning.update import plan_update
 from ckpt_engine.planning.words import seconds
 from tests.planning.known_models import QWEN3_8B
 
@@ -119,7 +119,7 @@ def foreseen(row: Row, tmp_path: Path) -> Foreseen:
     (tmp_path / "config.json").write_text(json.dumps(NEWER))
     (tmp_path / "rates.json").write_text(json.dumps(row.rates))
     asked = replace(row.asked, model=tmp_path, rates=tmp_path / "rates.json" if row.rates else None)
-    answer = planned(question_of(asked))
+    answer = plan_update(question_of(asked))
     assert not answer.impossible
     return foresee(answer, rates_of(asked), asked.engine, row.held)
 
