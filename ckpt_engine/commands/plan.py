@@ -106,12 +106,12 @@ def plan(
     try:
         question, known = question_of(asked), rates_of(asked)
         answer = plan_update(question)
-        foreseen = foresee(answer, known, asked.engine, until is Until.HELD)
+        forecast = foresee(answer, known, asked.engine, until is Until.HELD)
         setting = setting_of(asked, question)
     except CkptEngineError as error:
         raise refused("plan", error, json_output) from error
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
-    typer.echo(json.dumps(as_json(answer, foreseen, setting)) if json_output else as_text(answer, foreseen, setting))
+    typer.echo(json.dumps(as_json(answer, forecast, setting)) if json_output else as_text(answer, forecast, setting))
     if answer.impossible:
         raise typer.Exit(1)

@@ -46,7 +46,7 @@ class Score:
 def failure(scores: Sequence[Score]) -> str:
     """Why the check failed, for people; empty: it passed. scores: one a round, in the order of ROUNDS."""
     if any(not math.isfinite(value) for score in scores for value in (*score.prompt, *score.chosen)):
-        return "made weights give log-probabilities that are no numbers, so nothing can be compared"
+        return "made-up weights give log-probabilities that are not numbers, so nothing can be compared"
     if (
         len({(len(score.prompt), len(score.tokens), len(score.chosen)) for score in scores}) != 1
         or not scores[0].prompt
@@ -55,7 +55,9 @@ def failure(scores: Sequence[Score]) -> str:
     by_engine = {each.seed: score for each, score in zip(ROUNDS, scores, strict=True) if each.by_engine}
     control = _difference(*by_engine.values())
     if control < 1e-3:
-        return f"two versions of made weights give the same log-probabilities (to {control:.1e}): nothing is compared"
+        return (
+            f"two versions of made-up weights give the same log-probabilities (to {control:.1e}): nothing is compared"
+        )
     for each, score in zip(ROUNDS, scores, strict=True):
         found = 0.0 if each.by_engine else _difference(score, by_engine[each.seed])
         if found > SHARE * control:

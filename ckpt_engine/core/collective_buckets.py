@@ -67,7 +67,7 @@ def wants_of(
         if edge.transport != transport:
             continue
         if edge.source not in sources:
-            raise invalid(f"source {edge.source} is read over {transport}, but is no member of the collective")
+            raise invalid(f"source {edge.source} is read over {transport}, but is not a member of the collective")
         box = Box(tuple(piece.start), tuple(piece.stop))
         found.append(BoxWant(worker, sources[edge.source], needs.needs[piece.need].tensor, box))
     return found

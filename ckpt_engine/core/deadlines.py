@@ -79,7 +79,7 @@ class Deadlines:
     write: float = 20.0  # a peer's taking a message once the connection's buffers are full
     last_tasks: float = 2.0  # storing what just ended, while the manager stops
     ledger_busy: float = 5.0  # another process's hold on the ledger's file
-    start: float = 60.0  # until a `running_manager`, or a process that publishes a directory, listens
+    start: float = 60.0  # starting a `running_manager`, or a process that publishes a directory
 
     # -- a trainer's process
     connect: float = 60.0  # reaching the manager, and its accepting what was published

@@ -96,7 +96,7 @@ def compile_plans(
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class _SharedPlan:
     """One plan, and the workers that share it."""
 
     keys: list[Hashable]
@@ -105,7 +105,7 @@ class _Compiled:
     distance: int
 
 
-def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) -> Plans:
+def _plans(publication: Publication, compiled: list[_SharedPlan], cells: Cells) -> Plans:
     workers: dict[Hashable, WorkerPlan] = {}
     maps: dict[Hashable, NeedMap] = {}
     for each in compiled:
@@ -125,9 +125,9 @@ def _compile(
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
     needs_by_digest: dict[bytes, NeededBoxes],
-) -> list[_Compiled]:
+) -> list[_SharedPlan]:
     """Compiles one plan for workers that can share it. needs_by_digest: is filled with the needs of all workers."""
-    compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _Compiled] = {}
+    compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _SharedPlan] = {}
     keys: set[Hashable] = set()
     for worker in workers:
         if worker.key in keys:
@@ -148,7 +148,7 @@ def _compile(
                 raise
             refused[worker.key] = problem
             continue
-        compiled[same] = _Compiled([worker.key], needs_by_digest[needs_digest], plan, reader.distance)
+        compiled[same] = _SharedPlan([worker.key], needs_by_digest[needs_digest], plan, reader.distance)
     return list(compiled.values())
 
 

@@ -50,7 +50,7 @@ class Access:
         known here, so it grants nothing. Raises UNAUTHENTICATED."""
         if self._tokens is not None:
             return self._by_token(authorization)
-        return Caller("who shows a certificate but no token over HTTP") if self._certificates else EVERYBODY
+        return Caller("a caller with a certificate but no token over HTTP") if self._certificates else EVERYBODY
 
     def _by_token(self, authorization: str) -> Caller:
         assert self._tokens is not None

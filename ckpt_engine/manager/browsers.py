@@ -42,7 +42,7 @@ def host_of(header: str) -> str:
     return header.partition(":")[0].rstrip(".").lower()
 
 
-def names_beside(name: str, hosts: str) -> set[str]:
+def names_of_host(name: str, hosts: str) -> set[str]:
     """All names of this host, in lower case. hosts: the text of /etc/hosts, which may have its full name as well."""
     lines = [[each.lower() for each in line.partition("#")[0].split()[1:]] for line in hosts.splitlines()]
     return {name.lower()}.union(*(names for names in lines if name.lower() in names))

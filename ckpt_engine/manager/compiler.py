@@ -78,7 +78,7 @@ class _Recent(Generic[Key, Value]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Planned:
+class _PlanHandle:
     """The result of compiling plans."""
 
     plans: Plans
@@ -198,14 +198,14 @@ class Compiler:
         cutting = b"" if recorded is None else recorded.cutting
         key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
         compiled = self._plans.get(key)
-        if compiled is not None and compiled.unfit and cast(_Planned, compiled.handle).relays != task.relays:
+        if compiled is not None and compiled.unfit and cast(_PlanHandle, compiled.handle).relays != task.relays:
             compiled = None  # the advice for replicas that are out of reach depends on where relays run
         if compiled is not None and all(map(self._blobs.has, _blobs_of(compiled))):
             if task.edges:
                 return replace(compiled, edges=self._edges(task, compiled))
             if recorded is None:
                 return compiled
-            return replace(compiled, handle=replace(cast(_Planned, compiled.handle), recorded=recorded))
+            return replace(compiled, handle=replace(cast(_PlanHandle, compiled.handle), recorded=recorded))
         requests, unfit = self._requests(task)
         choose = partial(choose_transport, relays=task.relays)
         along = () if recorded is None else recorded.boxes
@@ -228,7 +228,7 @@ class Compiler:
                 for source, atoms in (plans.atoms if recorded is None else finer_atoms(plans, recorded)).items()
             },
             bytes={worker.key: plans.workers[worker.key].bytes for worker in planned_workers},
-            handle=_Planned(plans, recorded, task.relays),
+            handle=_PlanHandle(plans, recorded, task.relays),
             unfit=unfit,
             distances={worker.key: plans.distances[worker.key] for worker in planned_workers},
             collective=collective,
@@ -238,7 +238,7 @@ class Compiler:
 
     def _edges(self, task: CompilePlans, compiled: Compiled) -> dict[WorkerKey, list[manager_pb2.EdgeReport]]:
         """The edges of each worker's plan, with their bytes. For workers that share a plan only the rank differs."""
-        plans = cast(_Planned, compiled.handle).plans
+        plans = cast(_PlanHandle, compiled.handle).plans
         widths = [itemsize(spec.dtype) for spec in plans.publication.manifest.tensors]
         sizes: dict[int, list[int]] = {}
         edges: dict[WorkerKey, list[manager_pb2.EdgeReport]] = {}
@@ -287,7 +287,7 @@ class Compiler:
     def combine(self, task: CombineSeals) -> Combined:
         """Adds up the sealed digests: the root, and what each worker must find."""
         planned = task.compiled.handle
-        if not isinstance(planned, _Planned):
+        if not isinstance(planned, _PlanHandle):
             raise internal("these plans were not compiled by this manager")
         plans, recorded = planned.plans, planned.recorded
         tables = plans.publication.tables

@@ -26,7 +26,7 @@ from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, 
 from ckpt_engine.manager.http_page import add_docs, add_page
 from ckpt_engine.manager.http_trace import Epoch, Lineage, Version, add_traces
 from ckpt_engine.manager.http_updates import add_updates
-from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
+from ckpt_engine.manager.kept_views import Lines, Overviews, OverviewSource, ReplicaLists
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
@@ -52,7 +52,7 @@ ABOUT = (
 )
 
 
-class Shown(Seen, Protocol):
+class HttpSource(OverviewSource, Protocol):
     """What the HTTP side needs of a manager; used on the manager's event loop thread."""
 
     @property
@@ -67,7 +67,7 @@ class Shown(Seen, Protocol):
     async def operate(self, request: OperatorRequest) -> OperatorResponse: ...
 
 
-def build_app(manager: Shown) -> FastAPI:
+def build_app(manager: HttpSource) -> FastAPI:
     """The ASGI application. It must run on the manager's event loop."""
     app = FastAPIOffline(
         title="ckpt-engine manager",
@@ -95,7 +95,7 @@ def build_app(manager: Shown) -> FastAPI:
     return app
 
 
-def _add_looks(app: FastAPI, manager: Shown) -> None:
+def _add_looks(app: FastAPI, manager: HttpSource) -> None:
     @app.get(
         "/healthz",
         tags=["watch"],
@@ -138,7 +138,7 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         return Response(overviews.text(request.scope[CALLER]), media_type="application/json")
 
 
-def _add_replicas(app: FastAPI, manager: Shown) -> None:
+def _add_replicas(app: FastAPI, manager: HttpSource) -> None:
     lists = ReplicaLists(manager)
 
     @app.get(
@@ -172,7 +172,7 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
         return await answer(manager_pb2.ListVersionsResponse(versions=held))
 
 
-def _add_history(app: FastAPI, manager: Shown) -> None:
+def _add_history(app: FastAPI, manager: HttpSource) -> None:
     lines = Lines(manager.ledger)
 
     @app.get(

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.browsers import READING, check_host, check_origin, names_beside
+from ckpt_engine.manager.browsers import READING, check_host, check_origin, names_of_host
 from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.http_page import FILES
 
@@ -54,7 +54,7 @@ class HttpAccess:
         self._access = access
         self._loopback = loopback
         self._public_names = frozenset(public_names)
-        self._own = self._public_names | names_beside(socket.gethostname(), _hosts())
+        self._own = self._public_names | names_of_host(socket.gethostname(), _hosts())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

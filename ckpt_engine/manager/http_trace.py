@@ -21,7 +21,7 @@ Version = Annotated[int, Path(ge=-(1 << 63), lt=1 << 63)]
 Lineage = Annotated[str, Query(description="of which run; needed if several have this version")]
 
 
-class Traced(Protocol):
+class TraceSource(Protocol):
     """The parts of a manager that timelines are made of."""
 
     @property
@@ -30,7 +30,7 @@ class Traced(Protocol):
     def status(self) -> manager_pb2.GetStatusResponse: ...
 
 
-def add_traces(app: FastAPI, manager: Traced) -> None:
+def add_traces(app: FastAPI, manager: TraceSource) -> None:
     """Adds the routes."""
     says: dict[int | str, dict[str, Any]] = {
         200: {"description": "a file for Perfetto", "content": {"application/json": {"example": EXAMPLE}}}
@@ -40,8 +40,8 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
         "/v1/updates/{epoch}/trace",
         tags=["look"],
         summary="One update as a timeline for Perfetto",
-        description="JSON of the Trace Event Format: who did what when, which bytes went where, and what the stages "
-        "should have taken. 404 names the updates that are kept last; 409: the update has no report.",
+        description="JSON of the Trace Event Format: which process did what when, which bytes went where, and what the "
+        "stages should have taken. 404 names the updates that are kept last; 409: the update has no report.",
         response_class=Response,
         responses=says,
     )
@@ -61,7 +61,7 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
         return await _trace(manager, await find_update(manager.ledger, request))
 
 
-async def _trace(manager: Traced, record: Record) -> Response:
+async def _trace(manager: TraceSource, record: Record) -> Response:
     """Draws a record on a thread: a report of hundreds of workers takes a while, and the manager must keep its sessions
     alive."""
     report = record.report

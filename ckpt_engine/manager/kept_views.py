@@ -28,7 +28,7 @@ LINES_KEPT = 200
 """Cached lines of updates: the most that one request may ask for."""
 
 
-class Seen(Protocol):
+class OverviewSource(Protocol):
     """The parts of a manager that an overview is made of."""
 
     @property
@@ -71,7 +71,7 @@ class Overviews:
     """The overview as JSON, built once for all requests within half a second, and for as long as nothing changes. Used
     on the manager's loop."""
 
-    def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, manager: OverviewSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
         self._holders, self._replicas = Texts(), Texts()
@@ -105,7 +105,7 @@ class ReplicaLists:
     """The list of replicas as JSON, built once for as long as nothing changes. While a replica drifts, so that its time
     grows, it is built once for all requests within half a second. Used on the manager's loop, and built on a thread."""
 
-    def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, manager: OverviewSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
         self._building = asyncio.Lock()

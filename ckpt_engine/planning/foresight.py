@@ -18,7 +18,7 @@ CONTROL, CONTROL_REPLICA = 0.009, 0.0036
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Forecast:
     """Predicted seconds of a planned update, for any update but the first."""
 
     stages: Mapping[str, Expected]  # in their order; none if no worker is reached
@@ -41,11 +41,11 @@ def rates_of(content: object | None, engine: str, network: float | None, replica
     return rates if content is None else Rates.of(content, rates)
 
 
-def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> Foreseen:
+def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> Forecast:
     """Predicts a planned update. until_held: the call returns when relays hold the version."""
     question, offers = answer.question, answer.offered
     if offers is None or not answer.installs:
-        return Foreseen({}, None, None)
+        return Forecast({}, None, None)
     memory: Memory = "gpu" if question.holding == "gpu" else "host"
     hosts = question.cluster.hosts
     sealed = [
@@ -74,7 +74,7 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> 
     )
     own = engine_kind(engine).seconds
     if unknown or own is None:
-        return Foreseen(stages, None, None, unknown, engine if own is None else "")
+        return Forecast(stages, None, None, unknown, engine if own is None else "")
     paused = pause(stages) + own.calls
     before = own.around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
-    return Foreseen(stages, paused, before if until_held else before + paused)
+    return Forecast(stages, paused, before if until_held else before + paused)

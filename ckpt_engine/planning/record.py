@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_engine.core.relay_layout import SLOTS
-from ckpt_engine.planning.foresight import Foreseen
+from ckpt_engine.planning.foresight import Forecast
 from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 
 
-def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> dict[str, Any]:
+def as_json(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) -> dict[str, Any]:
     """A whole plan as JSON, with bytes and seconds as numbers."""
     model, relays = answer.question.model, answer.relays
     edges = [_edge(line, wave) for wave, lines in enumerate(answer.fills) for line in lines]
@@ -43,12 +43,12 @@ def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) 
         "time": {
             "stages": {
                 stage: {"seconds": expected.seconds, "because": expected.because}
-                for stage, expected in foreseen.stages.items()
+                for stage, expected in forecast.stages.items()
             },
-            "pause_seconds": foreseen.pause,
-            "call_seconds": foreseen.call,
-            "unknown": list(foreseen.unknown),
-            "unmeasured": foreseen.unmeasured or None,
+            "pause_seconds": forecast.pause,
+            "call_seconds": forecast.call,
+            "unknown": list(forecast.unknown),
+            "unmeasured": forecast.unmeasured or None,
         },
         "impossible": list(answer.impossible),
     }

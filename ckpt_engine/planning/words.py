@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ckpt_engine.core.relay_layout import SLOTS
-from ckpt_engine.planning.foresight import SOURCE, Foreseen
+from ckpt_engine.planning.foresight import SOURCE, Forecast
 from ckpt_engine.planning.relays import Relay
 from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 from ckpt_engine.report import human_bytes
@@ -19,14 +19,14 @@ _NUMBER = re.compile(r"\d+")
 COLUMNS = 100
 
 
-def as_text(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
+def as_text(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) -> str:
     """The whole plan. setting: what was asked for, by topic."""
     sections = [
         _model(answer, setting),
         _edges(answer),
         _hosts(answer),
         _relays(answer),
-        _time(answer, foreseen),
+        _time(answer, forecast),
         _impossible(answer),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -165,22 +165,22 @@ def _short(text: str, most: int = 240) -> str:
     return text if len(text) <= most else f"{text[:most]}… (--json has all of it)"
 
 
-def _time(answer: PlanAnswer, foreseen: Foreseen) -> list[str]:
-    if not foreseen.stages:
+def _time(answer: PlanAnswer, forecast: Forecast) -> list[str]:
+    if not forecast.stages:
         return []
     lines = ["Time: at the rates of each link, of any update but the first"]
-    for stage, expected in foreseen.stages.items():
+    for stage, expected in forecast.stages.items():
         because = f"  {expected.because}" if expected.because else "  measured, whatever the bytes"
         lines.append(f"  {stage:<10}{seconds(expected.seconds):>9}{because}")
-    if foreseen.unknown:
-        names = ", ".join(foreseen.unknown)
+    if forecast.unknown:
+        names = ", ".join(forecast.unknown)
         lines += _wrapped("  ", f"nothing is known of the rate of {names}, so neither is the pause: give it in --rates")
-    if foreseen.unmeasured:
-        words = f"nobody has measured an update of engine {foreseen.unmeasured}, so the pause is not known"
+    if forecast.unmeasured:
+        words = f"nobody has measured an update of engine {forecast.unmeasured}, so the pause is not known"
         lines += _wrapped("  ", words)
-    if foreseen.pause is not None and foreseen.call is not None:
-        call = f"the whole call: {seconds(foreseen.call)}"
-        lines.append(f"  pause of the slowest replica: {seconds(foreseen.pause)}; {call}")
+    if forecast.pause is not None and forecast.call is not None:
+        call = f"the whole call: {seconds(forecast.call)}"
+        lines.append(f"  pause of the slowest replica: {seconds(forecast.pause)}; {call}")
     lines += _wrapped("  ", f"rates: {SOURCE}, unless --network or --rates says another")
     return lines
 
