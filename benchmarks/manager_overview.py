@@ -218,7 +218,7 @@ def main() -> None:
         def build() -> float:
             overviews = Overviews(cluster.server)
             begun = time.thread_time()
-            overviews.told(Caller("benchmark", ()))
+            overviews.text(Caller("benchmark", ()))
             return time.thread_time() - begun
 
         each = [cluster.on_loop(build) for _ in range(15)]

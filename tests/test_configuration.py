@@ -49,7 +49,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/words/waiting.py", "self.reading.result()"): "it is done",
     ("ckpt_engine/manager/publishers.py", "process.wait()"): "inside wait_for",
     ("ckpt_engine/manager/publishers.py", "self._turn.acquire()"): "inside wait_for",
-    ("ckpt_engine/manager/publishers.py", "said.get()"): "what runs has a deadline, and says how it ended",
+    ("ckpt_engine/manager/publishers.py", "events.get()"): "what runs has a deadline, and says how it ended",
     ("ckpt_engine/publishing/process.py", "select.poll()"): "it makes an object, and waits for nothing",
     ("ckpt_engine/manager/sessions.py", "reading.result()"): "it is done",
     ("ckpt_engine/manager/sessions.py", "writing.result()"): "it is done",

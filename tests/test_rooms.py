@@ -80,7 +80,7 @@ WITHOUT_TENSORS = (
     "ckpt_engine.agent.session",
     "ckpt_engine.agent.following",
     "ckpt_engine.commands.agent",
-    "ckpt_engine.planning.asked",
+    "ckpt_engine.planning.question",
     "ckpt_engine.planning.words",
     "ckpt_engine_adapters.reference.driver",
     "ckpt_engine_adapters.vllm.driver",

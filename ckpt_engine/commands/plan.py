@@ -72,11 +72,11 @@ def plan(
 
     Exits with 1 if something is impossible, and says why.
     """
-    from ckpt_engine.planning.asked import PlanOptions, question_of, rates_of, setting_of
     from ckpt_engine.planning.foresight import foresee
+    from ckpt_engine.planning.question import PlanOptions, question_of, rates_of, setting_of
     from ckpt_engine.planning.record import as_json
-    from ckpt_engine.planning.update import planned
-    from ckpt_engine.planning.words import told
+    from ckpt_engine.planning.update import plan_update
+    from ckpt_engine.planning.words import as_text
 
     asked = PlanOptions(
         model=model,
@@ -105,13 +105,13 @@ def plan(
     )
     try:
         question, known = question_of(asked), rates_of(asked)
-        answer = planned(question)
-        foreseen = foresee(answer, known, asked.engine, until is Until.HELD)
+        answer = plan_update(question)
+        forecast = foresee(answer, known, asked.engine, until is Until.HELD)
         setting = setting_of(asked, question)
     except CkptEngineError as error:
         raise refused("plan", error, json_output) from error
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
-    typer.echo(json.dumps(as_json(answer, foreseen, setting)) if json_output else told(answer, foreseen, setting))
+    typer.echo(json.dumps(as_json(answer, forecast, setting)) if json_output else as_text(answer, forecast, setting))
     if answer.impossible:
         raise typer.Exit(1)

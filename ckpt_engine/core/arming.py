@@ -3,17 +3,17 @@
 A collective (transport/collective) moves weights from GPU to GPU in one schedule that all members run together: trainer
 ranks and workers. So either all of them begin or none does, and a member that stops has to stop the others.
 
-Whoever has paused its engine, checked its plan and synchronised its device *votes*; nothing of it is DIRTY yet. One
-*ballot* an install epoch takes the votes, in the process of the lead, which is the first trainer rank; it writes *go*
-or *no*, once. The lead decides, and not the manager, since it takes part itself: whatever kills the decider ends the
-collective too, and no member needs the manager or a disk between its vote and its outcome.
+A member *votes* once it has paused its engine, checked its plan and synchronised its device; nothing of it is DIRTY
+yet. Each install epoch has one *ballot*, in the process of the lead, which is the first trainer rank. The ballot takes
+the votes and writes *go* or *no*, once. The lead decides, and not the manager, since it takes part itself: whatever
+kills the decider ends the collective too, and no member needs the manager or a disk between its vote and its outcome.
 
-A vote holds until a moment of the lead's clock, which the member has from an answer of the ballot, so a vote that was
-long on its way holds no longer for it. *Go* is written only while the votes of all members hold and all are heard. A
+A vote expires at a moment of the lead's clock, which the member knows from an answer of the ballot. So a vote that
+travels slowly does not expire later. *Go* is written only while the votes of all members hold and all are heard. A
 member waits by its own clock for longer than its vote holds. Then it asks to be let out, which writes *no* unless *go*
-is written already; if it hears nothing, nobody can tell it *go* any more either, and it goes back while its part has
-time left. After *go* a member that fails, that loses its connection or that is not heard aborts the ballot. All ask the
-ballot again and again, and stop what they do when it is aborted or not heard.
+is written already. If no answer comes, *go* cannot reach it any more either, and it goes back while its part has time
+left. After *go* a member that fails, loses its connection or is not heard aborts the ballot. All members poll the
+ballot, and stop their work when it is aborted or not heard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRIFT = 1.1
 """How much longer by its own clock a member waits than its vote holds; clocks of hosts differ by far less."""
 
 KEPT_BALLOTS = 4
-"""Ballots that are kept to answer members that come late; of a lower epoch they are told *no*."""
+"""Ballots that are kept to answer late members; for an older epoch the answer is *no*."""
 
 
 class Word(Enum):
@@ -39,17 +39,13 @@ class Word(Enum):
 
 @dataclass(frozen=True)
 class BallotAnswer:
-    """What a ballot tells a member.
-
-    clock: the lead's, seconds; None while the ballot is not open. voted: whether it has this member's vote. aborted:
-    after *go*: stop, and leave dirty what is not verified. why: of *no*, or of the abort.
-    """
+    """What a ballot tells a member."""
 
     word: Word
-    clock: float | None = None
-    voted: bool = False
-    aborted: bool = False
-    why: str = ""
+    clock: float | None = None  # the lead's, seconds; None: the ballot is not open
+    voted: bool = False  # whether it has this member's vote
+    aborted: bool = False  # after *go*: stop, and leave dirty what is not verified
+    why: str = ""  # of *no*, or of the abort
 
 
 NOT_OPEN = BallotAnswer(Word.UNDECIDED)
@@ -57,24 +53,22 @@ NOT_OPEN = BallotAnswer(Word.UNDECIDED)
 
 @dataclass
 class Ballot:
-    """The vote of one install epoch, as the lead keeps it. Not safe for threads: its owner holds a lock.
+    """The vote of one install epoch, as the lead keeps it. Times are the lead's monotonic seconds.
 
-    members: their names for people, "rank 0" or "replica a, worker 1"; each exactly once. silence: seconds without a
-    word from a member after which it counts as gone. blamed: the members because of which it ended badly. Times are the
-    lead's monotonic seconds.
+    Not safe for threads: its owner holds a lock.
     """
 
     epoch: int
-    members: frozenset[str]
-    silence: float
+    members: frozenset[str]  # names for people: "rank 0", "replica a, worker 1"
+    silence: float  # seconds without a word from a member after which it counts as gone
     word: Word = Word.UNDECIDED
     aborted: bool = False
-    why: str = ""
-    blamed: tuple[str, ...] = ()
-    _until: dict[str, float] = field(default_factory=dict)  # that votes hold
-    _heard: dict[str, float] = field(default_factory=dict)
+    why: str = ""  # of *no*, or of the abort
+    blamed: tuple[str, ...] = ()  # members that caused *no* or the abort
+    _until: dict[str, float] = field(default_factory=dict)  # when each member's vote expires
+    _heard: dict[str, float] = field(default_factory=dict)  # when each member was last heard
     _done: set[str] = field(default_factory=set)
-    _looked: float | None = None
+    _looked: float | None = None  # the time of the last `look`
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -82,68 +76,67 @@ class Ballot:
         return tuple(sorted(self.members - self._until.keys()))
 
     @property
-    def behind(self) -> tuple[str, ...]:
+    def unfinished(self) -> tuple[str, ...]:
         """Members that are not done."""
         return tuple(sorted(self.members - self._done))
 
     @property
-    def over(self) -> bool:
-        """Whether nobody has anything to do any more."""
+    def finished(self) -> bool:
+        """Whether no member has anything left to do."""
         return self.word is Word.NO or self.aborted or (self.word is Word.GO and self._done >= self.members)
 
     def vote(self, member: str, until: float, now: float) -> BallotAnswer:
-        """A member is ready, and stays so until then. A repeated vote does not hold longer."""
+        """Takes a member's vote: it is ready, and stays so until then. A repeated vote does not hold longer."""
         if self.word is Word.UNDECIDED and member in self.members:
             self._until.setdefault(member, until)
         return self.ask(member, now)
 
     def ask(self, member: str, now: float) -> BallotAnswer:
-        """A member asks what was decided, and shows that it is there."""
+        """Answers a member's poll, which also shows that the member is alive."""
         if member not in self.members:
-            return BallotAnswer(Word.NO, now, why=f"{member} is no member of the collective of epoch {self.epoch}")
+            return BallotAnswer(Word.NO, now, why=f"{member} is not a member of the collective of epoch {self.epoch}")
         self.look(now, member)
         return BallotAnswer(self.word, now, member in self._until, self.aborted, self.why)
 
     def done(self, member: str, now: float) -> BallotAnswer:
-        """A member has all its bytes, and has sent all that others want of it; that it still verifies them is its own
-        matter."""
+        """Notes that a member has received and sent all bytes. It may still be verifying them."""
         if self.word is Word.GO:
             self._done.add(member)
         return self.ask(member, now)
 
     def leave(self, member: str, why: str, now: float, blamed: Collection[str] = ()) -> BallotAnswer:
-        """A member will not go on, or cannot: *no* if nothing is decided; after *go* the whole is aborted, unless the
-        member is done. blamed: other members because of which it cannot."""
+        """Lets a member out that cannot go on. An undecided ballot becomes *no*; after *go* it is aborted, unless the
+        member is done. blamed: the members that are the cause; none: the member itself."""
         self._end(member, why, blamed)
         return self.ask(member, now)
 
     def give_up(self, member: str, now: float) -> BallotAnswer:
-        """A member has waited for longer than its vote holds: *no* if nothing is decided. If it is, that counts."""
+        """Lets a member out that has waited for longer than its vote holds: *no*, unless the ballot is decided."""
         if self.word is Word.UNDECIDED:
-            late = self.missing or (member,)
-            self._write(f"{_and(late)} had not voted when {member} stopped waiting", late)
+            late_members = self.missing or (member,)
+            self._write(f"{_and(late_members)} had not voted when {member} stopped waiting", late_members)
         return self.ask(member, now)
 
     def lost(self, member: str) -> None:
-        """A member's connection ended: nobody would answer for its vote."""
+        """Ends the ballot since a member lost its connection: its vote means nothing any more."""
         if member in self._heard:
             self._end(member, "lost its connection")
 
     def overtaken(self, epoch: int) -> None:
-        """Another install began."""
-        if not self.over:
+        """Ends the ballot since another install began."""
+        if not self.finished:
             self._write(f"it was overtaken by epoch {epoch}", ())
 
     def look(self, now: float, asks: str = "") -> None:
-        """Decides what can be decided now. To be called often, at least twice in `silence`, also when nobody asks.
-        asks: the member that does, if one does."""
+        """Decides what can be decided now. Call it at least twice in `silence`, also when no member asks.
+        asks: the member that asks now; empty: none."""
         if self._looked is not None and now - self._looked > self.silence / 2:
-            # It is the lead that was away: what others said meanwhile waits to be read. Votes run out all the same.
+            # The lead itself was stalled, and messages wait to be read. Votes expire all the same.
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
         if asks:
             self._heard[asks] = now
-        if self.over:
+        if self.finished:
             return
         for member in sorted(self._heard.keys() - self._done):
             if now - self._heard[member] > self.silence:
@@ -152,17 +145,17 @@ class Ballot:
         if self.word is Word.GO:
             return
         if any(now >= until for until in self._until.values()):
-            late = self.missing or tuple(sorted(self._until))
-            self._write(f"{_and(late)} had not voted in time", late)
+            late_members = self.missing or tuple(sorted(self._until))
+            self._write(f"{_and(late_members)} had not voted in time", late_members)
         elif not self.missing:
             self.word = Word.GO
 
     def _end(self, member: str, why: str, blamed: Collection[str] = ()) -> None:
-        if not self.over and member in self.members - self._done:
+        if not self.finished and member in self.members - self._done:
             self._write(f"{member} {why}", tuple(sorted(blamed)) or (member,))
 
     def _write(self, why: str, blamed: tuple[str, ...]) -> None:
-        """The one place in which *no* or an abort is written."""
+        """Writes *no* or an abort; nothing else does."""
         if self.word is Word.UNDECIDED:
             self.word = Word.NO
         else:
@@ -171,16 +164,16 @@ class Ballot:
 
 
 class Ballots:
-    """All ballots of one lead, by epoch. Only that of the highest epoch can be undecided, or go on."""
+    """All ballots of one lead, by epoch. Only the highest epoch's ballot can be undecided or under way."""
 
     def __init__(self, silence: float) -> None:
         self._silence = silence
         self._ballots: dict[int, Ballot] = {}
-        # By epoch: who left before its ballot was open, why, and whom it blamed.
-        self._left: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
+        # By epoch: members that left before the ballot was open, each with the reason and the members it blamed.
+        self._departures: dict[int, dict[str, tuple[str, Collection[str]]]] = {}
 
     def open(self, epoch: int, members: Collection[str]) -> Ballot:
-        """The ballot of an epoch, made if there is none; those of lower epochs are over then."""
+        """The ballot of an epoch, made if there is none, which ends the ballots of lower epochs."""
         if epoch in self._ballots:
             return self._ballots[epoch]
         ballot = Ballot(epoch, frozenset(members), self._silence)
@@ -190,56 +183,56 @@ class Ballots:
             return ballot
         for before in self._ballots.values():
             before.overtaken(epoch)
-        for member, (why, blamed) in self._left.pop(epoch, {}).items():
+        for member, (why, blamed) in self._departures.pop(epoch, {}).items():
             ballot._end(member, why, blamed)
-        self._left = {number: left for number, left in self._left.items() if number > epoch}
+        self._departures = {number: departures for number, departures in self._departures.items() if number > epoch}
         self._ballots[epoch] = ballot
         for number in sorted(self._ballots)[:-KEPT_BALLOTS]:
             del self._ballots[number]
         return ballot
 
     def find(self, epoch: int) -> Ballot | BallotAnswer:
-        """The ballot of an epoch; or what everybody is told for whom there is none: not open yet, or long over."""
+        """The ballot of an epoch; without one, the answer for its members: not open yet, or overtaken."""
         highest = max(self._ballots, default=0)
         if epoch not in self._ballots and epoch < highest:
             return BallotAnswer(Word.NO, why=f"epoch {epoch} was overtaken by {highest}")
         return self._ballots.get(epoch, NOT_OPEN)
 
     def leave(self, epoch: int, member: str, why: str, now: float, blamed: Collection[str] = ()) -> BallotAnswer:
-        """A member will not go on, or cannot; blamed: because of others. Remembered if the ballot is not open yet."""
+        """Lets a member out, as `Ballot.leave`; remembered if the ballot is not open yet."""
         ballot = self.find(epoch)
         if isinstance(ballot, Ballot):
             return ballot.leave(member, why, now, blamed)
         if ballot is NOT_OPEN:
-            self._left.setdefault(epoch, {})[member] = why, tuple(blamed)
-            for number in sorted(self._left)[:-KEPT_BALLOTS]:
-                del self._left[number]
+            self._departures.setdefault(epoch, {})[member] = why, tuple(blamed)
+            for number in sorted(self._departures)[:-KEPT_BALLOTS]:
+                del self._departures[number]
         return ballot
 
     def heard(self, member: str, now: float) -> None:
-        """A member runs."""
+        """Notes that a member is alive."""
         for ballot in self._ballots.values():
-            if not ballot.over and member in ballot.members:
+            if not ballot.finished and member in ballot.members:
                 ballot.ask(member, now)
 
     def aborted(self) -> str:
-        """Why the highest epoch was aborted after its *go*; empty: it was not."""
+        """Why the highest epoch was aborted after *go*; empty: it was not."""
         last = self._ballots[max(self._ballots)] if self._ballots else None
         return last.why if last is not None and last.aborted else ""
 
     def failed(self, blamed: Collection[str], why: str) -> None:
-        """What goes on has ended because of these."""
+        """Ends what is under way. blamed: the members that are the cause."""
         for ballot in self._ballots.values():
-            if not ballot.over:
+            if not ballot.finished:
                 ballot._write(why, tuple(sorted(blamed)))
 
     def is_done(self, member: str) -> bool:
-        """Whether nobody needs a member any more in the highest epoch."""
+        """Whether no other member needs this one any more in the highest epoch."""
         last = self._ballots[max(self._ballots)] if self._ballots else None
         return last is not None and last.word is Word.GO and member in last._done
 
     def lost(self, member: str) -> None:
-        """A member's connection ended."""
+        """Ends the ballots of a member that lost its connection."""
         for ballot in self._ballots.values():
             ballot.lost(member)
 
@@ -254,25 +247,24 @@ class BallotStep(Enum):
 
     ASK = "ask"  # in a moment, and take the answer
     VOTE = "vote"  # until `Participant.until`, and take the answer
-    GIVE_UP = "give up"  # tell the ballot so, and take the answer
-    GO = "go"  # mark DIRTY, then run the schedule; go on asking beside it
+    GIVE_UP = "give up"  # ask the ballot to be let out, and take the answer
+    GO = "go"  # mark DIRTY, then run the schedule, and keep asking meanwhile
     BACK = "back"  # nothing was written, and nothing will be
     STOP = "stop"  # abort the communicator; what is not verified stays DIRTY
 
 
 class Participant:
-    """What one member believes of its ballot. Ask `step` what to do, and tell `took` what the ballot answered.
+    """What one member knows of its ballot. `step` says what to do; give `took` each answer of the ballot.
 
-    until: of the lead's clock, when its vote ends to hold; None: it cannot vote yet. why: it went back or stopped.
-    Other times are the member's own monotonic seconds.
+    Times are the member's own monotonic seconds, except `until`.
     """
 
     def __init__(self, patience: float, silence: float, end: float, now: float) -> None:
-        """patience: seconds for a decision, of which half of the time until `end` counts at most, so that time is left
-        to go back. silence: seconds without an answer after which the ballot counts as gone. end: when its part must be
-        over."""
-        self.until: float | None = None
-        self.why = ""
+        """patience: seconds to wait for a decision, but at most half of the time until `end`, so that time is left to
+        go back. silence: seconds without an answer after which the ballot counts as gone. end: when its part must be
+        finished."""
+        self.until: float | None = None  # of the lead's clock: when its vote expires; None: it cannot vote yet
+        self.why = ""  # it went back or stopped
         self._silence = silence
         self._end = end
         self._patience_ends = now + min(patience, max(0.0, end - now) / 2)
@@ -288,18 +280,18 @@ class Participant:
 
     @property
     def waits_until(self) -> float:
-        """When it asks to be let out if nothing is decided."""
+        """When it asks to be let out if the ballot is still undecided."""
         return self._waits_until
 
     def step(self, now: float) -> BallotStep:
-        """What is to be done now."""
+        """What the member must do now."""
         if self._word is Word.NO:
             return BallotStep.BACK
         if self._word is Word.GO:
             return self._step_of_a_run(now)
         if now >= self._waits_until:
-            left = max(0.0, self._end - self._waits_until)
-            if not self._gave_up or now < self._waits_until + min(self._silence, left / 2):
+            remaining = max(0.0, self._end - self._waits_until)
+            if not self._gave_up or now < self._waits_until + min(self._silence, remaining / 2):
                 return BallotStep.GIVE_UP
             self.why = "nothing was heard of a decision"
             return BallotStep.BACK
@@ -312,10 +304,12 @@ class Participant:
             self._stop(f"the lead was not heard for {self._silence:g} s")
         return BallotStep.STOP if self._stopped else BallotStep.GO
 
-    def took(self, answer: BallotAnswer | None, now: float, asked: BallotStep = BallotStep.ASK) -> None:
-        """The ballot has answered what it was asked, or has not in time (None). A member never goes back without having
-        asked to be let out: it may have been stopped since it asked last, and *go* be written."""
-        self._gave_up |= asked is BallotStep.GIVE_UP
+    def took(self, answer: BallotAnswer | None, now: float, step: BallotStep = BallotStep.ASK) -> None:
+        """Takes the ballot's answer to `step`; None: none came in time.
+
+        A member never goes back without having asked to be let out: *go* may have been written since it last asked.
+        """
+        self._gave_up |= step is BallotStep.GIVE_UP
         if answer is None:
             return
         self._heard = now
@@ -323,9 +317,9 @@ class Participant:
         if self._word is Word.UNDECIDED:
             self._word, self.why = answer.word, answer.why
         if self.until is None and answer.clock is not None:
-            left = max(0.0, self._patience_ends - now)
-            self.until = answer.clock + left
-            self._waits_until = now + left * DRIFT
+            remaining = max(0.0, self._patience_ends - now)
+            self.until = answer.clock + remaining
+            self._waits_until = now + remaining * DRIFT
         if answer.aborted and self.went:
             self._stop(answer.why)
 

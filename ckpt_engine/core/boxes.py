@@ -44,7 +44,7 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None if that is no element."""
+    """What two boxes of one tensor have in common; None if they share no element."""
     if a == b:
         return a if a.volume else None
     start = tuple(map(max, a.start, b.start))
@@ -53,7 +53,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(a: Box, b: Box) -> bool:
-    """Whether ``b`` lies within ``a``, axis by axis (a ``b`` without elements too)."""
+    """Whether ``b`` lies within ``a``, axis by axis, even if ``b`` has no elements."""
     return all(map(le, a.start, b.start)) and all(map(le, b.stop, a.stop))
 
 
@@ -101,18 +101,18 @@ def remove(box: Box, cover: Box) -> list[Box]:
 
 def remainder(boxes: Iterable[Box], covers: Iterable[Box]) -> list[Box]:
     """The parts of disjoint ``boxes`` that none of ``covers`` covers, disjoint."""
-    left = [box for box in boxes if box.volume]
+    remaining = [box for box in boxes if box.volume]
     for cover in covers:
-        if not left:
+        if not remaining:
             break
-        left = [part for each in left for part in remove(each, cover)]
-    return left
+        remaining = [part for each in remaining for part in remove(each, cover)]
+    return remaining
 
 
 def uncovered(whole: Box, boxes: Iterable[Box]) -> Box | None:
     """A part of ``whole`` that none of ``boxes`` covers; None if they cover it."""
-    left = remainder([whole], boxes)
-    return left[0] if left else None
+    remaining = remainder([whole], boxes)
+    return remaining[0] if remaining else None
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
@@ -139,20 +139,20 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def refine(boxes: Iterable[Box]) -> list[Box]:
-    """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some.
+    """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some of them.
 
-    Boxes that are equal or disjoint come back as they are, each once. Boxes without elements are left out.
+    Equal or disjoint boxes are returned as they are, each once. Boxes without elements are left out.
     """
     found: list[Box] = []
     for box in sorted(set(boxes)):
         rest = [box] if box.volume else []
         parts: list[Box] = []
-        for known in found:
-            common = intersect(known, box)
+        for other in found:
+            common = intersect(other, box)
             if common is None:
-                parts.append(known)
+                parts.append(other)
                 continue
-            parts += [common, *remove(known, common)]
+            parts += [common, *remove(other, common)]
             rest = remainder(rest, [common])
         found = parts + rest
     return sorted(found)

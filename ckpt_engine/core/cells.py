@@ -2,12 +2,12 @@
 
 Each part of a tensor (core/publication.py) is cut where a worker's need begins or ends, so that every need is a union
 of whole cells and its digest the sum of theirs; and into rows, where it would be larger than what travels between hosts
-at a time, since only a whole cell can be compared with what was sealed. All who hold a part have the same cells. What a
-source digests, its atoms, are the cells of its shards, all of them: also those that nobody reads, because the root is
-over everything.
+at a time, since only a whole cell can be compared with what was sealed. All holders of a part have the same cells. A
+source digests its *atoms*: all cells of its shards, also those that no worker reads, because the root is over
+everything.
 
-Cells are numbered through all tensors, and who has what is kept in index arrays, so that the sums of an update cost
-milliseconds.
+Cells are numbered through all tensors. Index arrays say which cells belong to which source and need, so that the sums
+of an update cost milliseconds.
 """
 
 from __future__ import annotations
@@ -26,33 +26,29 @@ from ckpt_engine.core.publication import Publication
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms
 
 Indices = npt.NDArray[np.int64]
-Wanted = Sequence[tuple[int, Box]]
-"""A worker's needs, in their order: tensor and box."""
+NeededBoxes = Sequence[tuple[int, Box]]
+"""What a worker needs, in the order of its needs: (tensor, box)."""
 
 
 @dataclass(frozen=True, eq=False)
 class NeedMap:
-    """Which cells each need consists of: pairs (needs[i], cells[i]), sorted by need. count: number of needs."""
+    """Which cells each need consists of: pairs (needs[i], cells[i]), sorted by need."""
 
-    count: int
+    count: int  # of needs
     needs: Indices
     cells: Indices
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another.
-
-    first: the number of each tensor's first cell. tilings: of each tensor. tensor: of each cell.
-    atoms: what each source digests. of_atom: their cells.
-    """
+    """One way to cut a publication. Compare by identity: digests of one cutting mean nothing in another."""
 
     publication: Publication
-    first: Sequence[int]
-    tilings: Sequence[Tiling]
-    tensor: Indices
-    atoms: Mapping[int, Atoms]
-    of_atom: Mapping[int, Indices]
+    first: Sequence[int]  # the number of each tensor's first cell
+    tilings: Sequence[Tiling]  # of each tensor
+    tensor: Indices  # of each cell
+    atoms: Mapping[int, Atoms]  # what each source digests
+    of_atom: Mapping[int, Indices]  # by source: the cell of each atom
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -62,11 +58,11 @@ class Cells:
         tensor = int(self.tensor[cell])
         return self.tilings[tensor].boxes[cell - self.first[tensor]]
 
-    def map(self, wanted: Wanted) -> NeedMap | None:
+    def map(self, needed: NeededBoxes) -> NeedMap | None:
         """The cells of all needs; None if these cells are not cut finely enough."""
         counts: list[int] = []
         cells: list[int] = []
-        for tensor, box in wanted:
+        for tensor, box in needed:
             found = self.tilings[tensor].cells(box, self.publication.partitions[tensor])
             if found is None:
                 return None
@@ -77,27 +73,29 @@ class Cells:
         return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, needed: Iterable[Wanted], most_bytes: int = 0) -> Cells:
-    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: any number."""
+def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int = 0) -> Cells:
+    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: no limit."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
-    for wanted in needed:
-        for tensor, box in wanted:
+    for boxes_of_worker in needed:
+        for tensor, box in boxes_of_worker:
             boxes[tensor].add(box)
     most = [most_bytes // itemsize(spec.dtype) for spec in publication.manifest.tensors]
     tilings = [
-        partition.tiling(frozenset(needed), volume)
-        for partition, needed, volume in zip(publication.partitions, boxes, most, strict=True)
+        partition.tiling(frozenset(cuts), volume)
+        for partition, cuts, volume in zip(publication.partitions, boxes, most, strict=True)
     ]
     counts = [len(tiling.boxes) for tiling in tilings]
     first = [0, *accumulate(counts)]
-    held: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {source: [] for source in range(len(publication.tables))}
+    shards_by_source: dict[int, list[tuple[int, int, tuple[Box, ...]]]] = {
+        source: [] for source in range(len(publication.tables))
+    }
     for tensor, (parts, tiling) in enumerate(zip(publication.parts, tilings, strict=True)):
         for part, begin, cells in zip(parts, tiling.first, tiling.parts, strict=False):
             for source, shard, _ in part.holders:
-                held[source].append((shard, first[tensor] + begin, cells))
+                shards_by_source[source].append((shard, first[tensor] + begin, cells))
     atoms: dict[int, Atoms] = {}
     of_atom: dict[int, Indices] = {}
-    for source, shards in held.items():
+    for source, shards in shards_by_source.items():
         shards.sort(key=lambda entry: entry[0])
         numbers = [cell for _, begin, cells in shards for cell in range(begin, begin + len(cells))]
         of_atom[source] = np.array(numbers, dtype=np.int64)

@@ -1,26 +1,26 @@
-"""How large chunks are, which travel between hosts, and the cells that they are made of. Pure."""
+"""How large the chunks are that travel between hosts, and the cells that they are made of. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LEAST_BYTES = 4 << 20
-"""Of a chunk, where the same hosts want so much: less makes a tenth of the rate."""
+"""Of a chunk, where the same hosts want that much: smaller ones reach a tenth of the rate."""
 
 MOST_BYTES = 64 << 20
-"""Of a chunk: it is verified before it is passed on, so it should not take long."""
+"""Of a chunk: it is verified before it is passed on, which should not take long."""
 
 _CHUNKS = 1024  # of a model: a chunk takes five hops, and eight children wait for it at each; so these cost 4 %
 
 
 def chunk_bytes(model: int) -> int:
-    """How large chunks should be. model: bytes that travel. A chunk has at least so much, and less than twice it."""
+    """The least bytes of a chunk; a chunk has less than twice as many. model: bytes that travel."""
     return max(LEAST_BYTES, min(MOST_BYTES // 2, model // _CHUNKS))
 
 
-def joined(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """Runs of pieces, [first, last), of `least` bytes and less than twice as many where no piece is above `least`. What
-    is left over and small is joined to the last."""
+def join_pieces(sizes: Sequence[int], least: int) -> list[tuple[int, int]]:
+    """Joins pieces to runs, [first, stop), of at least `least` bytes, and of less than twice as many where no piece is
+    above `least`. A small rest is joined to the last run."""
     found: list[tuple[int, int]] = []
     start = total = 0
     for at, size in enumerate(sizes):

@@ -1,12 +1,12 @@
 """The schedule of a collective: in which round each member sends and receives which bucket. Pure.
 
 Every member computes, or is given, the same schedule: it is a function of the wants alone. In a round a member sends
-at most one bucket and receives at most one, both at once (one group), so that links which carry both directions are
-used in both. Members take their rounds in the same order and pair up in them, which is why nobody waits in a circle. A
-bucket passes its chain hop by hop, each in a later round than the one before, while the next buckets follow.
+at most one bucket and receives at most one, both at once (one group), so that links are used in both directions.
+Members take their rounds in the same order and pair up in them, so they cannot deadlock. A bucket passes its chain hop
+by hop, each in a later round than the one before, while the next buckets follow.
 
-Where bytes rest meanwhile is decided here too: each member has a few slots of one bucket each, and a bucket is sent to
-nobody who has no slot free. So a collective's memory is known before it begins.
+The schedule also decides where bytes rest meanwhile: each member has a few slots of one bucket each, and a bucket is
+sent only to a member with a free slot. So a collective's memory is known before it begins.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMember:
-    """One process of a collective. name: as messages name it ("rank 0", "worker 1 of replica a"). host: processes of
-    one host are near each other. gpu: the UUID of the GPU that its buffers are on; empty: a CPU."""
+    """One process of a collective."""
 
-    name: str
-    host: str
+    name: str  # as messages name it: "rank 0", "worker 1 of replica a"
+    host: str  # members of one host are near each other
     is_source: bool
-    gpu: bytes = b""
+    gpu: bytes = b""  # the UUID of the GPU that its buffers are on; empty: a CPU
 
 
 class Exchange(NamedTuple):
-    """One bucket, to or from one peer. peer: a member, by number. bucket: its number. slot: where it lies here."""
+    """One bucket, sent to or received from one peer."""
 
-    peer: int
-    bucket: int
-    slot: int
+    peer: int  # a member, by number
+    bucket: int  # its number
+    slot: int  # of this member, where the bucket lies
     bytes: int
 
 
 class ExchangeStep(NamedTuple):
-    """What a member does in one round, both at once."""
+    """What a member does in one round: it sends and receives at once."""
 
     round: int
     send: Exchange | None
@@ -53,20 +52,16 @@ class ExchangeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who sends which bucket to whom in which round, and the memory that this takes.
+    """Which member sends which bucket to which other in which round, and the memory that this takes."""
 
-    members: of the communicator, in the order of their ranks in it. steps: of each member, by round. slots: how many
-    each member uses. slot_bytes: of one slot.
-    """
-
-    members: tuple[CollectiveMember, ...]
+    members: tuple[CollectiveMember, ...]  # of the communicator, in the order of their ranks in it
     buckets: tuple[Bucket, ...]
-    steps: tuple[tuple[ExchangeStep, ...], ...]
-    slots: tuple[int, ...]
-    slot_bytes: int
+    steps: tuple[tuple[ExchangeStep, ...], ...]  # of each member, by round
+    slots: tuple[int, ...]  # how many each member uses
+    slot_bytes: int  # of one slot
 
     def memory(self, member: int) -> int:
-        """Bytes of buffers that a member takes for as long as it is ready."""
+        """Bytes of buffers that a member holds for as long as it is ready."""
         return self.slots[member] * self.slot_bytes
 
     def sent(self, member: int) -> int:
@@ -79,8 +74,8 @@ class Schedule:
 
 
 def arrange(members: Iterable[CollectiveMember]) -> tuple[CollectiveMember, ...]:
-    """Members in the order of their ranks: sources first, then workers, those of one host next to each other and those
-    of sources' hosts first. Chains follow this order, so a bucket enters each host once.
+    """Sorts members by their ranks: sources first, then workers. Workers of one host are next to each other, and those
+    on sources' hosts come first. Chains follow this order, so a bucket enters each host once.
 
     Raises INVALID_ARGUMENT if two have one name or one GPU: a communicator takes each GPU once.
     """
@@ -109,16 +104,16 @@ def make_schedule(
     bucket_bytes: int = BUCKET_BYTES,
     slots: int = SLOTS,
 ) -> Schedule:
-    """The schedule that brings every want to its worker. members: as `arrange` gives them.
+    """Makes the schedule that brings every want to its worker. members: as `arrange` returns them.
 
     widths: bytes of an element of each tensor, in the served dtype. slots: of each member, at most; at least 2.
-    Raises INVALID_ARGUMENT for a want of a member that is not there, or whose worker is a source or whose source is
-    none.
+    Raises INVALID_ARGUMENT for a want of a member that does not exist, whose worker is a source or whose source is not
+    one.
     """
     if slots < 2:
         raise invalid(f"{slots} slots are too few: one is packed while another one is sent, so give at least 2")
-    wanted = list(wants)
-    for want in wanted:
+    all_wants = list(wants)
+    for want in all_wants:
         if not (0 <= want.source < len(members) and 0 <= want.worker < len(members)):
             raise invalid(f"member {want.worker} wants something of member {want.source}, but there are {len(members)}")
         if not members[want.source].is_source or members[want.worker].is_source:
@@ -126,7 +121,7 @@ def make_schedule(
                 f"{members[want.worker].name} wants something of {members[want.source].name}: workers want, and "
                 "sources send"
             )
-    streams = cut_buckets(wanted, widths, bucket_bytes)
+    streams = cut_buckets(all_wants, widths, bucket_bytes)
     rounds = _Rounds(len(members), streams, slots)
     rounds.run()
     return Schedule(
@@ -139,7 +134,7 @@ def make_schedule(
 
 
 class _Stream:
-    """The buckets of one chain, by number, as far as its source has not sent them."""
+    """The buckets of one chain that its source has not sent yet, by number."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.waiting = deque(numbers)
@@ -147,12 +142,12 @@ class _Stream:
 
     @property
     def done(self) -> float:
-        """The share that was sent: streams of one source advance alike."""
+        """The share that was sent; streams of one source advance alike."""
         return 1 - len(self.waiting) / self._all
 
 
 class _Rounds:
-    """Fills rounds one by one: whoever passes something on goes first, so that slots become free."""
+    """Fills rounds one by one. Members that pass a bucket on go first, so that slots become free."""
 
     def __init__(self, members: int, streams: Sequence[Sequence[Bucket]], slots: int) -> None:
         self.buckets = [bucket for stream in streams for bucket in stream]
@@ -167,17 +162,17 @@ class _Rounds:
         self._held: list[deque[int]] = [deque() for _ in range(members)]  # buckets that wait to be passed on
         self._place: dict[tuple[int, int], tuple[int, int]] = {}  # (member, bucket): slot, round it came in
         self._free: list[list[int]] = [[0] * slots for _ in range(members)]  # first round in which a slot may be used
-        self._left = sum(len(bucket.chain) - 1 for bucket in self.buckets)
+        self._remaining = sum(len(bucket.chain) - 1 for bucket in self.buckets)
 
     def run(self) -> None:
-        """All rounds, until every bucket is at the end of its chain."""
+        """Makes rounds until every bucket is at the end of its chain."""
         number = idle = 0
-        while self._left:
-            before = self._left
+        while self._remaining:
+            before = self._remaining
             self._round(number)
-            idle = idle + 1 if self._left == before else 0
+            idle = idle + 1 if self._remaining == before else 0
             if idle > 2:
-                raise internal(f"a schedule stopped in round {number} with {self._left} exchanges left")
+                raise internal(f"a schedule stalled in round {number} with {self._remaining} exchanges left")
             number += 1
 
     def _round(self, number: int) -> None:
@@ -201,8 +196,8 @@ class _Rounds:
         return [self._held[sender], *(stream.waiting for stream in streams)]
 
     def _heads(self, sender: int, queue: deque[int], number: int) -> list[int]:
-        """The entries of a queue that may go now: the first one of a stream, and any that was here before this
-        round."""
+        """The entries of a queue that may go now: the first one of a stream; of the held ones, any that came before
+        this round."""
         if queue is not self._held[sender]:
             return [queue[0]]
         return [bucket for bucket in queue if self._place[sender, bucket][1] < number]
@@ -220,26 +215,26 @@ class _Rounds:
     ) -> None:
         receiver, size = self._next(bucket, sender), self.buckets[bucket].bytes
         if (sender, bucket) in self._place:
-            here, came = self._place.pop((sender, bucket))
+            sender_slot, arrival = self._place.pop((sender, bucket))
             # Unpacked in the round after it came, at the earliest.
-            self._free[sender][here] = max(number, came + 1) + 1
+            self._free[sender][sender_slot] = max(number, arrival + 1) + 1
         else:
-            here = self._oldest(sender)  # free: packed in the round before, while the other slot is sent
-            self._free[sender][here] = number + 1
-        there = self._oldest(receiver)
+            sender_slot = self._oldest(sender)  # free: packed in the round before, while the other slot is sent
+            self._free[sender][sender_slot] = number + 1
+        receiver_slot = self._oldest(receiver)
         is_last = self.buckets[bucket].chain[-1] == receiver
-        self._free[receiver][there] = number + 2 if is_last else _NEVER
+        self._free[receiver][receiver_slot] = number + 2 if is_last else _NEVER
         if not is_last:
-            self._place[receiver, bucket] = there, number
+            self._place[receiver, bucket] = receiver_slot, number
             self._held[receiver].append(bucket)
-        self.used[sender].add(here)
-        self.used[receiver].add(there)
-        sends[sender] = Exchange(receiver, bucket, here, size)
-        receives[receiver] = Exchange(sender, bucket, there, size)
-        self._left -= 1
+        self.used[sender].add(sender_slot)
+        self.used[receiver].add(receiver_slot)
+        sends[sender] = Exchange(receiver, bucket, sender_slot, size)
+        receives[receiver] = Exchange(sender, bucket, receiver_slot, size)
+        self._remaining -= 1
 
     def _oldest(self, member: int) -> int:
-        """The slot that has been free for longest."""
+        """The slot that has been free longest."""
         free = self._free[member]
         return free.index(min(free))
 

@@ -1,8 +1,8 @@
-"""Which workers can be members of one collective with the ranks that they read, and in which order all are. Pure.
+"""Which workers can be members of one collective with the ranks that they read, and in which order. Pure.
 
-A communicator is between CPUs (Gloo) or between GPUs (NCCL), never both, and takes each GPU once. So a replica is left
-out, by name, whose workers compute elsewhere than the weights lie, share a GPU with another member, or with whose ranks
-somebody would not find the lead: the first rank, where all meet.
+A communicator is between CPUs (Gloo) or between GPUs (NCCL), never both, and takes each GPU once. All members meet at
+the lead, the first rank. So a replica is left out, by name, if its workers compute on another kind of device than the
+weights lie on, if they share a GPU with another member, or if with its ranks some member could not reach the lead.
 """
 
 from __future__ import annotations
@@ -18,66 +18,61 @@ from ckpt_engine.v1.weights_pb2 import Host, Problem
 
 
 class Rank(NamedTuple):
-    """A source. name: its id. gpus: on which its weights lie; b"": on a CPU; only those that it offers for
-    collectives."""
+    """A source."""
 
-    name: str
+    name: str  # its id
     host: Host
-    gpus: frozenset[bytes]
+    gpus: frozenset[bytes]  # on which the weights lie that it offers for collectives; b"": on a CPU
 
 
 class CollectiveReader(NamedTuple):
-    """A worker. name: as messages name it. reads: the sources that its plan reads, by their ids."""
+    """A worker."""
 
     replica: str
-    name: str
+    name: str  # as messages name it
     host: Host
-    reads: frozenset[str]
+    reads: frozenset[str]  # ids of the sources that its plan reads
 
 
 class CollectiveMembers(NamedTuple):
-    """The members of one collective.
+    """The members of one collective."""
 
-    members: in the order of their ranks in the communicator, the lead first. refused: replicas that take no part,
-    and why.
-    """
-
-    members: tuple[CollectiveMember, ...]
-    refused: Mapping[str, Problem]
+    members: tuple[CollectiveMember, ...]  # in the order of their ranks in the communicator, the lead first
+    refused: Mapping[str, Problem]  # replicas that take no part, and why
 
 
-def together(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
-    """All who can take part, of these, by their replicas' names. A rank that nobody of them reads takes none, and is in
-    nobody's way."""
-    named = {rank.name: rank for rank in ranks}
+def choose_members(ranks: Sequence[Rank], readers: Sequence[CollectiveReader]) -> CollectiveMembers:
+    """Chooses the replicas that can take part, in the order of their names, and the ranks that these read. A rank that
+    no such replica reads is not a member, and excludes none."""
+    rank_by_name = {rank.name: rank for rank in ranks}
     refused: dict[str, Problem] = {}
     members: dict[str, list[CollectiveMember]] = {}
-    read: set[str] = set()  # by those who take part
+    sources_read: set[str] = set()  # by the replicas that take part
     for replica in sorted({reader.replica for reader in readers}):
-        those = [reader for reader in readers if reader.replica == replica]
-        wanted = read.union(*(reader.reads for reader in those))
-        sources = [named[name] for name in sorted(wanted)]
-        taken = [*map(_rank, sources), *(each for some in members.values() for each in some)]
+        own_readers = [reader for reader in readers if reader.replica == replica]
+        needed_sources = sources_read.union(*(reader.reads for reader in own_readers))
+        sources = [rank_by_name[name] for name in sorted(needed_sources)]
+        others = [*map(_rank, sources), *(each for some in members.values() for each in some)]
         try:
-            if not any(reader.reads for reader in those):
+            if not any(reader.reads for reader in own_readers):
                 raise precondition("none of its workers reads anything")
             _check_ranks(sources)
             with_them = [reader for reader in readers if reader.replica in members or reader.replica == replica]
-            lead = named[arrange(map(_rank, sources))[0].name]
+            lead = rank_by_name[arrange(map(_rank, sources))[0].name]
             _check_lead(lead, [*(each for each in sources if each is not lead), *with_them])
-            found = [_member(reader, named[min(reader.reads or wanted)]) for reader in those]
-            arrange([*taken, *found])
+            found = [_member(reader, rank_by_name[min(reader.reads or needed_sources)]) for reader in own_readers]
+            arrange([*others, *found])
         except CkptEngineError as problem:
             refused[replica] = precondition(f"no collective for it: {problem.problem.message}", replica=replica).problem
         else:
             members[replica] = found
-            read = wanted
-    ranks_read = [_rank(named[name]) for name in sorted(read)]
+            sources_read = needed_sources
+    ranks_read = [_rank(rank_by_name[name]) for name in sorted(sources_read)]
     return CollectiveMembers(arrange([*ranks_read, *(each for some in members.values() for each in some)]), refused)
 
 
 def _check_ranks(ranks: Sequence[Rank]) -> None:
-    """Raises FAILED_PRECONDITION unless all have one device, of one kind."""
+    """Raises FAILED_PRECONDITION unless each has one device, and all are of one kind."""
     for rank in ranks:
         if len(rank.gpus) > 1:
             raise precondition(f"{rank.name} publishes weights on {len(rank.gpus)} devices, and is one member with one")
@@ -91,7 +86,7 @@ def _check_ranks(ranks: Sequence[Rank]) -> None:
 
 
 def _check_lead(lead: Rank, others: Sequence[Rank | CollectiveReader]) -> None:
-    """Raises FAILED_PRECONDITION unless all others find the lead, which may be a rank that they do not read."""
+    """Raises FAILED_PRECONDITION unless all others reach the lead, which may be a rank that they do not read."""
     for other in others:
         verdict = by_collective(lead.host, other.host)
         if not verdict.ok:
@@ -103,19 +98,20 @@ def _rank(rank: Rank) -> CollectiveMember:
 
 
 def _member(reader: CollectiveReader, rank: Rank) -> CollectiveMember:
-    """rank: one of those that the weights come from. Raises FAILED_PRECONDITION."""
+    """A worker as a member. rank: one that the weights come from. Raises FAILED_PRECONDITION unless it has one device,
+    of the same kind as the rank's."""
     gpus = [gpu.uuid for gpu in reader.host.gpus]
     if len(gpus) > 1:
         raise precondition(f"{reader.name} uses {len(gpus)} GPUs, and a member of a collective has one")
     if bool(gpus) != (rank.gpus != {b""}):
-        here, there = ("a GPU", "a CPU") if gpus else ("a CPU", "a GPU")
+        reader_device, weights_device = ("a GPU", "a CPU") if gpus else ("a CPU", "a GPU")
         raise precondition(
-            f"{reader.name} computes on {here} (host {name_of(reader.host)}), and the weights of {rank.name} lie on "
-            f"{there}: publish them over another transport, or from where replicas compute"
+            f"{reader.name} computes on {reader_device} (host {name_of(reader.host)}), and the weights of {rank.name} "
+            f"lie on {weights_device}: publish them over another transport, or from where replicas compute"
         )
     return CollectiveMember(reader.name, _place(reader.host), False, gpus[0] if gpus else b"")
 
 
 def _place(host: Host) -> str:
-    """Members of one are near each other."""
+    """The key of a host: members with the same key are near each other."""
     return host.boot_id or name_of(host)

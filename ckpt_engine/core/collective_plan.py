@@ -1,6 +1,7 @@
-"""A collective's plan as it travels: who takes part and who wants what. All members make one schedule of it. Pure.
+"""A collective's plan as it travels: its members and their wants. All members make the same schedule of it. Pure.
 
-A schedule for a large model has many times as many bytes as what it is made of, and is made in less than a second.
+The schedule itself does not travel: for a large model it has many times the bytes of the plan, and is made in less than
+a second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1.weights_pb2 import CollectiveMeeting, CollectivePlan, NcclLocator
 
 KEY_BYTES = 32
-"""Of the key that every member shows at the meeting."""
+"""Of the key that every member presents at the meeting."""
 
 LONGEST_HOST = 255
 UUID_BYTES = 16
@@ -26,7 +27,7 @@ UUID_BYTES = 16
 MOST_BUCKET_BYTES = 1 << 30
 MOST_SLOTS = 64
 MOST_BUCKETS = 1 << 20
-"""More than anybody wants; a plan that asks for more than this is refused."""
+"""Far more than any plan needs; a plan with more is refused."""
 
 
 def collective_plan(
@@ -36,13 +37,13 @@ def collective_plan(
     bucket_bytes: int = BUCKET_BYTES,
     slots: int = SLOTS,
 ) -> bytes:
-    """The plan, serialised; the same wants in any order give the same bytes. members: as `arrange` gives them.
+    """Serialises the plan; the same wants in any order give the same bytes. members: as `arrange` returns them.
 
     dtypes: of each tensor of the manifest, as it is served.
     """
-    shared: dict[tuple[int, int, Box], set[int]] = {}
+    workers_by_box: dict[tuple[int, int, Box], set[int]] = {}
     for want in wants:
-        shared.setdefault((want.source, want.tensor, want.box), set()).add(want.worker)
+        workers_by_box.setdefault((want.source, want.tensor, want.box), set()).add(want.worker)
     plan = CollectivePlan(
         members=[
             CollectivePlan.Member(name=each.name, host=each.host, is_source=each.is_source, gpu=each.gpu)
@@ -50,7 +51,7 @@ def collective_plan(
         ],
         wants=[
             CollectivePlan.Want(workers=sorted(workers), source=source, tensor=tensor, start=box.start, stop=box.stop)
-            for (source, tensor, box), workers in sorted(shared.items())
+            for (source, tensor, box), workers in sorted(workers_by_box.items())
         ],
         dtypes=dtypes,
         bucket_bytes=bucket_bytes,
@@ -60,13 +61,13 @@ def collective_plan(
 
 
 def read_locator(locator: bytes) -> NcclLocator:
-    """A NcclLocator. Raises INVALID_ARGUMENT for what is none, or names what is no address and no GPU."""
+    """Parses a NcclLocator. Raises INVALID_ARGUMENT if it is malformed, or its address or GPU cannot be one."""
     try:
         found = NcclLocator.FromString(locator)
     except DecodeError as error:
-        raise invalid(f"where a member of a collective is found cannot be read: {error}") from error
+        raise invalid(f"the locator of a member of a collective cannot be read: {error}") from error
     if not (found.host.isascii() and found.host.isprintable() and 0 < len(found.host) <= LONGEST_HOST):
-        raise invalid(f"a member of a collective is found at {found.host[:LONGEST_HOST]!r}, which is no address")
+        raise invalid(f"a member of a collective is found at {found.host[:LONGEST_HOST]!r}, which is not an address")
     if not 0 < found.port < 1 << 16 or len(found.gpu) not in (0, UUID_BYTES):
         raise invalid(f"a member of a collective has port {found.port} and {len(found.gpu)} bytes of a GPU's UUID")
     return found
@@ -75,14 +76,14 @@ def read_locator(locator: bytes) -> NcclLocator:
 def meeting_of(locator: bytes, key: bytes) -> bytes:
     """Where a collective meets, as its messages carry it. locator: a NcclLocator of its lead. key: KEY_BYTES, random.
 
-    Raises INVALID_ARGUMENT for what is no such locator.
+    Raises INVALID_ARGUMENT for a malformed locator.
     """
     lead = read_locator(locator)
     return canonical(CollectiveMeeting(host=lead.host, port=lead.port, key=key))
 
 
 def read_meeting(data: bytes) -> CollectiveMeeting:
-    """Where a collective meets. Raises INVALID_ARGUMENT, which does not tell the key, for what is none."""
+    """Parses where a collective meets. Raises INVALID_ARGUMENT if it is malformed; the error never has the key."""
     try:
         found = CollectiveMeeting.FromString(data)
     except DecodeError:
@@ -95,7 +96,7 @@ def read_meeting(data: bytes) -> CollectiveMeeting:
 def read_collective_plan(data: bytes) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule of a plan, and the dtype of each tensor.
 
-    Raises INVALID_ARGUMENT for what is no plan, is inconsistent, or asks for more than anybody would.
+    Raises INVALID_ARGUMENT for a plan that is malformed, inconsistent or too large.
     """
     try:
         plan = CollectivePlan.FromString(data)

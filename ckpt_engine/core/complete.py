@@ -1,8 +1,8 @@
 """Whether the workers of an engine, together, load every tensor of a manifest. Pure.
 
-A worker alone cannot know: under pipeline or expert parallelism it rightly leaves tensors to others. What it leaves, it
-names (`WorkerNeeds.elsewhere`); what all of them leave would stay as it was. Runs in the manager when it plans, before
-any replica is touched.
+A worker alone cannot know: under pipeline or expert parallelism it rightly leaves tensors to others. It names those in
+`WorkerNeeds.elsewhere`; a tensor that all workers leave would keep its old content. Runs in the manager when it plans,
+before any replica is touched.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from ckpt_engine.v1.weights_pb2 import Manifest, WorkerNeeds
 
 
 def check_complete(manifest: Manifest, workers: Sequence[WorkerNeeds], replica: str) -> None:
-    """Checks that the workers of one replica together load every tensor.
+    """Raises INVALID_ARGUMENT, naming the tensors, unless the workers of one replica together load every tensor.
 
     workers: all of `replica`, in any order.
-
-    Raises INVALID_ARGUMENT naming the tensors that each worker leaves to the others.
     """
-    left = {index for needs in workers for index in needs.elsewhere}
-    if not left:
+    unassigned = {index for needs in workers for index in needs.elsewhere}
+    if not unassigned:
         return
-    left.difference_update(need.tensor for needs in workers for need in needs.needs)
-    if left:
+    unassigned.difference_update(need.tensor for needs in workers for need in needs.needs)
+    if unassigned:
         count = len(manifest.tensors)
-        names = [manifest.tensors[index].name if index < count else f"number {index}" for index in sorted(left)]
+        names = [manifest.tensors[index].name if index < count else f"number {index}" for index in sorted(unassigned)]
         more = f" and {len(names) - 16} more" if len(names) > 16 else ""
         raise invalid(
             f"each of the {len(workers)} workers of replica {replica!r} leaves {', '.join(names[:16])}{more} to "

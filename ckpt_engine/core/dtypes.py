@@ -1,8 +1,8 @@
 """The dtypes that weights may have, under the names that travel on the wire.
 
-A name is what torch calls the dtype ("bfloat16"). No torch here: the manager never holds a tensor
-(ckpt_engine/torch_dtypes.py is for those who do). Packed dtypes of less than a byte are not supported: one element of
-theirs has no address.
+A name is what torch calls the dtype ("bfloat16"). This module does not load torch, since the manager never holds a
+tensor; ckpt_engine/torch_dtypes.py maps these names to torch's dtypes. Packed dtypes of less than a byte are not
+supported: one element of theirs has no address.
 """
 
 from __future__ import annotations
@@ -58,27 +58,24 @@ SHORT: Mapping[str, str] = MappingProxyType(
 """What people write instead of a name; only suggested, since two programs might read it differently."""
 
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""What a served dtype applies to. Integers are counts or indices, and 8-bit floats mean nothing without scales."""
+"""Dtypes that weights may be cast to and from. Integers are counts or indices, and 8-bit floats need their scales."""
 
 
 _WIDENS = frozenset({("bfloat16", "float32")})
 
 
 class UnsupportedDtypeError(CkptEngineError):
-    """A dtype that weights cannot have, or that this torch does not know; INVALID_ARGUMENT, naming it. typed: somebody
-    wrote the name, perhaps with a mistake; it is not that of a tensor."""
+    """INVALID_ARGUMENT for a dtype that weights cannot have, or that this torch does not know."""
 
     def __init__(self, name: str, why: str = "is not supported", typed: bool = True) -> None:
-        super().__init__(
-            weights_pb2.Problem(
-                code=weights_pb2.Problem.INVALID_ARGUMENT,
-                message=f"dtype {name!r} {why}; {_meant(name) if typed else ''}weights can be {', '.join(ITEMSIZES)}",
-            )
-        )
+        """typed: a person wrote the name, so a similar one is suggested; False: it is a tensor's own."""
+        hint = _suggestion(name) if typed else ""
+        message = f"dtype {name!r} {why}; {hint}weights can be {', '.join(ITEMSIZES)}"
+        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.INVALID_ARGUMENT, message=message))
         self.name = name
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """A suggestion for a message; empty: none, or the name is right."""
     bare = str(name).lower().removeprefix("torch.")
     near = [SHORT[bare]] if bare in SHORT else get_close_matches(bare[:40], ITEMSIZES, 1)
@@ -94,7 +91,7 @@ def itemsize(name: str) -> int:
 
 
 def widens(have: str, want: str) -> bool:
-    """Whether an element of dtype ``have`` with zero bits appended is the same number in ``want``, whatever its bits: a
-    model may keep ``want`` of what is served as ``have``. A cast of float16 to float32 is exact too, but is no such
-    move of bits: it would have to be undone to be verified, and that loses payloads of NaN."""
+    """Whether every element of dtype ``have``, with zero bits appended, is the same number in ``want``. Then a model
+    may keep ``want`` of what is served as ``have``. A cast of float16 to float32 is exact too, but does not just append
+    bits: to be verified it would have to be undone, and that loses payloads of NaN."""
     return (have, want) in _WIDENS

@@ -1,7 +1,7 @@
-"""What installed packages offer under a group of entry points: which names there are, and whose they are. It loads
-nothing that they name, and does not decide what such a thing must be.
+"""What installed packages offer under a group of entry points: the names, and which of them are ours. It loads nothing
+that they name, and does not decide what such a thing must be.
 
-Our own engines and transports are found in this way too, so that one of another package is no less than they are.
+Our own engines and transports are found in this way too, so those of other packages are their equals.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def points_of(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by their names, in the order of the names. Of two of one name ours stays, else the
-    first; the other one is left out, which is logged, as it is if none is ours. Looked for once for each `sys.path`."""
+    """The entry points of a group by name, sorted. Of two with one name ours is taken, else the first; the other is
+    logged and left out. A group without any of ours is logged too. Looked for once for each `sys.path`."""
     return _points_of(group, tuple(sys.path))
 
 
@@ -32,10 +32,10 @@ def points_of(group: str) -> Mapping[str, EntryPoint]:
 def _points_of(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (not is_ours(point), point.name, point.value)):
-        known = found.setdefault(point.name, point)
-        if known.value != point.value:
+        first = found.setdefault(point.name, point)
+        if first.value != point.value:
             what = "ckpt-engine: %s %s (%s) is left out: %s has that name already"
-            log.error(what, group, point.name, point.value, known.value)
+            log.error(what, group, point.name, point.value, first.value)
     if not any(map(is_ours, found.values())):
         log.error("ckpt-engine: none of its own %s is known: %s", group, REINSTALL)
     return MappingProxyType({name: found[name] for name in sorted(found)})

@@ -1,4 +1,4 @@
-"""Words for the numbers of an enum of the wire."""
+"""Words for the numbers of the wire's enums."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ UNKNOWN = "unknown"
 
 
 def enum_word(kind: EnumTypeWrapper, number: int) -> str:
-    """The lower-case name of a value, without that of its enum; "unknown_99" for one that only a newer version of ours
-    has."""
+    """The lower-case name of a value, without the enum's; "unknown_99" for a value that only a newer release has."""
     return _word(kind, number) if _known(kind, number) else f"{UNKNOWN}_{number}"
 
 
 def enum_label(kind: EnumTypeWrapper, number: int) -> str:
-    """The same for the label of a metric: of a fixed list, with one word for all values that are not known."""
+    """The same for the label of a metric: a fixed list, with one word for all unknown values."""
     return _word(kind, number) if _known(kind, number) else UNKNOWN
 
 
 def _word(kind: EnumTypeWrapper, number: int) -> str:
-    """Value 0 is called after the enum, PAUSE_MODE_UNSPECIFIED, and so are the others; those of an enum within a
-    message are not (`Problem.Code`)."""
+    """The name of a value without the enum's prefix. Value 0 shows the prefix (PAUSE_MODE_UNSPECIFIED); values of an
+    enum within a message have none (`Problem.Code`)."""
     return kind.Name(number).removeprefix(kind.Name(0).removesuffix("UNSPECIFIED")).lower()
 
 

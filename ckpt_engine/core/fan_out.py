@@ -1,10 +1,9 @@
 """Which host reads which chunks from which other host, so that each byte leaves the trainers' hosts about once. Pure.
 
 Chunks that the same hosts want are dealt to at most eight trees over these hosts. A host passes on in one of them and
-is a leaf in the others, so what it sends is about what it receives (SplitStream, SOSP 2003). Each tree has an order
-that is never changed: parents and alternates of a host come before it, so nobody ever waits for himself, whichever of
-them each host reads from. It does not decide when a relay reads; when a host fails, those who read from it go to their
-alternates.
+is a leaf in the others, so it sends about as much as it receives (SplitStream, SOSP 2003). Each tree has an order that
+never changes: the parent and alternates of a host come before it, so no host ever waits for itself, whichever of them
+it reads from. If a host fails, its readers turn to their alternates. This module does not decide when a relay reads.
 """
 
 from __future__ import annotations
@@ -23,50 +22,45 @@ TREES = 8
 """At most, over hosts that want the same chunks."""
 
 FROM_TRAINERS = -1
-"""A parent: the host reads each chunk from the trainers' host that `FanOut.feeders` names."""
+"""As a parent: the host reads each chunk from the trainers' host that `FanOut.feeders` names."""
 
 LEAF_BELOW = 0.55
-"""Of the median rate: who is slower passes nothing on. Above one half, since a host at half the rate does not measure
-as exactly that."""
+"""A host below this share of the median rate passes nothing on. Above one half, since a host at half the rate does not
+measure as exactly that."""
 
 ALTERNATES = 2
 
 _TRIES = 8  # to find an alternate that no sibling has
 
-_FEW_CHILDREN = 4  # of a host that passes on, where a tree could do with fewer: a chain would be too deep
+_FEW_CHILDREN = 4  # of a host that passes on, even where fewer would do: a chain would be too deep
 
-_ENOUGH = 0.95  # the sum of the trees' shares: nobody sends more than 1 / 0.95 of what he receives
+_ENOUGH = 0.95  # the sum of the trees' shares: no host sends more than 1 / 0.95 of what it receives
 
 
 class Chunk(NamedTuple):
-    """What travels at a time. bytes: on the wire. hosts: that want it. holders: trainers' hosts that have it. Both
-    sorted, as numbers in two lists that go with the chunks."""
+    """What travels at a time. Hosts and holders are sorted numbers in two lists that go with the chunks."""
 
-    bytes: int
-    hosts: tuple[int, ...]
-    holders: tuple[int, ...]
+    bytes: int  # on the wire
+    hosts: tuple[int, ...]  # that want it
+    holders: tuple[int, ...]  # trainers' hosts that have it
 
 
 class HostRate(NamedTuple):
-    """A host, and how many bytes a second its network sends, and receives at the same time; None if nobody knows."""
+    """A host and the rate of its network."""
 
     name: str
-    rate: float | None = None
+    rate: float | None = None  # bytes a second that it sends, and receives at the same time; None: unknown
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Who reads from whom. Hosts are numbers in `FanOut.hosts`.
+    """Which host reads from which. Hosts are numbers in `FanOut.hosts`."""
 
-    hosts: in the tree's order. parents, alternates: of each of these hosts, in the same order; each comes earlier in
-    the order, or is FROM_TRAINERS. chunks: in the order in which they are read and passed on. bytes: of all chunks.
-    """
-
-    hosts: tuple[int, ...]
-    parents: tuple[int, ...]
-    alternates: tuple[tuple[int, ...], ...]
-    chunks: tuple[int, ...]
-    bytes: int
+    hosts: tuple[int, ...]  # in the tree's order
+    parents: tuple[int, ...]  # of each host, in the same order: an earlier host, or FROM_TRAINERS
+    alternates: tuple[tuple[int, ...], ...]  # likewise
+    chunks: tuple[int, ...]  # in the order in which they are read and passed on
+    bytes: int  # of all chunks
 
     @cached_property
     def place(self) -> dict[int, int]:
@@ -75,7 +69,7 @@ class Tree:
 
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
-        """Those who read from each host that passes on, those first that most others wait for."""
+        """The readers of each host that passes on; those with the most hosts below them come first."""
         below = dict.fromkeys(self.hosts, 1)
         found: dict[int, list[int]] = {}
         for host, parent in zip(reversed(self.hosts), reversed(self.parents), strict=True):
@@ -89,27 +83,25 @@ class Tree:
 
 
 class TreePlace(NamedTuple):
-    """What a host does in one tree. tree: its number. parent, alternates: names, in the order in which they are to be
-    tried; None: the trainers' hosts. chunks: in the order in which they come."""
+    """What a host does in one tree."""
 
-    tree: int
-    parent: str | None
-    alternates: tuple[str | None, ...]
-    chunks: tuple[int, ...]
+    tree: int  # its number
+    parent: str | None  # a host's name; None: the trainers' hosts
+    alternates: tuple[str | None, ...]  # likewise, in the order in which they are tried
+    chunks: tuple[int, ...]  # in the order in which they come
 
 
 @dataclass(frozen=True)
 class FanOut:
-    """A plan. feeders: of each chunk the trainers' host that it is read from, a number in `trainers`. dead: hosts that
-    take no part any more. leaves: hosts that pass nothing on, because they are slow."""
+    """A plan: which host reads which chunk from which other."""
 
     chunks: tuple[Chunk, ...]
     hosts: tuple[HostRate, ...]
     trainers: tuple[HostRate, ...]
     trees: tuple[Tree, ...]
-    feeders: tuple[int, ...]
-    dead: frozenset[int] = field(default=frozenset())
-    leaves: frozenset[int] = field(default=frozenset())
+    feeders: tuple[int, ...]  # for each chunk, the trainers' host that it is read from: a number in `trainers`
+    dead: frozenset[int] = field(default=frozenset())  # hosts that take no part any more
+    leaves: frozenset[int] = field(default=frozenset())  # hosts that pass nothing on, because they are slow
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -117,7 +109,7 @@ class FanOut:
         return {host.name: number for number, host in enumerate(self.hosts)}
 
     def upstreams(self, name: str) -> tuple[TreePlace, ...]:
-        """What a host reads, tree by tree. That in which it passes on comes first: others wait for it."""
+        """What a host reads, tree by tree. The tree in which it passes on comes first: others wait for it."""
         host = self.number[name]
         found = []
         for number, tree in enumerate(self.trees):
@@ -137,13 +129,13 @@ def plan_fan_out(
     trainers: Sequence[HostRate],
     leaves: frozenset[int] = frozenset(),
 ) -> FanOut:
-    """The plan for chunks whose `hosts` and `holders` are numbers in `hosts` and `trainers`. leaves: hosts that are
-    known to be slow, whatever rates are told; they pass nothing on, unless all that want a chunk are slow.
+    """Makes the plan for chunks whose `hosts` and `holders` are numbers in `hosts` and `trainers`.
 
-    A rate that is unknown counts as the median of those that are told. The same arguments give the same plan.
+    leaves: hosts that are known to be slow, whatever their rates; they pass nothing on, unless all that want a chunk
+    are slow. An unknown rate counts as the median of the known ones. The same arguments give the same plan.
 
-    Raises INVALID_ARGUMENT for two hosts with one name, a rate that is not positive, and a chunk that nobody holds or
-    that is wanted or held by a host that is not there.
+    Raises INVALID_ARGUMENT for two hosts with one name, a rate that is not positive, a chunk without a holder, and a
+    chunk that names a host that does not exist.
     """
     _check(chunks, hosts, trainers)
     rates = relative_rates(hosts)
@@ -169,7 +161,7 @@ def relative_rates(hosts: Sequence[HostRate]) -> list[float]:
 
 
 def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
-    """The hosts that are to pass nothing on. rates: of hosts that are alive."""
+    """The hosts that must pass nothing on. rates: of hosts that are alive."""
     if not rates:
         return frozenset()
     least = LEAF_BELOW * median(rates.values())
@@ -177,36 +169,36 @@ def slow_hosts(rates: dict[int, float]) -> frozenset[int]:
 
 
 def alternates_of(
-    order: Sequence[int], parents: Sequence[int], able: Sequence[bool], kept: Sequence[Sequence[int]] = ()
+    order: Sequence[int], parents: Sequence[int], able: Sequence[bool], former: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
-    """Two others for each host to read from if its parent is lost: earlier in the order, able to pass on, and if it can
-    be not below that parent, who are orphans then themselves. The trainers' hosts where there are no two.
+    """Chooses two alternates for each host, to read from if its parent is lost: earlier in the order, able to pass on,
+    and if possible not below that parent, since those are orphans then too. The trainers' hosts stand in for a lack.
 
-    order: hosts. parents: of each of them. able: of each of them, whether it may pass on. kept: of each of them, those
-    that it has had, which stay if they can.
+    order: hosts. For each of them, parents: its parent; able: whether it may pass on; former: its alternates before,
+    which stay if they can.
     """
     place = {host: at for at, host in enumerate(order)}
     upper = [place.get(parent, FROM_TRAINERS) for parent in parents]
     inner = set(upper) - {FROM_TRAINERS}
-    passing = sorted(inner)
-    deep = sorted(inner - {upper[at] for at in inner}) or passing  # what is slowed down there has few behind it
-    taken: set[tuple[int, int]] = set()  # the orphans of one parent go to different hosts
+    inner_places = sorted(inner)
+    deep = sorted(inner - {upper[at] for at in inner}) or inner_places  # a delay there reaches few others
+    pairs: set[tuple[int, int]] = set()  # the orphans of one parent go to different hosts
     found: list[tuple[int, ...]] = []
     turn = 0
     for at, parent in enumerate(upper):
         if parent == FROM_TRAINERS:
             found.append(())
             continue
-        had = [place.get(each, FROM_TRAINERS) for each in kept[at]] if kept else []
-        chosen = [each for each in had if each not in (FROM_TRAINERS, parent) and able[each]]
-        for pool in (passing if at in inner else deep, range(at)):
+        former_places = [place.get(each, FROM_TRAINERS) for each in former[at]] if former else []
+        chosen = [each for each in former_places if each not in (FROM_TRAINERS, parent) and able[each]]
+        for pool in (inner_places if at in inner else deep, range(at)):
             for _ in range(min(len(pool), _TRIES)):
                 each = pool[turn % len(pool)]
                 turn += 1
-                free = each < at and able[each] and each not in chosen and (parent, each) not in taken
+                free = each < at and able[each] and each not in chosen and (parent, each) not in pairs
                 if len(chosen) < ALTERNATES and free and not _below(each, parent, upper):
                     chosen.append(each)
-                    taken.add((parent, each))
+                    pairs.add((parent, each))
         others = (each for each in range(at - 1, -1, -1) if able[each] and each != parent and each not in chosen)
         chosen += islice(others, ALTERNATES - len(chosen))
         trainers = (FROM_TRAINERS,) if len(chosen) < ALTERNATES else ()
@@ -227,33 +219,33 @@ def _check(chunks: Sequence[Chunk], hosts: Sequence[HostRate], trainers: Sequenc
         names: set[str] = set()
         for name, rate in several:
             if name in names:
-                raise invalid(f"{kind} {name!r} is there twice; each needs a name of its own")
+                raise invalid(f"{kind} {name!r} is listed twice; each needs a name of its own")
             if rate is not None and not 0 < rate < float("inf"):
                 raise invalid(f"{kind} {name!r} has a rate of {rate} bytes/s; leave it out if it is not known")
             names.add(name)
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    checked_keys: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for number, chunk in enumerate(chunks):
         key = chunk.hosts, chunk.holders
-        if key in seen:
+        if key in checked_keys:
             continue
-        seen.add(key)
+        checked_keys.add(key)
         if not chunk.holders:
             raise invalid(f"no trainers' host holds chunk {number}; its version is not sealed as a whole")
-        for kind, wrong, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
-            for each in wrong:
+        for kind, numbers, several in (("host", chunk.hosts, hosts), ("trainers' host", chunk.holders, trainers)):
+            for each in numbers:
                 if not 0 <= each < len(several):
                     raise invalid(f"chunk {number} names {kind} number {each}, and there are {len(several)}")
 
 
 def _interleaved(numbers: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
-    """So that all trainers' hosts send at all times: those of each holder spread over the whole."""
+    """Spreads the chunks of each holder over the whole order, so that all trainers' hosts send at all times."""
     by_holders: dict[tuple[int, ...], list[int]] = {}
     for number in numbers:
         by_holders.setdefault(chunks[number].holders, []).append(number)
     spread = [
-        ((index + 0.5) / len(held), holders, number)
-        for holders, held in by_holders.items()
-        for index, number in enumerate(held)
+        ((index + 0.5) / len(own), holders, number)
+        for holders, own in by_holders.items()
+        for index, number in enumerate(own)
     ]
     return [number for _, _, number in sorted(spread)]
 
@@ -266,21 +258,21 @@ def _forest(
     slow: frozenset[int],
     load: list[float],
 ) -> Iterator[Tree]:
-    """The trees of hosts that want the same chunks. load: what each host sends is added to it."""
+    """Makes the trees of hosts that want the same chunks, and adds to `load` what each host sends."""
     able = [host for host in members if host not in slow] or list(members)
     able.sort(key=lambda host: (load[host], -rates[host], host))
     counts = _inner_counts(len(members), len(able), min(TREES, len(able), len(numbers)))
-    inner = _dealt(able, counts)
+    inner = _deal(able, counts)
     shapes = [_shape(passing, members, shift, rates) for shift, passing in enumerate(inner)]
     weights = [1.0 / (max(kids[host] / rates[host] for host in kids) or 1.0) for _, _, kids in shapes]
-    dealt: list[list[int]] = [[] for _ in shapes]
+    chunks_of_tree: list[list[int]] = [[] for _ in shapes]
     sums = [0] * len(shapes)
     for number in numbers:
         size = chunks[number].bytes
         tree = min(range(len(shapes)), key=lambda each: ((sums[each] + size) / weights[each], each))
-        dealt[tree].append(number)
+        chunks_of_tree[tree].append(number)
         sums[tree] += size
-    for (order, parents, kids), own, total in zip(shapes, dealt, sums, strict=True):
+    for (order, parents, kids), own, total in zip(shapes, chunks_of_tree, sums, strict=True):
         if not own:
             continue
         for host, children in kids.items():
@@ -291,18 +283,18 @@ def _forest(
 
 
 def _inner_counts(members: int, able: int, trees: int) -> list[int]:
-    """How many hosts pass on in each tree, so that the one that sends most sends least.
+    """How many hosts pass on in each tree, so that the busiest host sends as little as possible.
 
     A host with c children sends c times the bytes of its tree, so a tree may have 1/c of all bytes. If these shares add
-    up to one nobody sends more than he receives; of such counts those are taken that leave the fewest children to one.
+    up to one, no host sends more than it receives. Of such counts those with the fewest children a host are taken.
     """
     others = members - 1
     if others <= 0:
         return [1]
     most = max(1, -(-others // min(_FEW_CHILDREN, others)))
-    wanted = {-(-others // children) for children in (*range(max(1, trees // 2), 4 * trees + 1), others)}
+    candidates = {-(-others // children) for children in (*range(max(1, trees // 2), 4 * trees + 1), others)}
     best: tuple[tuple[float, int, float], list[int]] | None = None
-    for first in sorted(wanted):
+    for first in sorted(candidates):
         for many in range(trees + 1):
             rest = trees - many
             second = min(most, (able - many * first) // rest) if rest else 0
@@ -317,8 +309,8 @@ def _inner_counts(members: int, able: int, trees: int) -> list[int]:
     return best[1] if best is not None else [1] * trees
 
 
-def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """The hosts that pass on, by tree; each is in one tree. The first of `able` become roots."""
+def _deal(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Deals the hosts that pass on to the trees, each to one. The first of `able` become roots."""
     inner: list[list[int]] = [[] for _ in counts]
     waiting = iter(able)
     for _ in range(max(counts)):
@@ -331,26 +323,27 @@ def _dealt(able: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
 def _shape(
     passing: Sequence[int], members: Sequence[int], shift: int, rates: Sequence[float]
 ) -> tuple[list[int], list[int], dict[int, int]]:
-    """A tree as flat as it can be: its order, the parent of each, and how many children each has that passes on."""
+    """Makes a tree as flat as possible. Returns its order, the parent of each host, and by host that passes on its
+    number of children."""
     if len(members) == 1:
         return list(passing), [FROM_TRAINERS], {passing[0]: 0}
     kids = _apportioned(len(members) - 1, {host: rates[host] for host in passing})
-    known = set(passing)
-    leaves = [host for host in members if host not in known]
-    turned = shift * len(leaves) // TREES
-    order = [*passing, *leaves[turned:], *leaves[:turned]]
+    inner = set(passing)
+    leaves = [host for host in members if host not in inner]
+    rotation = shift * len(leaves) // TREES
+    order = [*passing, *leaves[rotation:], *leaves[:rotation]]
     parents = [FROM_TRAINERS]
-    upper, taken = 0, 0
+    upper, children = 0, 0
     for _ in order[1:]:
-        while taken == kids[order[upper]]:
-            upper, taken = upper + 1, 0
+        while children == kids[order[upper]]:
+            upper, children = upper + 1, 0
         parents.append(order[upper])
-        taken += 1
+        children += 1
     return order, parents, kids
 
 
 def _apportioned(total: int, rates: dict[int, float]) -> dict[int, int]:
-    """Deals at least as many children as hosts, by the hosts' rates: at least one each."""
+    """Deals children to hosts by the hosts' rates, at least one each. total: at least as many as hosts."""
     kids = dict.fromkeys(rates, 1)
     waiting = [(2 / rate, host) for host, rate in rates.items()]
     heapify(waiting)
@@ -362,7 +355,7 @@ def _apportioned(total: int, rates: dict[int, float]) -> dict[int, int]:
 
 
 def _feeders(trees: Sequence[Tree], chunks: Sequence[Chunk], rates: Sequence[float]) -> tuple[int, ...]:
-    """For each chunk the holder that has least to send. Chunks that nobody wants count as read from the first."""
+    """For each chunk the holder that has least to send; the first holder for a chunk that no host wants."""
     found = [chunk.holders[0] for chunk in chunks]
     busy = [0.0] * len(rates)
     for tree in trees:

@@ -1,5 +1,5 @@
-"""JSON texts that others wrote. It decides that nesting beyond what Python reads is an error like any other of the
-text; what the content must be is its reader's part. Pure."""
+"""Reads JSON from elsewhere. It decides that too deep a nesting is an error like any other in the text. It does not
+decide what the content must be. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOO_LONG = "it has a number of more than 4,300 digits"
 
 
 def load_json(text: str | bytes, **hooks: Any) -> Any:
-    """As json.loads does, with its hooks. Raises ValueError, also for a text that is nested too deeply."""
+    """Parses as json.loads does, with its hooks. Raises ValueError, also for a text that is nested too deeply."""
     try:
         return json.loads(text, **hooks)
     except RecursionError:

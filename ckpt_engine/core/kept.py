@@ -1,7 +1,7 @@
-"""The dtypes in which weights are to be served, from those that models keep: float32 masters for engines of bfloat16.
+"""The dtypes in which weights are served, from those that models keep: float32 masters for engines of bfloat16.
 
-It decides which tensors of a publication are served narrower than they are stored, so that no model has to narrow. It
-does not decide when: that is fixed before a publication is sealed for the first time. Pure.
+It decides which tensors of a publication are served narrower than they are stored, so that no model has to narrow them.
+It does not decide when: that is fixed before a publication is first sealed. Pure.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ckpt_engine.core.dtypes import widens
 _NUMBER = re.compile(r"\d+")
 
 Kept = Mapping[str, str]
-"""By `kind_of` a tensor's name, the dtype that a model keeps of it; only where that is narrower than what is served."""
+"""By `kind_of` a tensor's name, the dtype in which models keep it; only where that is narrower than the served one."""
 
 
 def kind_of(name: str) -> str:
-    """The name with # for each number: of all layers, and of all experts, one."""
+    """The name with # for each number: one for all layers and all experts."""
     return _NUMBER.sub("#", name)
 
 
-def kept_of(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
-    """What a model keeps that could not be loaded; empty if serving that would not do for all of it.
+def kept_dtypes(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """The kept dtypes of tensors that a model could not load; empty if serving these would not fix all of them.
 
-    casts: of each tensor its name, what is served and what the model keeps.
+    casts: of each such tensor its name, the served dtype and the model's.
     """
     found = {}
     for name, have, want in casts:
@@ -35,7 +35,7 @@ def kept_of(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     return found
 
 
-def narrowed(name: str, dtype: str, kept: Kept) -> str:
-    """In which dtype a tensor is served that is stored as ``dtype``: what is kept of its kind, if that is narrower."""
-    narrow = kept.get(kind_of(name), dtype)
+def narrow_dtype(name: str, dtype: str, model_dtypes: Kept) -> str:
+    """The served dtype of a tensor that is stored as ``dtype``: the one that models keep of its kind, if narrower."""
+    narrow = model_dtypes.get(kind_of(name), dtype)
     return narrow if widens(narrow, dtype) else dtype

@@ -1,4 +1,4 @@
-"""What an engine is told to call its tokens by: a weight version in one short string."""
+"""The label that engines put on tokens: a weight version in one short string."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ ROOT_DIGITS = 8
 def version_label(identity: weights_pb2.Identity) -> str:
     """`VERSION:ROOT:LINEAGE`, as in "7:1f9c02ab:run-5": the root's first eight hexadecimal digits, the lineage whole.
 
-    `label.split(":", 2)` takes it apart: only the lineage may have a colon. Numbers alone would be equal across runs.
+    `label.split(":", 2)` parses it: only the lineage may have a colon. Numbers alone would be equal across runs.
     """
     return f"{identity.version}:{identity.root.hex()[:ROOT_DIGITS]}:{identity.lineage}"

@@ -13,7 +13,7 @@ from ckpt_engine.v1.weights_pb2 import Manifest, TensorSpec
 
 
 def blob_digest(data: bytes) -> bytes:
-    """What names a blob: SHA-256, 32 bytes."""
+    """The digest that names a blob: SHA-256, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
@@ -45,7 +45,7 @@ MOST_BYTES = 1 << 62
 """Of a tensor, counting each dimension of size 0 as 1: strides are computed from the others."""
 
 METADATA = "__metadata__"
-"""Under this name a safetensors file has notes instead of a tensor."""
+"""The name under which a safetensors file has notes instead of a tensor."""
 
 
 def check_name(name: str, ranks: Sequence[int] = ()) -> None:
@@ -62,8 +62,8 @@ def check_name(name: str, ranks: Sequence[int] = ()) -> None:
 
 
 def shape_problem(shape: Sequence[int], width: int) -> str:
-    """Why no tensor has this shape; empty: one may have it. width: bytes of an element. Looks at `MOST_AXES` numbers
-    at most, and multiplies none that is too large."""
+    """Why no tensor can have this shape; empty: one can. width: bytes of an element. Safe for any input: it reads at
+    most `MOST_AXES` numbers, and multiplies none that is too large."""
     if len(shape) > MOST_AXES:
         return f"has {len(shape)} dimensions; a tensor has at most {MOST_AXES}"
     size = width
@@ -71,8 +71,8 @@ def shape_problem(shape: Sequence[int], width: int) -> str:
         if extent < 0:
             return f"has shape {list(shape)}; no dimension can be negative"
         if extent > MOST_BYTES or (size := size * max(extent, 1)) > MOST_BYTES:
-            said = ", ".join(str(each) if each <= MOST_BYTES else "..." for each in shape)
-            return f"has shape [{said}], more than any memory holds"
+            dimensions = ", ".join(str(each) if each <= MOST_BYTES else "..." for each in shape)
+            return f"has shape [{dimensions}], more than any memory holds"
     return ""
 
 
@@ -88,13 +88,13 @@ def check_spec(spec: TensorSpec, ranks: Sequence[int] = ()) -> None:
 
 
 DIGEST_FORMAT = 2
-"""Of digests and roots (docs/protocol.md). Another formula has another number, which members say in their hello: what
-was sealed by one formula can only be compared by the same one."""
+"""Of digests and roots (docs/protocol.md). Members send it in their hello, and each formula has a number of its own:
+weights that were sealed by one formula can only be verified by the same one."""
 
 
 def other_format(member: str, its: int) -> str:
-    """Why a process cannot be worked with that tells this digest format; empty: it can. 0: it tells none, as releases
-    of format 1 do."""
+    """Why a process with another digest format cannot be worked with; empty: it has this one. its: its format; 0: it
+    sends none, as releases of format 1 do."""
     if its == DIGEST_FORMAT:
         return ""
     return (

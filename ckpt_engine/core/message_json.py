@@ -1,17 +1,17 @@
 """Messages of the wire as JSON. It decides the one form that the manager's HTTP side, its page and the commands'
-`--json` have; which message is told where is not its affair. Pure.
+`--json` share. It does not decide which message is sent where. Pure.
 
-The form is the protobuf's own (https://protobuf.dev/programming-guides/json), so that a program in any language reads
-and writes it with the message classes that it makes from the .proto, and so that no field is declared a second time:
+The form is protobuf's own (https://protobuf.dev/programming-guides/json). So a program in any language reads and writes
+it with the message classes generated from the .proto, and no field is declared twice:
 
-- Names are as in the .proto (`pause_seconds`), as Python and `grpcurl describe` have them. What is read may have
+- Names are as in the .proto (`pause_seconds`), as Python and `grpcurl describe` have them. Input may have
   `pauseSeconds` as well, which is what grpcurl prints.
-- A 64-bit integer is a string of digits ("41"), since JavaScript and some readers round numbers above 2^53. What is
-  read may be a number as well. 32-bit integers and floats are numbers.
+- A 64-bit integer is a string of digits ("41"), since JavaScript and some readers round numbers above 2^53. Input may
+  have a number as well. 32-bit integers and floats are numbers.
 - Bytes are base64, as in `identity.root`; people and logs have roots in hexadecimal.
 - A value of an enum is its name (`OUTCOME_NEW_SERVING`), or its number if only a newer release has it.
-- A field that has a default value is there (`""`, 0, `false`, `[]`), so a program need not ask for it. A message, or a
-  field marked `optional`, that is not set is left out.
+- A field with its default value is present (`""`, 0, `false`, `[]`), so a program need not check for it. A message, or
+  a field marked `optional`, that is not set is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt_engine.core.problems import invalid
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A message as what json.dumps takes."""
+    """A message as a dict for json.dumps."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
@@ -45,8 +45,7 @@ def as_json_array(messages: Iterable[Message]) -> str:
 
 
 def read_json(text: bytes, message: Message) -> None:
-    """Fills a message from a JSON object. Raises INVALID_ARGUMENT, which names a field that is not known, and those
-    that are."""
+    """Fills a message from a JSON object. Raises INVALID_ARGUMENT, which names an unknown field and the known ones."""
     if not text.lstrip().startswith(b"{"):
         raise invalid(f"the body must be a JSON object, a {message.DESCRIPTOR.name}: {{...}}")
     try:
@@ -55,16 +54,16 @@ def read_json(text: bytes, message: Message) -> None:
         raise invalid(f"the body is not a valid {message.DESCRIPTOR.name}: {_readable(str(error), message)}") from error
 
 
-def _readable(said: str, message: Message) -> str:
-    """json_format's words, with the names as this form has them, and with the values of an enum."""
-    unknown = re.search(r'Message type "([\w.]+)" has no field named "(.*?)" at "(.*?)"', said, re.DOTALL)
+def _readable(error_text: str, message: Message) -> str:
+    """Rewrites an error of json_format with this form's names, and with the values of an enum."""
+    unknown = re.search(r'Message type "([\w.]+)" has no field named "(.*?)" at "(.*?)"', error_text, re.DOTALL)
     if unknown:
         kind, name, _ = unknown.groups()
         fields = descriptor_pool.Default().FindMessageTypeByName(kind).fields
         return f"it has no field {name!r}; {kind.rpartition('.')[2]} has {', '.join(each.name for each in fields)}"
-    value = re.search(r"Invalid enum value (.*?) for enum type ([\w.]+)", said, re.DOTALL)
+    value = re.search(r"Invalid enum value (.*?) for enum type ([\w.]+)", error_text, re.DOTALL)
     if value:
         names = [each.name for each in descriptor_pool.Default().FindEnumTypeByName(value[2]).values]
         return f"{value[1]!r} is none of {', '.join(names)}"
-    said = re.sub(r"invalid literal for int\(\) with base 10: ", "must be a whole number, got ", said)
-    return said.removeprefix("Failed to load JSON: ").replace("\n", " ").rstrip(".")
+    error_text = re.sub(r"invalid literal for int\(\) with base 10: ", "must be a whole number, got ", error_text)
+    return error_text.removeprefix("Failed to load JSON: ").replace("\n", " ").rstrip(".")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ckpt_engine.core.problems import invalid
 
 LINEAGE_BYTES = 120
-"""Of a lineage's name in UTF-8: what a worker's state word has room for (words/state.py)."""
+"""Of a lineage's name in UTF-8; a worker's state word has no more room (words/state.py)."""
 
 MEMBER_BYTES = 255
 """Of the name of a replica or a holder in UTF-8."""
@@ -16,26 +16,26 @@ POOL_BYTES = 63
 """Of a pool's name."""
 
 NAMES_SHOWN = 4
-"""In one sentence; a problem lists more of them beside it."""
+"""In one sentence; the problem itself lists more."""
 
 
 def check_line(what: str, name: str, most: int) -> None:
-    """Raises INVALID_ARGUMENT for a name that is empty, longer than so many bytes, or not fit for a line of a log or a
-    terminal: a stranger chooses it, and an operator reads it. what: "a replica's name"."""
+    """Raises INVALID_ARGUMENT for a name that is empty, longer than `most` bytes, or unfit for a line of a log or a
+    terminal: a stranger chooses it, and an operator reads it. what: such as "a replica's name"."""
     size = len(name.encode())
     if not 1 <= size <= most or not name.isprintable():
         raise invalid(f"{what} has from 1 to {most} bytes, all printable, not {size}: {name[:64]!r}")
 
 
 def printable(text: str) -> str:
-    """A text for a terminal, which would obey control characters in it."""
+    """Escapes a text for a terminal, which would obey control characters."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
 def check_pool(pool: str) -> None:
-    """Raises INVALID_ARGUMENT for what cannot be a pool's name. The empty one is that of the pool without a name."""
+    """Raises INVALID_ARGUMENT unless it is a pool's name. The empty string is the pool without a name."""
     if (
         not isinstance(pool, str)
         or len(pool.encode()) > POOL_BYTES
@@ -45,12 +45,12 @@ def check_pool(pool: str) -> None:
 
 
 def in_pool(pool: str) -> str:
-    """Words for a message: "in pool 'actor'", or "in the pool without a name"."""
+    """The pool for a message: "in pool 'actor'", or "in the pool without a name"."""
     return f"in pool {pool!r}" if pool else "in the pool without a name"
 
 
 def full_name(module: str, name: str) -> str:
-    """A tensor's name in a model: its module's, and its own there. Empty: the model itself is the module."""
+    """A tensor's name in a model: its module's name, then its own. module: empty: the model itself."""
     return f"{module}.{name}" if module else name
 
 

@@ -1,7 +1,7 @@
 """Sources and the ways into their memory: how each is named, and a region as one transport opens it. Pure.
 
-A source is found by its id; the rank of a trainer rank is only how people know it. It decides nothing about which
-offer is taken: the planner does.
+A source is identified by its id; the rank of a trainer rank is for people. Which offer is taken is not decided here,
+but by the planner.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ckpt_engine.v1.weights_pb2 import (
 
 
 class Shut(NamedTuple):
-    """A region that a worker could not open over a transport. locator: SHA-256 of the region's. reason: for people."""
+    """A region that a worker could not open over a transport."""
 
     transport: str
-    locator: bytes
-    reason: str
+    locator: bytes  # SHA-256 of the region's locator
+    reason: str  # for people
 
 
 def unopened(rank: int, region: Region, plan: WorkerPlan, reason: str) -> Unopened:
-    """What a worker tells of a region of its plan that it could not open."""
+    """A worker's message about a region of its plan that it could not open."""
     edges = (edge for edge in plan.sources if any(each.locator == region.locator for each in edge.regions))
     return Unopened(
         worker_rank=rank,
@@ -43,36 +43,38 @@ def unopened(rank: int, region: Region, plan: WorkerPlan, reason: str) -> Unopen
 
 
 def ways_shut(shut: Iterable[Shut], regions: Iterable[Mapping[str, Region]]) -> Mapping[str, str]:
-    """Over which transports a worker does not open one source, with the reason. regions: ways into each of its own."""
-    known = {(each.transport, each.locator): each.reason for each in shut}
+    """The transports over which a worker cannot open a source, each with the reason. regions: of the source, for each
+    the ways into it by transport."""
+    reasons = {(each.transport, each.locator): each.reason for each in shut}
     found: dict[str, str] = {}
-    for ways in regions if known else ():
+    for ways in regions if reasons else ():
         for name, way in ways.items():
-            if why := known.get((name, blob_digest(way.locator))):
+            if why := reasons.get((name, blob_digest(way.locator))):
                 found.setdefault(name, why)
     return found
 
 
-def another_way(plan: WorkerPlan, refused: Region, why: str) -> WorkerPlan | None:
-    """The plan with each edge that has this region opened in its next other way. why: the first cannot be, for the
-    report. None if an edge has no other way, or none has this region."""
+def another_way(plan: WorkerPlan, shut_region: Region, why: str) -> WorkerPlan | None:
+    """The plan with the next way for each edge that has the region. why: what is wrong with the first way, for the
+    report. None if such an edge has no other way, or no edge has the region."""
     found = WorkerPlan()
     found.CopyFrom(plan)
     changed = False
     for edge in found.sources:
-        regions = [] if edge.transport != refused.transport else [region.locator for region in edge.regions]
-        if refused.locator not in regions:
+        regions = [] if edge.transport != shut_region.transport else [region.locator for region in edge.regions]
+        if shut_region.locator not in regions:
             continue
         if not edge.others:
             return None
         way, *others = edge.others
-        taken = PlanSource()
-        taken.CopyFrom(edge)
-        taken.transport, taken.reason = way.transport, f"{way.reason}; it could not open {edge.transport}: {why}"
-        del taken.regions[:], taken.others[:]
-        taken.regions.extend(way.regions)
-        taken.others.extend(others)
-        edge.CopyFrom(taken)
+        changed_edge = PlanSource()
+        changed_edge.CopyFrom(edge)
+        changed_edge.transport = way.transport
+        changed_edge.reason = f"{way.reason}; it could not open {edge.transport}: {why}"
+        del changed_edge.regions[:], changed_edge.others[:]
+        changed_edge.regions.extend(way.regions)
+        changed_edge.others.extend(others)
+        edge.CopyFrom(changed_edge)
         changed = True
     return found if changed else None
 
@@ -83,7 +85,7 @@ def rank_id(rank: int) -> str:
 
 
 def holder_id(kind: str, name: str) -> str:
-    """The id of what a holder offers; no rank has it."""
+    """The id of a holder's source; no rank has the same."""
     return f"{kind} {name}"
 
 
@@ -96,17 +98,17 @@ def labels(tables: Sequence[SourceTable]) -> str:
     """Several sources as messages name them, in the order of their ranks: "ranks [0, 1]", "source relay a"."""
     ranks = ranks_of(tables)
     others = sorted({label(table) for table in tables if not table.HasField("rank")})
-    named = [f"ranks {ranks}"] if len(ranks) > 1 else [f"rank {rank}" for rank in ranks]
-    return ", ".join([*named, *others])
+    rank_names = [f"ranks {ranks}"] if len(ranks) > 1 else [f"rank {rank}" for rank in ranks]
+    return ", ".join([*rank_names, *others])
 
 
 def ranks_of(tables: Iterable[SourceTable]) -> list[int]:
-    """The ranks of those that have one, sorted, each once; for `Problem.ranks`."""
+    """The ranks of the sources that have one, sorted, each once; for `Problem.ranks`."""
     return sorted({table.rank for table in tables if table.HasField("rank")})
 
 
 def region_offered(ways: Sequence[Region]) -> OfferedRegion:
-    """One region of a table, from how each transport offers it. Raises ValueError unless all are of one id and size."""
+    """One region of a table, made of each transport's offer. Raises ValueError unless all have one id and size."""
     first = ways[0]
     if any((way.id, way.size) != (first.id, first.size) for way in ways):
         raise ValueError(f"region {first.id} of {first.size} bytes is offered with another id or size")
@@ -115,7 +117,7 @@ def region_offered(ways: Sequence[Region]) -> OfferedRegion:
 
 
 def by_transport(region: OfferedRegion, source: str = "") -> Mapping[str, Region]:
-    """Each way into a region, as its transport opens it. source: whose it is, as messages name it."""
+    """The ways into a region by transport, as each transport opens it. source: the region's, as messages name it."""
     return {
         offer.transport: Region(
             id=region.id, transport=offer.transport, size=region.size, locator=offer.locator, source=source
@@ -127,7 +129,7 @@ def by_transport(region: OfferedRegion, source: str = "") -> Mapping[str, Region
 def check_regions(table: SourceTable) -> Mapping[int, int]:
     """The size of each region of a table, by its id.
 
-    Raises INVALID_ARGUMENT if two have one id, one is offered over no transport or twice over one.
+    Raises INVALID_ARGUMENT if two have one id, or one is offered over no transport, or twice over the same.
     """
     ranks = ranks_of([table])
     sizes: dict[int, int] = {}
@@ -136,7 +138,7 @@ def check_regions(table: SourceTable) -> Mapping[int, int]:
             raise invalid(f"{label(table)} gives two regions one id ({region.id})", ranks=ranks)
         names = [offer.transport for offer in region.offers]
         if not names or len(set(names)) != len(names):
-            said = f"over {', '.join(names)}: one offer a transport" if names else "over no transport"
-            raise invalid(f"{label(table)} offers region {region.id} {said}", ranks=ranks)
+            fault = f"over {', '.join(names)}: one offer a transport" if names else "over no transport"
+            raise invalid(f"{label(table)} offers region {region.id} {fault}", ranks=ranks)
         sizes[region.id] = region.size
     return sizes

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients read them, for what answers in an inference server's place. Pure.
+"""Errors as OpenAI's clients read them, for a process that answers in place of an inference server. Pure.
 
-The shape is that of OpenAI's API (its guide "Error codes"): an object `error` with `message`, `type`, `param`, `code`;
-its clients raise by the HTTP status and show the message.
+The shape is that of OpenAI's API (its guide "Error codes"): an object `error` with `message`, `type`, `param`, `code`.
+Its clients raise by the HTTP status and show the message.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ _TYPES = {
 
 
 def error_object(status: int, code: str, message: str) -> dict[str, Any]:
-    """What stands under `error`. status: the HTTP status. code: the reason, for programs."""
+    """The content of `error`. status: the HTTP status. code: the reason, for programs."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"message": message, "type": kind, "param": None, "code": code}

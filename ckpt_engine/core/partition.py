@@ -1,7 +1,7 @@
 """How tensors are split into parts, once for all tensors that are split alike. Pure.
 
 A model has tens of thousands of tensors but few shapes, and each rank takes its parts of them by one rule. So geometry
-(what does a box overlap, where must parts be cut) is worked out once a partition and remembered in it.
+(which parts a box overlaps, where parts must be cut) is computed once for each partition, and cached in it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from ckpt_engine.core.boxes import Box, contains, intersect, tile
 
 
 class Hit(NamedTuple):
-    """What a box has in common with part number `part`; never empty.
+    """What a box has in common with one part; never empty."""
 
-    delta: from the part's first element to that of `box`, elements, one entry an axis; empty if it is the same.
-    """
-
-    part: int
+    part: int  # its number
     box: Box
     volume: int
-    delta: tuple[int, ...]
+    delta: tuple[int, ...]  # from the part's first element to that of `box`, elements by axis; empty: the same
 
 
 class Tiling:
-    """The parts of a partition, cut into cells. parts: the cells of each; cells are numbered across all of them."""
+    """The parts of a partition, cut into cells. Cells are numbered across all parts."""
 
     def __init__(self, parts: tuple[tuple[Box, ...], ...]) -> None:
+        """parts: the cells of each part."""
         self.parts = parts
         self.first = (0, *accumulate(map(len, parts)))
         self._cells: dict[Box, tuple[int, ...] | None] = {}
@@ -43,7 +41,7 @@ class Tiling:
         return tuple(chain.from_iterable(self.parts))
 
     def cells(self, box: Box, partition: Partition) -> tuple[int, ...] | None:
-        """The cells that `box` is the union of; None if they are not cut along it."""
+        """The cells whose union is `box`; None if the cells are not cut along it."""
         if box not in self._cells:
             self._cells[box] = self._find(box, partition)
         return self._cells[box]
@@ -60,7 +58,7 @@ class Tiling:
 
 
 class Partition:
-    """Disjoint boxes that tile a tensor, sorted. Two partitions are the same only if they are one object."""
+    """Disjoint boxes that tile a tensor, sorted. Compare by identity."""
 
     _MANY = 8  # parts; from here on they are searched by bisection
 
@@ -77,7 +75,7 @@ class Partition:
         return found
 
     def tiling(self, needed: frozenset[Box], most: int = 0) -> Tiling:
-        """The parts, cut so that each of `needed` is a union of cells. most: elements of a cell; 0: any number."""
+        """The parts, cut so that each of `needed` is a union of cells. most: elements of a cell; 0: no limit."""
         found = self._tilings.get((needed, most))
         if found is None:
             cuts: dict[int, list[Box]] = {}
@@ -103,7 +101,7 @@ class Partition:
 
     @cached_property
     def _rising(self) -> tuple[int, list[int], list[int]] | None:
-        """An axis along which both starts and stops of the parts rise, with them; None if there is none."""
+        """An axis along which both starts and stops of the parts rise, with these; None if there is none."""
         for axis in range(self.boxes[0].rank):
             starts = [box.start[axis] for box in self.boxes]
             if starts[0] != starts[-1]:
@@ -114,7 +112,8 @@ class Partition:
 
 
 def _tiled(box: Box, needed: Sequence[Box], most: int) -> list[Box]:
-    """A part's cells. All of it is cut in the same places, so that who cuts it along these cells cuts no finer."""
+    """The cells of a part. All of it is cut in the same places, so that cutting it along these cells again changes
+    nothing."""
     cells = tile(box, needed)
     if not most or all(cell.volume <= most for cell in cells):
         return cells
@@ -129,5 +128,5 @@ def _tiled(box: Box, needed: Sequence[Box], most: int) -> list[Box]:
                 edge = start + (stop - start) * part // parts
                 slabs.append(Box(box.start, (*box.stop[:axis], edge, *box.stop[axis + 1 :])))
         if length * prod(longest[axis + 1 :]) <= most:
-            break  # it is small enough, and what is inside of a row stays together
+            break  # small enough, and a row is not cut further
     return tile(box, [*needed, *slabs])

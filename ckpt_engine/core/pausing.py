@@ -1,6 +1,6 @@
 """Whether an engine can be paused in the mode that an update asks for. Pure.
 
-Decides from what the adapter declared, before anything is paused. It does not know what a mode does.
+It decides from what the adapter declared, before anything is paused. It does not know what a mode does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from ckpt_engine.v1 import manager_pb2
 
 
 def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2.PauseMode) -> None:
-    """Raises INVALID_ARGUMENT if `engine` says which modes it can be paused in, and `mode` is none of them.
+    """Raises INVALID_ARGUMENT if `engine` declares its pause modes, and `mode` is not one of them.
 
-    PAUSE_MODE_UNSPECIFIED is any engine's default. An engine that declares no modes is not judged.
+    PAUSE_MODE_UNSPECIFIED is any engine's default. An engine that declares no modes is not checked.
     """
     if mode == manager_pb2.PAUSE_MODE_UNSPECIFIED or not engine.pause_modes or mode in engine.pause_modes:
         return
@@ -26,6 +26,6 @@ def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2
 
 
 def mode_name(mode: manager_pb2.PauseMode) -> str:
-    """The mode as users write it: "in_place". A number that this version does not know is named by it."""
-    known = manager_pb2.PauseMode.values()
-    return enum_word(manager_pb2.PauseMode, mode) if mode in known else f"number {mode}"
+    """The mode as users write it: "in_place". An unknown mode is named by its number."""
+    modes = manager_pb2.PauseMode.values()
+    return enum_word(manager_pb2.PauseMode, mode) if mode in modes else f"number {mode}"

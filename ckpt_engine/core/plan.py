@@ -1,7 +1,7 @@
 """The plan compiler: which worker reads which box from where, and what each source digests. Pure.
 
-It intersects what each worker needs with the parts that sources hold, takes one of several replicas for each piece, and
-cuts every shard into atoms that all needs are unions of. It moves nothing and knows no digest (core/sealed.py does).
+It intersects each worker's needs with the parts that sources hold, chooses one holder for each piece, and cuts every
+shard into atoms such that all needs are unions of atoms. It moves nothing and knows no digest (core/sealed.py does).
 Runs in the manager, once for each set of tables and needs; workers with equal needs, host and transports share a plan.
 """
 
@@ -14,7 +14,7 @@ from operator import mul
 import numpy as np
 
 from ckpt_engine.core.boxes import Box, uncovered
-from ckpt_engine.core.cells import Cells, NeedMap, Wanted, cut
+from ckpt_engine.core.cells import Cells, NeededBoxes, NeedMap, cut
 from ckpt_engine.core.chunk_sizes import chunk_bytes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
@@ -40,28 +40,25 @@ Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A worker to plan for. key: the caller's name for it, e.g. (replica, rank). transports: available on its host.
-    collective: it takes part in a collective, and gets all that it needs there; else it reads over no collective.
-    shut: what it could not open, so it is to be read another way."""
+    """A worker to plan for."""
 
-    key: Hashable
+    key: Hashable  # the caller's name for it, such as (replica, rank)
     needs: WorkerNeeds
     host: Host
-    transports: Sequence[str]
-    collective: bool = False
-    shut: tuple[Shut, ...] = ()
+    transports: Sequence[str]  # available on its host
+    collective: bool = False  # it gets all that it needs in a collective; False: it reads over no collective
+    shut: tuple[Shut, ...] = ()  # regions that it could not open, so they are read another way
 
 
 @dataclass(frozen=True)
 class Plans:
-    """What was compiled. workers: by the key of their request. cells: see core/cells.py. distances: of the farthest
-    source that each worker reads."""
+    """Compiled plans. Mappings are by the key of the worker's request."""
 
     publication: Publication
     workers: Mapping[Hashable, WorkerPlan]
     cells: Cells
     maps: Mapping[Hashable, NeedMap]
-    distances: Mapping[Hashable, int]
+    distances: Mapping[Hashable, int]  # of the farthest source that each worker reads
 
     @property
     def atoms(self) -> Mapping[int, Atoms]:
@@ -77,42 +74,42 @@ def compile_plans(
     along: Sequence[Sequence[Box]] = (),
     refused: dict[Hashable, CkptEngineError] | None = None,
 ) -> Plans:
-    """Plans for all workers of an update, and the atoms of every source.
+    """Compiles plans for all workers of an update, and the atoms of every source.
 
-    along: for each tensor, boxes that cells are cut along too (those of a sealed record). refused: takes, by their
-    keys, the workers for which no plan can be made; the others are planned for. None: raises what is wrong with the
-    first one. Without `along`, cells are cut along the needs of refused workers as well: relays of their hosts bring
-    whole cells, and so no more than what is needed there.
+    along: for each tensor, boxes that cells are cut along too (those of a sealed record). refused: is filled with the
+    workers that cannot be planned for, by key, while the others are planned for; None: the first such error is raised.
+    Without `along`, cells are also cut along the needs of refused workers: relays of their hosts bring whole cells, and
+    so no more than what is needed there.
 
     Raises INVALID_ARGUMENT for a need that does not fit the manifest, FAILED_PRECONDITION for needs of another manifest
-    or tables that are not the publication's, and what `choose` raises if no holder of a needed part can be reached.
+    or for tables other than the publication's, and what `choose` raises if no holder of a needed part can be reached.
     """
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
-    wanted: dict[bytes, Wanted] = {}
-    compiled = _compile(publication, workers, choose, refused, wanted)
+    needs_by_digest: dict[bytes, NeededBoxes] = {}
+    compiled = _compile(publication, workers, choose, refused, needs_by_digest)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
-    needed = [each.wanted for each in compiled] if along else wanted.values()
-    # What was sealed in larger cells has no digests of smaller ones.
+    needed = [each.needs for each in compiled] if along else needs_by_digest.values()
+    # A version that was sealed in larger cells has no digests of smaller ones.
     cells = cut(publication, [*needed, boxes], 0 if along else chunk_bytes(publication.bytes))
     return _plans(publication, compiled, cells)
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class _SharedPlan:
     """One plan, and the workers that share it."""
 
     keys: list[Hashable]
-    wanted: Wanted
+    needs: NeededBoxes
     plan: WorkerPlan
     distance: int
 
 
-def _plans(publication: Publication, compiled: list[_Compiled], cells: Cells) -> Plans:
+def _plans(publication: Publication, compiled: list[_SharedPlan], cells: Cells) -> Plans:
     workers: dict[Hashable, WorkerPlan] = {}
     maps: dict[Hashable, NeedMap] = {}
     for each in compiled:
-        found = cells.map(each.wanted)
+        found = cells.map(each.needs)
         if found is None:
             raise internal("the cells of a plan are not cut along its needs")
         for key in each.keys:
@@ -127,14 +124,14 @@ def _compile(
     workers: Sequence[PlanRequest],
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
-    wanted: dict[bytes, Wanted],
-) -> list[_Compiled]:
-    """wanted: gets what all workers need, by the digests of their needs."""
-    compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _Compiled] = {}
+    needs_by_digest: dict[bytes, NeededBoxes],
+) -> list[_SharedPlan]:
+    """Compiles one plan for workers that can share it. needs_by_digest: is filled with the needs of all workers."""
+    compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _SharedPlan] = {}
     keys: set[Hashable] = set()
     for worker in workers:
         if worker.key in keys:
-            raise invalid(f"worker {worker.key} is to be planned for twice")
+            raise invalid(f"worker {worker.key} is in the request twice")
         keys.add(worker.key)
         needs_digest = blob_digest(canonical(worker.needs))
         same = (needs_digest, canonical(worker.host), tuple(worker.transports), worker.collective, worker.shut)
@@ -142,21 +139,21 @@ def _compile(
             compiled[same].keys.append(worker.key)
             continue
         try:
-            if needs_digest not in wanted:
-                wanted[needs_digest] = _wanted(publication, worker)
+            if needs_digest not in needs_by_digest:
+                needs_by_digest[needs_digest] = _checked_needs(publication, worker)
             reader = _PlanReader(publication, worker, choose, spread=len(compiled))
-            plan = reader.plan(wanted[needs_digest], needs_digest)
+            plan = reader.plan(needs_by_digest[needs_digest], needs_digest)
         except CkptEngineError as problem:
             if refused is None:
                 raise
             refused[worker.key] = problem
             continue
-        compiled[same] = _Compiled([worker.key], wanted[needs_digest], plan, reader.distance)
+        compiled[same] = _SharedPlan([worker.key], needs_by_digest[needs_digest], plan, reader.distance)
     return list(compiled.values())
 
 
-def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
-    """What a worker needs, checked."""
+def _checked_needs(publication: Publication, worker: PlanRequest) -> NeededBoxes:
+    """A worker's needs. Raises FAILED_PRECONDITION or INVALID_ARGUMENT unless they fit the manifest."""
     if worker.needs.manifest_digest != publication.manifest_digest:
         raise precondition(
             f"worker {worker.key} prepared for manifest {worker.needs.manifest_digest.hex()[:16]}, but "
@@ -164,8 +161,8 @@ def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
         )
     specs = publication.manifest.tensors
     shapes = [tuple(spec.shape) for spec in specs]
-    known: dict[tuple[Box, tuple[int, ...]], bool] = {}
-    wanted: list[tuple[int, Box]] = []
+    fits_by_box: dict[tuple[Box, tuple[int, ...]], bool] = {}
+    needed: list[tuple[int, Box]] = []
     for index, need in enumerate(worker.needs.needs):
         tensor = need.tensor
         box = Box(tuple(need.start), tuple(need.stop))
@@ -175,9 +172,9 @@ def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
                 "it has to prepare again"
             )
         shape = shapes[tensor]
-        fits = known.get((box, shape))
+        fits = fits_by_box.get((box, shape))
         if fits is None:
-            fits = known[box, shape] = _fits(box, shape)
+            fits = fits_by_box[box, shape] = _fits(box, shape)
         if not fits:
             name = specs[tensor].name
             raise invalid(
@@ -185,8 +182,8 @@ def _wanted(publication: Publication, worker: PlanRequest) -> Wanted:
                 f"shape is {list(shape)}; it has to prepare again",
                 [name],
             )
-        wanted.append((tensor, box))
-    return wanted
+        needed.append((tensor, box))
+    return needed
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
@@ -196,37 +193,37 @@ def _fits(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 class _PlanReader:
-    """Chooses, for one worker, where each piece comes from. distance: of the farthest source that is read."""
+    """Chooses, for one worker, where each piece comes from."""
 
     def __init__(self, publication: Publication, worker: PlanRequest, choose: Choose, spread: int) -> None:
         self._publication = publication
         self._worker = worker
         self._choose = choose
         self._spread = spread
-        self.distance = 0
+        self.distance = 0  # of the farthest source that is read
         self._regions = [
             {region.id: by_transport(region, label(table)) for region in table.regions} for table in publication.tables
         ]
         self._edges: dict[tuple[int, str], Choice | CkptEngineError] = {}
         self._ways: dict[tuple[int, int], Choice | CkptEngineError] = {}  # by source and region
 
-    def plan(self, wanted: Wanted, needs_digest: bytes) -> WorkerPlan:
+    def plan(self, needed: NeededBoxes, needs_digest: bytes) -> WorkerPlan:
         publication = self._publication
         widths = [itemsize(spec.dtype) for spec in publication.manifest.tensors]
         total = 0
         pieces: list[tuple[int, int, Box]] = []  # need, source, box
         places: list[Place] = []
-        for need, (tensor, box) in enumerate(wanted):
+        for need, (tensor, box) in enumerate(needed):
             parts = publication.parts[tensor]
             width = widths[tensor]
             hits = publication.partitions[tensor].hits(box)
             if tensor in publication.incomplete:
                 self._check_held(tensor, box, [hit.box for hit in hits])
             for hit in hits:
-                source, shard, beyond = self._holder(tensor, hit.box, parts[hit.part])
+                source, shard, holder_delta = self._holder(tensor, hit.box, parts[hit.part])
                 place = publication.places[source][shard]
                 step = itemsize(place.stored) if place.stored else width
-                for delta in filter(None, (hit.delta, beyond)):
+                for delta in filter(None, (hit.delta, holder_delta)):
                     offset = place.offset + step * sum(map(mul, delta, place.stride))
                     place = Place(place.region, offset, place.stride, place.stored)
                 total += hit.volume * width
@@ -269,12 +266,12 @@ class _PlanReader:
             stored_dtype=place.stored,
         )
 
-    def _plan_sources(self, used: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
-        """One entry an edge: a source that is read over two transports is two edges. Also where each region is
-        listed."""
+    def _plan_sources(self, regions: Sequence[tuple[int, int]]) -> tuple[list[PlanSource], dict[tuple[int, int], int]]:
+        """Lists the plan's edges, and by (source, region) the edge that has it. A source that is read over two
+        transports is two edges."""
         found: dict[tuple[int, str], PlanSource] = {}
         index: dict[tuple[int, int], int] = {}
-        for source, region in used:
+        for source, region in regions:
             way = self._way(source, region)
             key = source, way.transport
             self.distance = max(self.distance, way.distance)
@@ -292,18 +289,18 @@ class _PlanReader:
         return list(found.values()), index
 
     def _others(self, source: int, transport: str, regions: Sequence[int]) -> list[OtherWay]:
-        """How else the worker can open all of these, nearest first."""
-        offered = [self._regions[source][region] for region in regions]
-        names = [name for name in offered[0] if name != transport and all(name in ways for ways in offered)]
+        """The other ways in which the worker can open all of these regions, nearest first."""
+        offers = [self._regions[source][region] for region in regions]
+        names = [name for name in offers[0] if name != transport and all(name in ways for ways in offers)]
         ways = [way for way in (self._edge(source, name) for name in names) if not isinstance(way, CkptEngineError)]
         return [
-            OtherWay(transport=way.transport, reason=way.reason, regions=[each[way.transport] for each in offered])
+            OtherWay(transport=way.transport, reason=way.reason, regions=[each[way.transport] for each in offers])
             for way in sorted(ways, key=lambda way: way.distance)
             if not is_collective(way.transport)
         ]
 
     def _holder(self, tensor: int, box: Box, part: Part) -> PartHolder:
-        """Near ones first, then another one for each worker."""
+        """Chooses one of the nearest holders, another one for each worker. Raises if none can be reached."""
         distances = [self._distance(holder) for holder in part.holders]
         reached = [distance for distance in distances if distance is not None]
         if not reached:
@@ -316,12 +313,12 @@ class _PlanReader:
         return self._publication.places[holder.source][holder.shard].region
 
     def _distance(self, holder: PartHolder) -> int | None:
-        """None: out of reach."""
+        """How far a holder is; None: out of reach."""
         way = self._look(holder.source, self._region(holder))
         return None if isinstance(way, CkptEngineError) else way.distance
 
     def _way(self, source: int, region: int) -> Choice:
-        """The nearest of the ways into a region that reach the worker; raises why none does."""
+        """The nearest way into a region that reaches the worker. Raises if none does."""
         way = self._look(source, region)
         if isinstance(way, CkptEngineError):
             raise way
@@ -349,7 +346,7 @@ class _PlanReader:
         return self._edges[key]
 
     def _shut(self, source: int) -> Mapping[str, str]:
-        """What the worker could not open, by transport, as a sentence."""
+        """Why the worker could not open a source, by transport, as a sentence."""
         name = label(self._publication.tables[source])
         found = ways_shut(self._worker.shut, self._regions[source].values())
         return {way: f"it could not open {name} over {way}: {why}" for way, why in found.items()}
@@ -364,13 +361,13 @@ class _PlanReader:
         if self._worker.collective and not is_collective(transport):
             raise precondition(f"it takes part in a collective, and {label(table)} offers this over {transport}")
 
-    def _check_held(self, tensor: int, box: Box, held: Sequence[Box]) -> None:
-        """Raises UNAVAILABLE, naming what is not there, unless sources hold all of a box."""
-        missing = uncovered(box, held)
+    def _check_held(self, tensor: int, box: Box, boxes: Sequence[Box]) -> None:
+        """Raises FAILED_PRECONDITION, naming what is missing, unless sources hold all of a box."""
+        missing = uncovered(box, boxes)
         if missing is not None:
             name = self._publication.manifest.tensors[tensor].name
             raise precondition(
-                f"worker {self._worker.key} needs {box} of tensor {name}, and nobody holds {missing} of it any more "
+                f"worker {self._worker.key} needs {box} of tensor {name}, and no source holds {missing} of it any more "
                 f"({labels(self._publication.tables) or 'no source'} was asked); the next update of its trainer "
                 "brings it up",
                 [name],
@@ -388,7 +385,7 @@ class _PlanReader:
 
 
 def _worst(edges: Sequence[Choice | CkptEngineError]) -> CkptEngineError:
-    """Why no way into a region leads there, if there are several: all reasons."""
+    """Why no way leads into a region; with several ways, all their reasons."""
     failures = [edge for edge in edges if isinstance(edge, CkptEngineError)]
     if len(failures) == 1:
         return failures[0]

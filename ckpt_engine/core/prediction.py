@@ -1,10 +1,10 @@
-"""How long the stages of an update take at least: bytes by what carries them, and nothing else. Pure.
+"""How long the stages of an update take at least: the time to carry their bytes. Pure.
 
-Everything that carries bytes is a *lane*: what the network card of a host sends, the memory of a host, one GPU. All
-edges of a stage go on at once, so a stage takes as long as its busiest lane has to do. What no lane explains (compiling
-a plan, calls, an engine's own pause) is a number of seconds that somebody has measured, or nothing.
+Everything that carries bytes is a *lane*: the sending side of a host's network card, the memory of a host, one GPU. All
+edges of a stage run at once, so a stage takes as long as its busiest lane. What no lane explains (compiling a plan,
+calls, an engine's own pause) is a measured number of seconds, or left out.
 
-Rates are ceilings, so a stage is predicted to be as fast as it can be. A file of them, for `Rates.of`, has GB/s (10^9
+Rates are ceilings, so a prediction is the shortest possible time. A file of rates, for `Rates.of`, has GB/s (10^9
 bytes) and seconds:
 
     {"links": {"shared_memory": {"host": 16.0, "gpu": 55.3}, "tcp": {"host": 12.0}},
@@ -35,24 +35,23 @@ STAGES = ("plan", SEAL, FILL, "ready", "quiesce", "transfer", "install", "verify
 """In their order."""
 
 PAUSED = ("quiesce", "transfer", "install", "verify", "resume")
-"""In which a replica produces no token."""
+"""Stages in which a replica produces no token."""
 
 SAME_GPU = "same gpu"
 """In place of "gpu" among the links of a transport, for a source and a reader on one GPU."""
 
 
 class PredictedEdge(NamedTuple):
-    """Bytes that one reader reads from one source. source, reader: names, one for each process. source_host,
-    reader_host: of the hosts, one for each. memory: where the reader puts them. same_gpu: they do not leave the GPU."""
+    """Bytes that one reader reads from one source."""
 
-    source: str
-    reader: str
+    source: str  # a name, one for each process
+    reader: str  # likewise
     transport: str
     bytes: int
-    source_host: str = ""
-    reader_host: str = ""
-    memory: Memory = "host"
-    same_gpu: bool = False
+    source_host: str = ""  # a name, one for each host
+    reader_host: str = ""  # likewise
+    memory: Memory = "host"  # where the reader puts the bytes
+    same_gpu: bool = False  # the bytes do not leave the GPU
 
 
 class ProcessWork(NamedTuple):
@@ -65,53 +64,51 @@ class ProcessWork(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What one stage takes. because: its busiest lane, for people; empty: a number of seconds that was measured."""
+    """The predicted time of one stage."""
 
     seconds: float
-    because: str = ""
+    because: str = ""  # its busiest lane, for people; empty: the seconds were measured
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second. links: by transport, then by where the reader puts them ("host", "gpu", SAME_GPU). copy, digest:
-    by memory; of all processes of a host together, or of one GPU. seconds: of stages, whatever their bytes. verify: the
-    digests of workers, where they do not make what `digest` says."""
+    """Rates in bytes a second, by the memory that the bytes are put into or lie in ("host", "gpu")."""
 
-    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    copy: Mapping[str, float] = field(default_factory=dict)
-    digest: Mapping[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    verify: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by transport, then memory or SAME_GPU
+    copy: Mapping[str, float] = field(default_factory=dict)  # of all processes of a host together, or of one GPU
+    digest: Mapping[str, float] = field(default_factory=dict)  # likewise
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of stages, whatever their bytes
+    verify: Mapping[str, float] = field(default_factory=dict)  # digests of workers, where other than `digest`
 
     @classmethod
-    def of(cls, told: object, beneath: Rates | None = None) -> Rates:
-        """Rates from JSON, as the module says. beneath: where what is not told comes from. Raises INVALID_ARGUMENT,
-        naming what is wrong."""
-        given = _table(told, "rates")
-        _only(given, ("links", "copy", "digest", "verify", "seconds"), "rates")
-        under = beneath or cls()
-        links = {name: dict(each) for name, each in under.links.items()}
-        for name, each in _table(given.get("links", {}), "links").items():
+    def of(cls, value: object, defaults: Rates | None = None) -> Rates:
+        """Reads rates from JSON of the module's form. defaults: for what it does not have; None: nothing. Raises
+        INVALID_ARGUMENT, naming what is wrong."""
+        table = _table(value, "rates")
+        _only(table, ("links", "copy", "digest", "verify", "seconds"), "rates")
+        base = defaults or cls()
+        links = {name: dict(each) for name, each in base.links.items()}
+        for name, each in _table(table.get("links", {}), "links").items():
             links[name] = links.get(name, {}) | _rates(each, f"links, {name}", (*MEMORIES, SAME_GPU))
         return cls(
             links=links,
-            copy={**under.copy, **_rates(given.get("copy", {}), "copy", MEMORIES)},
-            digest={**under.digest, **_rates(given.get("digest", {}), "digest", MEMORIES)},
-            seconds={**under.seconds, **_numbers(given.get("seconds", {}), "seconds", STAGES, zero=True)},
-            verify={**under.verify, **_rates(given.get("verify", {}), "verify", MEMORIES)},
+            copy={**base.copy, **_rates(table.get("copy", {}), "copy", MEMORIES)},
+            digest={**base.digest, **_rates(table.get("digest", {}), "digest", MEMORIES)},
+            seconds={**base.seconds, **_numbers(table.get("seconds", {}), "seconds", STAGES, zero=True)},
+            verify={**base.verify, **_rates(table.get("verify", {}), "verify", MEMORIES)},
         )
 
     def link(self, edge: PredictedEdge) -> float | None:
-        """What carries one edge alone; None: nobody said."""
-        known = self.links.get(edge.transport, {})
-        if edge.same_gpu and SAME_GPU in known:
-            return known[SAME_GPU]
-        return known.get(edge.memory)
+        """The rate of an edge alone; None: unknown."""
+        rates = self.links.get(edge.transport, {})
+        if edge.same_gpu and SAME_GPU in rates:
+            return rates[SAME_GPU]
+        return rates.get(edge.memory)
 
 
 def measured() -> Rates:
-    """Medians of docs/performance.md: two processors of an EPYC for what is on hosts, H200 for GPUs; of links what each
-    transport says. None is of a network card: name the rate of yours."""
+    """The measured rates: for copies and digests the medians of docs/performance.md, of two EPYC processors and an
+    H200; for links each transport's own. None is of a network card: give the rate of yours."""
     return Rates(
         links={name: kind.rates for name, kind in transport_kinds().items() if kind.rates},
         copy={"host": 16.0e9, "gpu": 2099e9},
@@ -120,7 +117,7 @@ def measured() -> Rates:
 
 
 def over_lanes(edges: Iterable[PredictedEdge], rates: Rates) -> Expected | None:
-    """What edges take that all begin at once. None if there is nothing to carry, or a transport without a rate."""
+    """The time of edges that all begin at once; None if there is nothing to carry, or a rate is unknown."""
     lanes: dict[str, float] = {}
     for edge in edges:
         rate = rates.link(edge)
@@ -134,8 +131,8 @@ def over_lanes(edges: Iterable[PredictedEdge], rates: Rates) -> Expected | None:
 
 
 def of_work(work: Iterable[ProcessWork], rates: Mapping[str, float], verb: str) -> Expected | None:
-    """What copies or digests take that all begin at once: those of a host share its processors and its memory. None if
-    there is nothing to do, or no rate. verb: for people."""
+    """The time of copies or digests that all begin at once: those of a host share its processors and its memory. None
+    if there is nothing to do, or a rate is unknown. verb: for people."""
     lanes: dict[str, float] = {}
     for each in work:
         if each.bytes <= 0:
@@ -158,10 +155,10 @@ def predict(
     installs: Sequence[PredictedEdge] = (),
     verified: Sequence[ProcessWork] = (),
 ) -> dict[str, Expected]:
-    """Seconds of each stage that something is known of, in the order of STAGES.
+    """Predicts each stage of which something is known, in the order of STAGES.
 
-    sealed: what sources digest, copied: what they copy before, one after the other. fills: of relays, wave by wave: the
-    next wave begins when the one before has ended. installs: into workers. verified: what workers digest.
+    sealed: what sources digest; copied: what they copy before. fills: the edges of relays, wave by wave: each wave
+    begins when the one before has ended. installs: the edges of workers. verified: what workers digest.
     """
     found: dict[str, Expected | None] = {
         SEAL: _after(of_work(copied, rates.copy, "copies on"), of_work(sealed, rates.digest, "digests on")),
@@ -198,35 +195,35 @@ def _busiest(lanes: Mapping[str, float]) -> Expected | None:
 
 
 def _after(*steps: Expected | None) -> Expected | None:
-    """One after the other; the longest says why."""
-    there = [step for step in steps if step is not None]
-    if not there:
+    """The time of steps one after the other; the longest gives the reason."""
+    parts = [step for step in steps if step is not None]
+    if not parts:
         return None
-    return Expected(sum(step.seconds for step in there), max(there, key=lambda step: step.seconds).because)
+    return Expected(sum(step.seconds for step in parts), max(parts, key=lambda step: step.seconds).because)
 
 
-def _table(told: object, what: str) -> Mapping[str, object]:
-    if not isinstance(told, dict) or not all(isinstance(name, str) for name in told):
-        raise invalid(f"{what}: {told!r} is not a JSON object")
-    return told
+def _table(value: object, what: str) -> Mapping[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise invalid(f"{what}: {value!r} is not a JSON object")
+    return value
 
 
-def _only(given: Mapping[str, object], known: Sequence[str], what: str) -> None:
-    for name in given:
-        if name not in known:
-            raise invalid(f"{what}: {name!r} is none of {', '.join(known)}")
+def _only(table: Mapping[str, object], names: Sequence[str], what: str) -> None:
+    for name in table:
+        if name not in names:
+            raise invalid(f"{what}: {name!r} is none of {', '.join(names)}")
 
 
-def _rates(told: object, what: str, known: Sequence[str]) -> dict[str, float]:
-    """Bytes a second, of GB/s."""
-    return {name: rate * 1e9 for name, rate in _numbers(told, what, known).items()}
+def _rates(value: object, what: str, names: Sequence[str]) -> dict[str, float]:
+    """Reads rates in GB/s as bytes a second."""
+    return {name: rate * 1e9 for name, rate in _numbers(value, what, names).items()}
 
 
-def _numbers(told: object, what: str, known: Sequence[str], zero: bool = False) -> dict[str, float]:
-    given = _table(told, what)
-    _only(given, known, what)
+def _numbers(value: object, what: str, names: Sequence[str], zero: bool = False) -> dict[str, float]:
+    table = _table(value, what)
+    _only(table, names, what)
     found: dict[str, float] = {}
-    for name, number in given.items():
+    for name, number in table.items():
         good = isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number)
         if not good or number < 0 or (number == 0 and not zero):  # type: ignore[operator]
             raise invalid(f"{what}, {name}: {number!r} is not a number {'of seconds' if zero else 'above 0'}")

@@ -1,6 +1,6 @@
-"""Problems: why something was refused or failed, in words for the person who must act. Pure.
+"""Problems: why something was refused or failed, for the person who must act. Pure.
 
-It decides the codes and how a problem travels as an exception. It does not decide what is a problem.
+It decides the codes, and how a problem travels as an exception. It does not decide what is a problem.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Code = weights_pb2.Problem.Code
 
 
 class ErrorCode(StrEnum):
-    """What kind of problem a CkptEngineError is. Statuses of gRPC and HTTP by code: docs/protocol.md, "Errors"."""
+    """The kind of problem of a CkptEngineError. Statuses of gRPC and HTTP by code: docs/protocol.md, "Errors"."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"  # the request can never work
     FAILED_PRECONDITION = "FAILED_PRECONDITION"  # it could work in another state of the system
-    NOT_FOUND = "NOT_FOUND"  # what was named is not there
+    NOT_FOUND = "NOT_FOUND"  # the thing that was named does not exist
     ABORTED = "ABORTED"  # overtaken by another fence, session or call
     UNAVAILABLE = "UNAVAILABLE"  # a member is gone; trying again may work
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # took longer than it may
     INTERNAL = "INTERNAL"  # a fault of ours
     DATA_LOSS = "DATA_LOSS"  # bytes differ from what was sealed
-    UNAUTHENTICATED = "UNAUTHENTICATED"  # it is not known what the caller is
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller did not prove its identity
     PERMISSION_DENIED = "PERMISSION_DENIED"  # the caller is known, and may not do this under this name
 
 
 class Statuses(NamedTuple):
-    """What one code is elsewhere."""
+    """One code in other systems."""
 
     grpc: str  # the name of a status
     http: int
@@ -52,8 +52,8 @@ STATUSES: Mapping[ErrorCode, Statuses] = MappingProxyType(
         ErrorCode.PERMISSION_DENIED: Statuses("PERMISSION_DENIED", 403, 1),
     }
 )
-"""The one table of codes, in gRPC, HTTP and commands; docs/protocol.md, "Errors", shows it. A command's exit status
-tells only that it was refused (2 is for arguments that cannot be, 130 for an interrupt); its JSON has the code."""
+"""Each code in gRPC, HTTP and commands; docs/protocol.md, "Errors", shows this table. A command's exit status says only
+that it was refused (2: invalid arguments, 130: interrupted); its JSON has the code."""
 
 _NAMED_TENSORS = 16
 
@@ -67,24 +67,25 @@ class CkptEngineError(Exception):
 
     @property
     def code(self) -> ErrorCode:
-        """What kind of problem it is. A code that this release does not know is INTERNAL."""
+        """The kind of problem; INTERNAL for a code that this release does not know."""
         return code_of(self.problem)
 
     @property
     def exit_status(self) -> int:
-        """That of a command which ends with it."""
+        """The exit status of a command that ends with it."""
         return STATUSES[self.code].exit
 
     def __str__(self) -> str:
         return f"{self.code}: {self.problem.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For frameworks that raise it again in another process (Ray, multiprocessing): nothing of ours pickles it."""
+        """Pickles it for frameworks that raise it again in another process (Ray, multiprocessing). Our own code never
+        pickles it."""
         return _raised_there, (self.problem.SerializeToString(),)
 
 
 def code_of(problem: weights_pb2.Problem) -> ErrorCode:
-    """The problem's code; INTERNAL for one without, or that this release does not know."""
+    """The problem's code; INTERNAL if it has none, or one that this release does not know."""
     names = {number: name for name, number in weights_pb2.Problem.Code.items()}
     return ErrorCode.__members__.get(names.get(problem.code, ""), ErrorCode.INTERNAL)
 
@@ -101,14 +102,16 @@ def error(
     replica: str = "",
 ) -> CkptEngineError:
     """An error of ``code``; at most 16 tensors are named."""
-    named = [_text(name) for name in list(tensors)[:_NAMED_TENSORS]]
+    tensor_names = [_text(name) for name in list(tensors)[:_NAMED_TENSORS]]
     return CkptEngineError(
-        weights_pb2.Problem(code=code, message=_text(message), tensors=named, ranks=list(ranks), replica=_text(replica))
+        weights_pb2.Problem(
+            code=code, message=_text(message), tensors=tensor_names, ranks=list(ranks), replica=_text(replica)
+        )
     )
 
 
 def _text(words: str) -> str:
-    """What a message can carry: names of files and tensors come from anywhere, and may hold halves of characters."""
+    """Makes a text valid UTF-8: names of files and tensors come from anywhere, and may have lone surrogates."""
     return words if words.isascii() else words.encode(errors="backslashreplace").decode()
 
 
@@ -120,32 +123,32 @@ def invalid(message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = ()
 def precondition(
     message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
 ) -> CkptEngineError:
-    """An error for what could work in another state of the system."""
+    """An error for a request that could work in another state of the system."""
     return error(weights_pb2.Problem.FAILED_PRECONDITION, message, tensors, ranks, replica)
 
 
 def not_found(message: str, replica: str = "") -> CkptEngineError:
-    """An error for what was named and is not there."""
+    """An error for a name of something that does not exist."""
     return error(weights_pb2.Problem.NOT_FOUND, message, replica=replica)
 
 
 def aborted(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """An error for what was overtaken by a newer fence, session or call."""
+    """An error for work that was overtaken by a newer fence, session or call."""
     return error(weights_pb2.Problem.ABORTED, message, (), ranks, replica)
 
 
 def unavailable(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """An error since a member is gone; trying again may work."""
+    """An error for a member that is gone; trying again may work."""
     return error(weights_pb2.Problem.UNAVAILABLE, message, (), ranks, replica)
 
 
 def deadline(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
-    """An error for what took longer than it may."""
+    """An error for work that took longer than it may."""
     return error(weights_pb2.Problem.DEADLINE_EXCEEDED, message, (), ranks, replica)
 
 
 def unauthenticated(message: str) -> CkptEngineError:
-    """An error for a caller that did not prove who it is."""
+    """An error for a caller that did not prove its identity."""
     return error(weights_pb2.Problem.UNAUTHENTICATED, message)
 
 

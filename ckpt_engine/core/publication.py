@@ -1,11 +1,10 @@
 """What sources offer together: their tables, merged. Pure.
 
 The trainer ranks of one publication are accepted only if it is whole (`merge_tables`): they agree on each tensor's
-dtype and shape, their boxes cover it, and two boxes of a tensor are either the same (replicas, of which readers may
-take any) or disjoint. Sources that hold one identity from elsewhere may hold any boxes of it (`join_sources`): they are
-cut into their common refinement, and whether what a worker needs is there is asked when its plan is made. Whether
-holders of one part hold equal bytes is told by digests, at each seal. Runs in the manager, once for each new set of
-tables.
+dtype and shape, their boxes cover it, and two boxes of a tensor are either equal (replicas, of which readers may take
+any) or disjoint. Other sources of one identity may hold any boxes of it (`join_sources`). These are cut into their
+common refinement, and whether they have what a worker needs is checked when its plan is made. Whether holders of one
+part hold equal bytes is checked by digests, at each seal. Runs in the manager, once for each new set of tables.
 """
 
 from __future__ import annotations
@@ -27,53 +26,42 @@ from ckpt_engine.v1.weights_pb2 import Manifest, SourceTable, TensorSpec
 
 
 class PartHolder(NamedTuple):
-    """Who holds a part: indices of a source (in `Publication.tables`) and of a shard of its table.
+    """A shard that holds a part."""
 
-    delta: from the shard's first element to the part's, elements, one entry an axis; empty if it is the same.
-    """
-
-    source: int
-    shard: int
-    delta: tuple[int, ...] = ()
+    source: int  # its index in `Publication.tables`
+    shard: int  # its index in the source's table
+    delta: tuple[int, ...] = ()  # from the shard's first element to the part's, elements by axis; empty: the same
 
 
 class Part(NamedTuple):
-    """A box of a tensor, and who holds it. Of more than one holder any may be read."""
+    """A box of a tensor, and its holders, any of which may be read."""
 
     box: Box
     holders: tuple[PartHolder, ...]
 
 
 class Place(NamedTuple):
-    """Where a shard's elements lie: Region.id, offset of the first (bytes), strides (elements).
+    """Where a shard's elements lie."""
 
-    stored: their dtype there, if it is not the served one.
-    """
-
-    region: int
-    offset: int
-    stride: tuple[int, ...]
-    stored: str = ""
+    region: int  # Region.id
+    offset: int  # of the first element, bytes
+    stride: tuple[int, ...]  # elements
+    stored: str = ""  # their dtype there; empty: the served one
 
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """Everything that sources offer together. Sources are numbered as `tables` lists them.
-
-    parts: for each tensor of the manifest disjoint boxes that cover what is held of it, sorted. partitions: for each
-    tensor these boxes alone; tensors that are split alike have the same one. places: for each source and shard where
-    it lies. incomplete: tensors of which some element is held by nobody; none, after `merge_tables`.
-    """
+    """Everything that sources offer together. Sources are numbered as `tables` lists them."""
 
     manifest: Manifest
     manifest_bytes: bytes
     manifest_digest: bytes
     tables: tuple[SourceTable, ...]
     table_digests: tuple[bytes, ...]
-    parts: tuple[tuple[Part, ...], ...]
-    partitions: tuple[Partition, ...]
-    places: tuple[tuple[Place, ...], ...]
-    incomplete: frozenset[int] = frozenset()
+    parts: tuple[tuple[Part, ...], ...]  # for each tensor: disjoint boxes that cover what is held of it, sorted
+    partitions: tuple[Partition, ...]  # for each tensor: these boxes alone; tensors that are split alike share one
+    places: tuple[tuple[Place, ...], ...]  # for each source: where each shard lies
+    incomplete: frozenset[int] = frozenset()  # tensors with an element that no source holds; none after `merge_tables`
 
     @cached_property
     def bytes(self) -> int:
@@ -82,12 +70,12 @@ class Publication:
 
     @cached_property
     def root_hasher(self) -> RootHasher:
-        """The hasher of the manifest; made once."""
+        """Hashes roots of the manifest; made once."""
         return RootHasher(self.manifest)
 
 
 def merge_tables(tables: Sequence[SourceTable], table_digests: Sequence[bytes] | None = None) -> Publication:
-    """Merges what all ranks of a trainer publish. `table_digests`: of the blobs that the tables came in, if at hand.
+    """Merges what all ranks of a trainer publish. table_digests: of the blobs that the tables came in, if at hand.
 
     Raises INVALID_ARGUMENT, naming tensors, ranks and values, unless every tensor is whole and agreed on, every shard
     lies in its tensor and in its region, and shards of one tensor are equal or disjoint.
@@ -100,18 +88,18 @@ def merge_tables(tables: Sequence[SourceTable], table_digests: Sequence[bytes] |
 def join_sources(
     manifest: Manifest, tables: Sequence[SourceTable], table_digests: Sequence[bytes] | None = None
 ) -> Publication:
-    """Joins sources that hold some boxes of one identity, whose manifest is known; their boxes may overlap, differ and
+    """Joins sources that hold some boxes of one identity with a known manifest. Their boxes may overlap, differ and
     leave elements out.
 
     Raises INVALID_ARGUMENT, naming source, tensor and values, if a source offers a tensor that the manifest does not
-    have, or has otherwise, or a shard does not lie in its tensor and in its region.
+    have, or with another dtype or shape, or if a shard does not lie in its tensor and in its region.
     """
     _check_sources(tables)
-    known = {spec.name: spec for spec in manifest.tensors}
+    spec_by_name = {spec.name: spec for spec in manifest.tensors}
     for table in tables:
         for spec in table.tensors:
-            if known.get(spec.name) != spec:
-                other = known.get(spec.name)
+            if spec_by_name.get(spec.name) != spec:
+                other = spec_by_name.get(spec.name)
                 has = f"{other.dtype} {list(other.shape)}" if other is not None else "no such tensor"
                 raise invalid(
                     f"{label(table)} offers {spec.dtype} {list(spec.shape)} as tensor {spec.name}, and the sealed "
@@ -124,37 +112,37 @@ def join_sources(
 
 
 def _check_sources(tables: Sequence[SourceTable]) -> None:
-    """Raises INVALID_ARGUMENT unless each has an id of its own, and a rank of its own if it has one."""
-    seen: set[object] = set()
+    """Raises INVALID_ARGUMENT unless each source has an id, and no two have the same id or rank."""
+    ids_and_ranks: set[object] = set()
     for table in tables:
         rank = table.rank if table.HasField("rank") else None
         if not table.id:
             raise invalid(f"the source {table.description!r} has no id", ranks=ranks_of([table]))
-        if table.id in seen or rank in seen:
+        if table.id in ids_and_ranks or rank in ids_and_ranks:
             own = "give each its own rank" if rank is not None else "each needs an id of its own"
             raise invalid(f"two sources call themselves {label(table)}; {own}", ranks=ranks_of([table]))
-        seen.add(table.id)
+        ids_and_ranks.add(table.id)
         if rank is not None:
-            seen.add(rank)
+            ids_and_ranks.add(rank)
 
 
 def _agreed(tables: Sequence[SourceTable]) -> dict[str, TensorSpec]:
-    """Every tensor, once, by name."""
+    """Every tensor once, by name. Raises INVALID_ARGUMENT if two ranks disagree on one."""
     specs: dict[str, TensorSpec] = {}
     first: dict[str, SourceTable] = {}
     for table in tables:
         for spec in table.tensors:
             name = spec.name
-            known = specs.get(name)
-            if known is None:
+            first_spec = specs.get(name)
+            if first_spec is None:
                 check_spec(spec, ranks_of([table]))
                 specs[name] = spec
                 first[name] = table
-            elif known != spec and first[name] is not table:
+            elif first_spec != spec and first[name] is not table:
                 raise invalid(
-                    f"ranks disagree on tensor {name}: {label(first[name])} has {known.dtype} {list(known.shape)}, "
-                    f"{label(table)} has {spec.dtype} {list(spec.shape)}; publish the global shape and the served "
-                    "dtype on every rank",
+                    f"ranks disagree on tensor {name}: {label(first[name])} has {first_spec.dtype} "
+                    f"{list(first_spec.shape)}, {label(table)} has {spec.dtype} {list(spec.shape)}; publish the global "
+                    "shape and the served dtype on every rank",
                     [name],
                     ranks_of([first[name], table]),
                 )
@@ -162,7 +150,7 @@ def _agreed(tables: Sequence[SourceTable]) -> dict[str, TensorSpec]:
 
 
 class _Merger:
-    """Puts shards together, tensor by tensor. What was checked once is not checked again for tensors split alike."""
+    """Merges shards, tensor by tensor. Tensors that are split alike are checked once."""
 
     def __init__(self, tables: Sequence[SourceTable], manifest: Manifest) -> None:
         self._tables = tables
@@ -176,11 +164,11 @@ class _Merger:
         self._extents: dict[tuple[tuple[int, ...], ...], tuple[Box, int, int]] = {}
 
     def publication(
-        self, merged: Callable[[int], tuple[tuple[Part, ...], Partition]], table_digests: Sequence[bytes] | None
+        self, merge: Callable[[int], tuple[tuple[Part, ...], Partition]], table_digests: Sequence[bytes] | None
     ) -> Publication:
-        """Everything together. merged: which parts a tensor has, once all tables were looked at."""
+        """Makes the publication. merge: returns a tensor's parts, once all tables were read."""
         places = tuple(self._collect(source) for source in range(len(self._tables)))
-        found = [merged(tensor) for tensor in range(len(self._specs))]
+        found = [merge(tensor) for tensor in range(len(self._specs))]
         manifest_bytes = canonical(self._manifest)
         if table_digests is None:
             table_digests = [blob_digest(canonical(table)) for table in self._tables]
@@ -201,13 +189,14 @@ class _Merger:
         )
 
     def _collect(self, source: int) -> tuple[Place, ...]:
-        """Where the shards of one source lie; raises unless each lies in its tensor and its region."""
+        """Reads where the shards of one source lie. Raises INVALID_ARGUMENT unless each lies in its tensor and its
+        region."""
         table = self._tables[source]
         ranks = ranks_of([table])
         names = [spec.name for spec in table.tensors]
         if len(set(names)) != len(names):
-            twice = sorted(name for name, count in Counter(names).items() if count > 1)[0]
-            raise invalid(f"{label(table)} publishes two tensors called {twice!r}", [twice], ranks)
+            duplicate = sorted(name for name, count in Counter(names).items() if count > 1)[0]
+            raise invalid(f"{label(table)} publishes two tensors called {duplicate!r}", [duplicate], ranks)
         regions = check_regions(table)
         tensors = [self._index[name] for name in names]
         places = []
@@ -222,7 +211,9 @@ class _Merger:
                 raise self._error(table, tensor, f"its encoding {shard.encoding!r} is not known here")
             if shard.HasField("unchanged_since"):
                 since = f"version {shard.unchanged_since.version} of lineage {shard.unchanged_since.lineage!r}"
-                raise self._error(table, tensor, f"shard {index} is unchanged since {since}, which nobody uses yet")
+                raise self._error(
+                    table, tensor, f"shard {index} is unchanged since {since}, which is not supported yet"
+                )
             stride = tuple(shard.stride)
             key = tuple(shard.start), tuple(shard.stop), stride, self._shapes[tensor]
             extent = self._extents.get(key)
@@ -247,7 +238,7 @@ class _Merger:
         return tuple(places)
 
     def parts(self, tensor: int) -> tuple[tuple[Part, ...], Partition]:
-        """Who holds which box of a tensor; raises unless the boxes tile it."""
+        """The boxes of a tensor and their holders. Raises INVALID_ARGUMENT unless the boxes tile it."""
         found = self._found[tensor]
         parts = tuple(Part(box, tuple(found[box])) for box in sorted(found))
         key = self._shapes[tensor], tuple(part.box for part in parts)
@@ -258,7 +249,7 @@ class _Merger:
         return parts, partition
 
     def refined(self, tensor: int) -> tuple[tuple[Part, ...], Partition]:
-        """The common refinement of all that is held of a tensor, and who holds each part of it."""
+        """The common refinement of all boxes of a tensor, and the holders of each part."""
         found = {box: holders for box, holders in self._found[tensor].items() if box.volume}
         boxes = tuple(sorted(found))
         key = self._shapes[tensor], boxes
@@ -283,7 +274,8 @@ class _Merger:
         return parts, partition
 
     def _stored_width(self, table: SourceTable, tensor: int, stored: str) -> int:
-        """Bytes of an element where a shard lies; raises unless readers can cast it to the served dtype."""
+        """Bytes of an element where a shard lies. Raises INVALID_ARGUMENT unless readers can cast it to the served
+        dtype."""
         served = self._specs[tensor].dtype
         if not stored:
             return self._widths[tensor]
@@ -300,7 +292,7 @@ class _Merger:
         stride: tuple[int, ...],
         shape: tuple[int, ...],
     ) -> tuple[Box, int, int]:
-        """The box, and [lowest, end) that its elements reach, in elements from the first."""
+        """The box, and the range [lowest, end) of its elements, counted in elements from the first."""
         inside = len(start) == len(stop) == len(shape) and all(
             0 <= first <= last <= size for first, last, size in zip(start, stop, shape, strict=True)
         )

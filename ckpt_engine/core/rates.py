@@ -1,8 +1,8 @@
-"""How fast a host sends and receives, and who is slow. Pure.
+"""How fast hosts send and receive, and which are slow. Pure.
 
-Only times count in which a host could have sent more: somebody had asked it for something that was there. It is at
-least as fast as the best of what some of its connections carried together, so whoever sends to one slow reader is not
-slow, nor whoever reads one slow parent.
+A host is measured only while it could have sent more: while a reader had asked it for something that it had. It is at
+least as fast as the best of what some of its connections carried together. So a host is not called slow because it
+sends to one slow reader, or reads from one slow parent.
 """
 
 from __future__ import annotations
@@ -15,35 +15,28 @@ from typing import NamedTuple
 from ckpt_engine.core.fan_out import LEAF_BELOW
 
 EVIDENCE_SECONDS = 0.25
-"""How long a host was measured in one filling before it may count as slow: who sent for less held nobody up."""
+"""How long a host must be measured in one filling before it may count as slow: with less it delayed no reader."""
 
 MEASURED = 2
-"""Fillings. The best of them counts, so one that was disturbed makes nobody slow."""
+"""Fillings. The best of them counts, so that a single disturbed one makes no host slow."""
 
 TRIED_AGAIN = 16
-"""Fillings without a measurement until whoever was slow is tried once more: a leaf sends nothing that could be
-measured."""
+"""Fillings without a measurement until a slow host is tried again: a leaf sends nothing that could be measured."""
 
 
 class Flow(NamedTuple):
-    """A stretch of time in which one connection carried bytes.
+    """A stretch of time in which one connection had something to carry."""
 
-    start, stop: seconds of one clock, between which a connection had something to carry. bytes: that it carried.
-    """
-
-    start: float
+    start: float  # seconds of one clock
     stop: float
-    bytes: int
+    bytes: int  # that it carried
 
 
 class Rate(NamedTuple):
-    """How fast something was sent or received.
+    """How fast something was sent or received."""
 
-    per_second: bytes. seconds: in how many that was measured.
-    """
-
-    per_second: float
-    seconds: float
+    per_second: float  # bytes
+    seconds: float  # how long that was measured
 
 
 Turn = tuple[int, int]
@@ -51,15 +44,15 @@ Turn = tuple[int, int]
 
 
 def rate_of(connections: Collection[Sequence[Flow]]) -> Rate | None:
-    """What a host carries over all of them at least: the best of the fastest, the two fastest, and so on; None if there
-    is nothing to go by."""
-    alone = [(rate, flows) for flows in connections if (rate := _rate(flows)) is not None]
-    alone.sort(key=lambda each: -each[0].per_second)
+    """The least that a host can carry over all its connections: the best rate of the fastest one, the two fastest, and
+    so on. None: nothing was carried."""
+    by_rate = [(rate, flows) for flows in connections if (rate := _rate(flows)) is not None]
+    by_rate.sort(key=lambda each: -each[0].per_second)
     best: Rate | None = None
-    together: list[Flow] = []
-    for _, flows in alone:
-        together += flows
-        rate = _rate(together)
+    all_flows: list[Flow] = []
+    for _, flows in by_rate:
+        all_flows += flows
+        rate = _rate(all_flows)
         if rate is not None and (best is None or rate.per_second > best.per_second):
             best = rate
     return best
@@ -76,15 +69,15 @@ def _rate(flows: Sequence[Flow]) -> Rate | None:
 
 @dataclass
 class Measured:
-    """What one relay process said of its last fillings. unsent: how many there were since it was seen to send."""
+    """The rates that one relay process reported of its last fillings."""
 
     sent: dict[Turn, Rate] = field(default_factory=dict)
     received: dict[Turn, Rate] = field(default_factory=dict)
-    unsent: int = 0
+    unsent: int = 0  # fillings since the last one in which it sent
     _last: Turn = (0, 0)
 
     def filled(self, turn: Turn, sent: Rate | None, received: Rate | None) -> None:
-        """A filling has ended. Said again of the same filling, it counts once."""
+        """Takes the rates of a filling that has ended. A repeated report counts once."""
         if turn > self._last:
             self._last = turn
             self.unsent += 1
@@ -97,14 +90,14 @@ class Measured:
             _keep(self.received, MEASURED)
 
     def passed_on(self, turn: Turn, sent: Rate) -> None:
-        """What it has sent of a filling, all that is known by now."""
+        """Takes the rate at which it has sent in a filling so far."""
         self.sent[turn] = sent
         _keep(self.sent, MEASURED)
         self.unsent = 0
 
 
 def slow(measured: Mapping[str, Measured]) -> dict[str, str]:
-    """Hosts that are to pass nothing on: by name why, to go on after the name."""
+    """The hosts that must pass nothing on, by name, each with the reason as a predicate of the name."""
     found: dict[str, str] = {}
     sent = {name: list(each.sent.values()) for name, each in measured.items()}
     received = {name: list(each.received.values()) for name, each in measured.items()}
@@ -112,8 +105,8 @@ def slow(measured: Mapping[str, Measured]) -> dict[str, str]:
         best = {name: max(rate.per_second for rate in each) for name, each in rates.items() if each}
         usual = median(best.values()) if best else 0.0
         for name, rate in best.items():
-            known = len(rates[name]) == MEASURED and all(each.seconds >= EVIDENCE_SECONDS for each in rates[name])
-            if known and rate < LEAF_BELOW * usual:
+            is_measured = len(rates[name]) == MEASURED and all(each.seconds >= EVIDENCE_SECONDS for each in rates[name])
+            if is_measured and rate < LEAF_BELOW * usual:
                 found.setdefault(
                     name,
                     f"{what} {_mega(rate)} at most in each of the last {MEASURED} fillings in which that was measured, "

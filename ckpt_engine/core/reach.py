@@ -1,7 +1,7 @@
-"""Whether memory of one process can be reached from another: from what both know of where they run. Pure.
+"""Whether memory of one process can be reached from another, judged by what both know of where they run. Pure.
 
-One rule for each kind of reach; a transport says which is its own (transports.py). Nothing is tried out here, that is
-the doctor's and the transport's own job.
+There is one rule for each kind of reach; a transport names its own (transports.py). Nothing is tried out here: that is
+the job of the doctor and of the transport.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Reach(NamedTuple):
     ok: bool
     reason: str
     distance: int = 0
-    relays: tuple[Host, ...] = ()  # hosts that each need a relay for it, by way of which it reaches
+    relays: tuple[Host, ...] = ()  # hosts that each need a relay, so that weights can be read by way of these
 
 
 class Distance(IntEnum):
@@ -43,12 +43,12 @@ Rule = Callable[[Host, Host], Reach]
 
 
 def same_host(a: Host, b: Host) -> bool:
-    """Whether two processes run on one machine. A fact that is not known never counts as shared."""
+    """Whether two processes run on one machine. An unknown fact never counts as shared."""
     return bool(a.boot_id) and a.boot_id == b.boot_id
 
 
 def by_process(source: Host, worker: Host) -> Reach:
-    """Memory that a process of the same host, in the same namespace of process ids, can open."""
+    """Judges memory that a process of the same host, in the same PID namespace, can open."""
     if not same_host(source, worker):
         return Reach(
             False,
@@ -72,7 +72,7 @@ def by_process(source: Host, worker: Host) -> Reach:
 
 
 def by_directory(source: Host, worker: Host) -> Reach:
-    """Memory that a process of the same host hands out over a socket in a directory that both see."""
+    """Judges memory that a process of the same host hands out over a socket in a directory that both see."""
     where = name_of(source)
     if not same_host(source, worker):
         return Reach(
@@ -91,8 +91,8 @@ def by_directory(source: Host, worker: Host) -> Reach:
 
 
 def by_file(source: Host, worker: Host) -> Reach:
-    """Files that every process of the host can open, and those of other hosts that have the same directory. Whether
-    they do shows when the files are opened, before anything is paused."""
+    """Judges files that every process of the host can open, and processes of other hosts that share the directory.
+    Whether they share it shows when the files are opened, before anything is paused."""
     if not same_host(source, worker):
         return Reach(
             True,
@@ -106,7 +106,7 @@ def by_file(source: Host, worker: Host) -> Reach:
 
 
 def by_gpu(source: Host, worker: Host) -> Reach:
-    """Memory of a GPU, for processes of the same host whose GPUs reach it."""
+    """Judges memory of a GPU, for processes of the same host with GPUs that reach it."""
     where = name_of(source)
     if not same_host(source, worker):
         return Reach(
@@ -137,12 +137,12 @@ def by_gpu(source: Host, worker: Host) -> Reach:
 
 
 def by_network(source: Host, worker: Host) -> Reach:
-    """Memory that a relay sends over a network, to whoever reaches the address that it told."""
+    """Judges memory that a relay sends over a network, to readers that reach its address."""
     where = name_of(source)
     if not source.address:
         return Reach(
             False,
-            f"host {where} told no address at which others reach it; start its relay with --listen HOST:PORT and "
+            f"host {where} gave no address at which others reach it; start its relay with --listen HOST:PORT and "
             "--advertise",
         )
     if is_loopback(source.address) and not (
@@ -162,14 +162,14 @@ def by_network(source: Host, worker: Host) -> Reach:
 
 
 def by_collective(source: Host, worker: Host) -> Reach:
-    """Memory that its owner sends to all who take part: they find each other where one of the owners listens."""
+    """Judges memory that its owner sends to all members of a collective; they meet where one of the owners listens."""
     where = name_of(source)
     near = same_host(source, worker) and source.network_namespace == worker.network_namespace
     if not (near and source.network_namespace) and (not source.address or is_loopback(source.address)):
         at = f"at {source.address} only" if source.address else "at no address of its network"
         return Reach(
             False,
-            f"the trainer on host {where} is reached {at}, so nobody on host {name_of(worker)} finds the "
+            f"the trainer on host {where} is reached {at}, so no worker on host {name_of(worker)} finds the "
             "members of its collective; tell the trainer the address at which other hosts reach it (advertise, or "
             "CKPT_ENGINE_ADVERTISE)",
         )
@@ -177,8 +177,8 @@ def by_collective(source: Host, worker: Host) -> Reach:
 
 
 def _across_gpus(source: Host, worker: Host) -> Reach:
-    """The worst of the ways from the worker's GPUs to each of the source's."""
-    worst, said = Distance.SAME_GPU, ""
+    """Judges by the worst of the ways from the worker's GPUs to each of the source's."""
+    worst, gpu_name = Distance.SAME_GPU, ""
     for gpu in source.gpus:
         ways = [_way(gpu, reader) for reader in worker.gpus]
         best = min((way for way in ways if way is not None), default=None)
@@ -191,30 +191,30 @@ def _across_gpus(source: Host, worker: Host) -> Reach:
                 "it",
             )
         if best >= worst:
-            worst, said = best, _gpu(gpu)
+            worst, gpu_name = best, _gpu(gpu)
     if not source.gpus:
         worst = Distance.UNKNOWN_PEER
     sentence = {
-        Distance.SAME_GPU: f"trainer and worker share GPU {said}, so it reads live parameters where they lie",
-        Distance.NVLINK: f"the worker's GPU reads the trainer's ({said}) over NVLink",
-        Distance.PCIE: f"the worker's GPU reads the trainer's ({said}) over PCIe",
-        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({said})",
+        Distance.SAME_GPU: f"trainer and worker share GPU {gpu_name}, so it reads live parameters where they lie",
+        Distance.NVLINK: f"the worker's GPU reads the trainer's ({gpu_name}) over NVLink",
+        Distance.PCIE: f"the worker's GPU reads the trainer's ({gpu_name}) over PCIe",
+        Distance.PEER: f"the worker's GPU has peer access to the trainer's ({gpu_name})",
         Distance.UNKNOWN_PEER: f"trainer and worker share host {name_of(source)}; nothing tells whether its GPU "
-        f"reaches the trainer's ({said or 'unknown'}), which mapping it will show",
+        f"reaches the trainer's ({gpu_name or 'unknown'}), which mapping it will show",
     }
     return Reach(True, sentence[worst], worst)
 
 
 def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
-    """The way from `reader` to the memory of `gpu`; None if there is none. Either of them may know."""
+    """How `reader` reaches the memory of `gpu`; None: it does not. Either GPU may know of their link."""
     if gpu.uuid == reader.uuid:
         return Distance.SAME_GPU
-    told = [each.link for each in reader.reach if each.uuid == gpu.uuid]
-    told += [each.link for each in gpu.reach if each.uuid == reader.uuid]
-    links = [_DISTANCE_OF_LINK[link] for link in told if link in _DISTANCE_OF_LINK]
-    if links:
-        return min(links)
-    return None if GpuReach.NONE in told else Distance.UNKNOWN_PEER
+    links = [each.link for each in reader.reach if each.uuid == gpu.uuid]
+    links += [each.link for each in gpu.reach if each.uuid == reader.uuid]
+    distances = [_DISTANCE_OF_LINK[link] for link in links if link in _DISTANCE_OF_LINK]
+    if distances:
+        return min(distances)
+    return None if GpuReach.NONE in links else Distance.UNKNOWN_PEER
 
 
 _DISTANCE_OF_LINK = {

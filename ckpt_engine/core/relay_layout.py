@@ -1,9 +1,9 @@
 """Where a relay puts what the workers of its host need: the union of their needs, as atoms. Pure.
 
-Atoms are the pieces of the sealed record's cells that all needs are unions of. Each lies contiguously, and those that
-the same readers need lie side by side, so that whoever reads from a relay reads long runs: a worker that needs half of
-each row of a thousand matrices finds all of its halves in one run. A relay holds whole cells, since only those can be
-compared with what was sealed. It decides nothing about where bytes come from.
+Atoms are pieces of the sealed record's cells such that all needs are unions of atoms. Each lies contiguously, and those
+that the same readers need lie side by side, so that workers read long runs: a worker that needs half of each row of a
+thousand matrices finds all of its halves in one run. A relay holds whole cells, since only those can be compared with
+what was sealed. It does not decide where bytes come from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.cells import Wanted
+from ckpt_engine.core.cells import NeededBoxes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.partition import Partition
@@ -22,49 +22,48 @@ from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
 
 SLOTS = 2
-"""Of a relay: the version that is served, and the one that comes."""
+"""Of a relay: one for the served version, one for the next."""
 
 ATOM_BYTES = 64
 """Atoms begin at multiples of this: at cache lines, and at elements of any dtype."""
 
 GROUP_BYTES = 2 << 20
-"""Groups begin at multiples of this, so that each can be mapped by itself, also where pages are huge."""
+"""Groups begin at multiples of this, so that each can be mapped by itself, also with huge pages."""
 
 
 class RelayAtom(NamedTuple):
-    """A contiguous piece, rows first. cell: its number in the record. offset: bytes from the start of the slot."""
+    """A contiguous piece of a cell, row-major."""
 
     tensor: int
     box: Box
-    cell: int
+    cell: int  # its number in the record
     group: int
-    offset: int
+    offset: int  # bytes from the start of the slot
 
 
 class Group(NamedTuple):
-    """Atoms that the same readers need, in one run. readers: their numbers, sorted; none: held for nobody that is
-    known. offset, size: bytes, from the start of the slot."""
+    """Atoms that the same readers need, in one run."""
 
-    readers: tuple[int, ...]
-    offset: int
-    size: int
+    readers: tuple[int, ...]  # their numbers, sorted; none: no known reader needs these
+    offset: int  # bytes from the start of the slot
+    size: int  # bytes
 
 
 @dataclass(frozen=True, eq=False)
 class SlotLayout:
-    """How a version lies in a slot. atoms: by offset. bytes: of all atoms. size: of the slot, gaps included."""
+    """How a version lies in a slot."""
 
     recorded: ProvenRecord
-    atoms: tuple[RelayAtom, ...]
+    atoms: tuple[RelayAtom, ...]  # by offset
     groups: tuple[Group, ...]
-    bytes: int
-    size: int
+    bytes: int  # of all atoms
+    size: int  # of the slot, gaps included
 
 
-def wanted_of(needs: WorkerNeeds, recorded: ProvenRecord) -> Wanted:
-    """A worker's needs, checked against a record's manifest.
+def needed_boxes(needs: WorkerNeeds, recorded: ProvenRecord) -> NeededBoxes:
+    """A worker's needs as boxes, checked against a record's manifest.
 
-    Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box that is not in its tensor.
+    Raises FAILED_PRECONDITION if they are of another manifest, INVALID_ARGUMENT for a box outside its tensor.
     """
     manifest = recorded.record.manifest
     if needs.manifest_digest != blob_digest(canonical(manifest)):
@@ -89,32 +88,32 @@ def wanted_of(needs: WorkerNeeds, recorded: ProvenRecord) -> Wanted:
 
 def lay_out(
     recorded: ProvenRecord,
-    readers: Sequence[Wanted],
+    readers: Sequence[NeededBoxes],
     everything: bool = False,
     within: Sequence[Partition] | None = None,
 ) -> SlotLayout:
-    """The layout of a slot for these readers: each cell that any of them touches, once.
+    """Lays out a slot for these readers: each cell that any of them touches, once.
 
-    readers: needs as `wanted_of` gives them; those with equal needs count as one. everything: all cells of the model,
-    also those that no reader needs. within: for each tensor the only part of it that is held: cells that are not wholly
-    in it are left out; None: no limit. The same arguments always give the same layout.
+    readers: needs as `needed_boxes` returns them; those with equal needs count as one. everything: all cells of the
+    model, also those that no reader needs. within: for each tensor the only part of it that is held, so that cells not
+    wholly in it are left out; None: no limit. The same arguments always give the same layout.
     """
     distinct = list(dict.fromkeys(tuple(each) for each in readers))
     by_tensor: list[list[tuple[int, Box]]] = [[] for _ in recorded.boxes]
-    for number, wanted in enumerate(distinct):
-        for tensor, box in wanted:
+    for number, needed in enumerate(distinct):
+        for tensor, box in needed:
             by_tensor[tensor].append((number, box))
-    known: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
+    pieces_by_key: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
     groups: dict[tuple[int, ...], list[tuple[int, _LayoutPiece]]] = {}
     for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
         key = partition, tuple(needs), everything, None if within is None else within[tensor]
-        if key not in known:
-            known[key] = cut_pieces(*key)
-        for piece in known[key]:
+        if key not in pieces_by_key:
+            pieces_by_key[key] = cut_pieces(*key)
+        for piece in pieces_by_key[key]:
             groups.setdefault(piece.readers, []).append((tensor, piece))
     widths = [itemsize(spec.dtype) for spec in recorded.record.manifest.tensors]
     atoms: list[RelayAtom] = []
-    laid: list[Group] = []
+    slot_groups: list[Group] = []
     at = total = 0
     for group, readers_of in enumerate(sorted(groups, key=lambda each: (not each, each))):
         first = at
@@ -124,24 +123,26 @@ def lay_out(
             total += size
             at += -(-size // ATOM_BYTES) * ATOM_BYTES
         at = -(-at // GROUP_BYTES) * GROUP_BYTES
-        laid.append(Group(readers_of, first, at - first))
-    return SlotLayout(recorded, tuple(atoms), tuple(laid), total, at)
+        slot_groups.append(Group(readers_of, first, at - first))
+    return SlotLayout(recorded, tuple(atoms), tuple(slot_groups), total, at)
 
 
 class _LayoutPiece(NamedTuple):
-    """An atom of any tensor that is cut and needed alike. cell: its number in the tensor."""
+    """An atom, the same for all tensors that are cut and needed alike."""
 
     box: Box
     volume: int
-    cell: int
+    cell: int  # its number in the tensor
     readers: tuple[int, ...]
 
 
 def cut_pieces(
     partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool, within: Partition | None = None
 ) -> list[_LayoutPiece]:
-    """The atoms of a tensor's cells that any reader touches, or of all. needs: pairs of reader and box. within: of
-    cells that lie wholly in these boxes only."""
+    """The atoms of a tensor's cells that any reader touches, or of all cells if `everything`.
+
+    needs: pairs of reader and box. within: cells that do not lie wholly in these boxes are left out; None: no limit.
+    """
     tiling = partition.tiling(frozenset(box for _, box in needs))
     readers: dict[int, set[int]] = {}
     for number, box in needs:
@@ -149,8 +150,8 @@ def cut_pieces(
             readers.setdefault(atom, set()).add(number)
     found = []
     for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
-        touched = everything or any(first + index in readers for index in range(len(atoms)))
-        if touched and (within is None or _is_within(partition.boxes[cell], within)):
+        is_needed = everything or any(first + index in readers for index in range(len(atoms)))
+        if is_needed and (within is None or _is_within(partition.boxes[cell], within)):
             for index, box in enumerate(atoms):
                 found.append(_LayoutPiece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
     return found

@@ -1,4 +1,4 @@
-"""Over which transport a relay reads a source or another relay, and whether it can. Pure; boxes are no matter here."""
+"""Whether a relay can read a source or another relay, and over which transport. Pure; it knows no boxes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
 
 @dataclass(frozen=True)
 class Origin:
-    """A source that has the version. ways: the transports over which each of its regions is offered, equal ones once:
-    who reads it needs one of each."""
+    """A source that has the version."""
 
     name: str
     host: Host
-    ways: tuple[frozenset[str], ...]
+    ways: tuple[frozenset[str], ...]  # the transports of each region, equal sets once; a reader needs one of each set
 
 
 @dataclass(frozen=True)
 class Station:
-    """A relay. reads: the transports that it can read with. lends: those over which it is read."""
+    """A relay."""
 
     name: str
     host: Host
-    reads: tuple[str, ...]
-    lends: frozenset[str]
+    reads: tuple[str, ...]  # the transports with which it can read
+    lends: frozenset[str]  # the transports over which it is read
 
 
 class RelayReach:
-    """The way into each source and relay for each relay, looked for once."""
+    """How each relay reads each source and each other relay; looked up once."""
 
     def __init__(
         self, origins: Mapping[str, Origin], relays: Mapping[str, Station], choose: Choose | None = None
@@ -56,7 +55,7 @@ class RelayReach:
         return 0 if isinstance(edge, CkptEngineError) else edge.distance
 
     def edge(self, lender: str, relay: str) -> Choice | CkptEngineError:
-        """How a relay reads a source or another relay: the worst of the best ways into its regions."""
+        """How a relay reads a source or another relay: the worst of the best ways into its regions; or why not."""
         key = lender, relay
         if key not in self._edges:
             origin = self._origins.get(lender)
@@ -90,13 +89,13 @@ class RelayReach:
 
 
 def _preference(transport: str) -> tuple[int, str]:
-    """Which way is preferred. Of equally near ways the first is taken, by planners and by readers."""
+    """The sort key of transports: of equally near ways planners and readers take the first."""
     kinds = list(transport_kinds())
     return kinds.index(transport) if transport in kinds else len(kinds), transport
 
 
 def as_reader(relay: Host, source: Host) -> Host:
-    """A relay's host as it is when it reads this source: it starts CUDA on whichever GPU it finds weights on."""
+    """A relay's host as it reads this source: on its own host it uses the GPUs that the weights lie on."""
     if not source.gpus or not same_host(relay, source):
         return relay
     found = Host()

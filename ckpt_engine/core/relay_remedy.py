@@ -1,4 +1,4 @@
-"""Whether to start a relay helps where memory is out of reach: the one place that says so. Pure.
+"""Whether starting a relay helps where memory is out of reach, in words. Pure.
 
 It decides from the hosts that need a relay and those on which one runs. It does not decide what is out of reach
 (reach.py), nor which relay is filled.
@@ -14,13 +14,13 @@ from ckpt_engine.v1.weights_pb2 import Host
 def relay_remedy(needed: Iterable[Host], running: Collection[str] | None) -> str:
     """What to do so that relays bring weights between hosts, as the end of a sentence.
 
-    needed: hosts that each need one. running: boot ids of hosts on which relays run; None: that is not known here.
+    needed: hosts that each need a relay. running: boot ids of hosts on which relays run; None: unknown.
     """
     hosts = {host.boot_id or name_of(host): host for host in needed}
     lacking = [name_of(host) for key, host in hosts.items() if running is None or key not in running]
     if not lacking:
-        there = " and on host ".join(name_of(host) for host in hosts.values())
-        return f"a relay runs on host {there}, and is not used for it: `report.prefetch` says why"
+        places = " and on host ".join(name_of(host) for host in hosts.values())
+        return f"a relay runs on host {places}, and is not used for it: `report.prefetch` says why"
     start = f"start a relay on host {' and on host '.join(lacking)} (`ckpt-engine relay`)"
     return start if running is not None else f"{start} unless one runs there"
 

@@ -1,7 +1,7 @@
-"""What sources sealed, in digests: do replicas agree, what is the root, what must each worker find? Pure.
+"""Combines the digests that sources sealed: whether replicas agree, the root, and what each worker must find. Pure.
 
-Works on index arrays that the plan made once, so each update costs milliseconds also for 50,000 tensors. All sums are
-modulo 2^64. Runs in the manager.
+It works on index arrays that the plan made once, so each update costs milliseconds even for 50,000 tensors. All sums
+are modulo 2^64. Runs in the manager.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NAMED = 16
 
 @dataclass(frozen=True)
 class Sealed:
-    """The digest of every cell, agreed on by all who hold it. known: which cells some source has digested."""
+    """The digest of every cell, on which all its holders agree."""
 
     publication: Publication
     cells: Cells
     values: Words
-    known: npt.NDArray[np.bool_]
+    known: npt.NDArray[np.bool_]  # which cells some source has digested
 
     def root(self) -> bytes:
         """The root of everything, 32 bytes; see `core.manifest.RootHasher`. Raises FAILED_PRECONDITION if a cell
@@ -53,7 +53,7 @@ class Sealed:
 
 
 def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
-    """Puts the digests of all sources together. digests: by source index, in the order of its atoms.
+    """Combines the digests of all sources. digests: by source index, in the order of its atoms.
 
     Raises INVALID_ARGUMENT if a source answered with another number of digests than it has atoms, and
     FAILED_PRECONDITION, naming tensors and ranks, if two sources that hold the same box hold different bytes.
@@ -82,8 +82,8 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
             more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
             raise precondition(
                 f"{label(both[0])} and {label(table)} both hold {cells.box(cell)} of tensor {names[0]}{more}, but "
-                "different bytes; all who hold a box must hold the same: check that all ranks made the same optimizer "
-                "step",
+                "different bytes; all holders of a box must hold the same: check that all ranks made the same "
+                "optimizer step",
                 names,
                 ranks_of(both),
             )
@@ -91,7 +91,7 @@ def check_replicas(plans: Plans, digests: Mapping[int, Digests]) -> Sealed:
 
 
 def expected_blob(plans: Plans, key: Hashable, sealed: Sealed) -> bytes:
-    """What a worker must find in each of its needs once it has read them, in their order: Digests as a blob.
+    """What a worker must find in its needs once it has read them: Digests as a blob, in the order of the needs.
 
     Raises FAILED_PRECONDITION, naming tensors, if a cell that it needs was not digested.
     """
@@ -104,13 +104,13 @@ def expected_blob(plans: Plans, key: Hashable, sealed: Sealed) -> bytes:
 
 
 def packed(field: int, values: Words) -> bytes:
-    """A message with one packed field of fixed64, as protobuf writes it: tag, length, eight bytes a value. Building the
-    message takes ten times as long."""
+    """Encodes a message with one packed field of fixed64, as protobuf does: tag, length, eight bytes a value. Building
+    the message object takes ten times as long."""
     return delimited(field, values.astype("<u8").tobytes()) if len(values) else b""
 
 
 def delimited(field: int, content: bytes) -> bytes:
-    """One field of bytes, or of a message, as protobuf writes it."""
+    """Encodes one field of bytes, or of a message, as protobuf does."""
     size, head = len(content), bytearray([field << 3 | 2])
     while size > 127:
         head.append(size & 127 | 128)

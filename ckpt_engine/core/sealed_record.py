@@ -1,9 +1,9 @@
-"""The sealed record: what a version's bytes hash to, box by box, without where they lay. Pure.
+"""The sealed record: what a version's bytes hash to, box by box, but not where they lie. Pure.
 
-A record depends on no table and names no process, so it outlives its publisher. Whoever holds a version's weights can
+A record depends on no table and names no process, so it outlives its publisher. Any holder of a version's weights can
 keep it, and it proves itself: its cells tile the manifest, and their digests add up to the root. What each worker must
-find follows from it, without asking anybody to hash again, unless a need cuts a cell: then a holder digests the finer
-pieces, and these must add up to what the record says. It decides nothing about who holds what.
+find follows from it without hashing again, unless a need cuts a cell: then a holder digests the finer pieces, and these
+must add up to what the record says. It does not decide which process holds what.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 @dataclass(frozen=True, eq=False)
 class Cutting:
-    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one.
-
-    boxes: for each tensor of the manifest its cells, sorted. first: the number of each tensor's first cell. tensor: of
-    each cell. hasher: of their roots.
-    """
+    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one."""
 
     record: SealedRecord
-    boxes: tuple[tuple[Box, ...], ...]
-    first: tuple[int, ...]
-    tensor: Indices
-    hasher: RootHasher
+    boxes: tuple[tuple[Box, ...], ...]  # for each tensor of the manifest its cells, sorted
+    first: tuple[int, ...]  # the number of each tensor's first cell
+    tensor: Indices  # of each cell
+    hasher: RootHasher  # of their roots
 
     def is_of(self, record: SealedRecord) -> bool:
         """Whether a record has this manifest and these cells."""
@@ -46,24 +42,24 @@ class Cutting:
     @cached_property
     def digest(self) -> bytes:
         """The digest of manifest and cells."""
-        alike = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
-        return hashlib.sha256(canonical(alike)).digest()
+        content = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
+        return hashlib.sha256(canonical(content)).digest()
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
         """The partition of each tensor; tensors that are cut alike share one."""
-        known: dict[tuple[Box, ...], Partition] = {}
-        return tuple(known.setdefault(boxes, Partition(boxes)) for boxes in self.boxes)
+        partition_of: dict[tuple[Box, ...], Partition] = {}
+        return tuple(partition_of.setdefault(boxes, Partition(boxes)) for boxes in self.boxes)
 
 
 @dataclass(frozen=True, eq=False)
 class ProvenRecord:
-    """A record that proved itself. cut: how. values: one digest a cell, modulo 2^64. root: 32 bytes."""
+    """A record that proved itself."""
 
     record: SealedRecord
     cut: Cutting
-    values: Words
-    root: bytes
+    values: Words  # one digest a cell, modulo 2^64
+    root: bytes  # 32 bytes
 
     @property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
@@ -87,8 +83,8 @@ class ProvenRecord:
 
 
 class RecordWriter:
-    """Writes the records of one cutting. Manifest and cells are the same in all of them: they are made into bytes, and
-    hashed, once."""
+    """Writes the records of one cutting. Manifest and cells are the same in all of them, so they are encoded and hashed
+    once."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -113,7 +109,7 @@ class RecordWriter:
         self._hasher = hashlib.sha256(self._prefix)
 
     def write(self, sealed: Sealed) -> tuple[bytes, bytes]:
-        """What an update's sources sealed: a SealedRecord as a blob, and the blob's digest.
+        """Writes what an update's sources sealed: a SealedRecord as a blob, and the blob's digest.
 
         Raises FAILED_PRECONDITION if a cell was not digested or not everything is held.
         """
@@ -126,16 +122,16 @@ class RecordWriter:
         return self._prefix + digests, hasher.digest()
 
 
-def read_record(record: SealedRecord, root: bytes, known: Iterable[ProvenRecord] = ()) -> ProvenRecord:
-    """A record that somebody brings. root: what the ledger says that this version hashes to. known: of other versions;
-    what is cut like one of them is not looked through again.
+def read_record(record: SealedRecord, root: bytes, others: Iterable[ProvenRecord] = ()) -> ProvenRecord:
+    """Checks a record from elsewhere. root: what the version hashes to, by the ledger. others: records of other
+    versions; a record that is cut like one of them shares its checked cutting.
 
     Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
     up to another root.
     """
     if len(record.cells) != len(record.digests):
         raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
-    cut = next((each.cut for each in known if each.cut.is_of(record)), None) or _cutting_of(record)
+    cut = next((each.cut for each in others if each.cut.is_of(record)), None) or _cutting_of(record)
     values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
     sums = np.zeros(len(cut.boxes), dtype=np.uint64)
     np.add.at(sums, cut.tensor, values)
@@ -155,11 +151,11 @@ def _cutting_of(record: SealedRecord) -> Cutting:
     boxes: list[list[Box]] = [[] for _ in manifest.tensors]
     before: tuple[int, Box] | None = None
     for number, cell in enumerate(record.cells):
-        here = cell.tensor, Box(tuple(cell.start), tuple(cell.stop))
-        if cell.tensor >= len(boxes) or (before is not None and here <= before):
+        place = cell.tensor, Box(tuple(cell.start), tuple(cell.stop))
+        if cell.tensor >= len(boxes) or (before is not None and place <= before):
             raise invalid(f"cell {number} of the record is of tensor {cell.tensor}, out of order or of no tensor")
-        boxes[cell.tensor].append(here[1])
-        before = here
+        boxes[cell.tensor].append(place[1])
+        before = place
     checked: set[tuple[tuple[int, ...], tuple[Box, ...]]] = set()
     for spec, cells in zip(manifest.tensors, boxes, strict=True):
         shape = tuple(spec.shape)
@@ -188,8 +184,8 @@ def _check_tiling(name: str, shape: tuple[int, ...], cells: Sequence[Box]) -> No
 
 
 def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
-    """What sources have to digest beyond the record: the atoms that a need cuts smaller than its cells. Sources that
-    have none are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
+    """The atoms that sources must digest beyond the record: those smaller than its cells, because a need cuts them.
+    Sources without any are left out. plans: cut along the record (`compile_plans(…, along=recorded.boxes)`).
 
     Raises INVALID_ARGUMENT if the plans are of another manifest.
     """
@@ -199,16 +195,16 @@ def finer_atoms(plans: Plans, recorded: ProvenRecord) -> Mapping[int, Atoms]:
     for source, atoms in plans.atoms.items():
         own = finer[plans.cells.of_atom[source]]
         if own.any():
-            left = [atom for atom, wanted in zip(atoms.atoms, own.tolist(), strict=True) if wanted]
-            found[source] = Atoms(table_digest=atoms.table_digest, atoms=left)
+            pieces = [atom for atom, is_finer in zip(atoms.atoms, own.tolist(), strict=True) if is_finer]
+            found[source] = Atoms(table_digest=atoms.table_digest, atoms=pieces)
     return found
 
 
 def seal_from_record(plans: Plans, recorded: ProvenRecord, digests: Mapping[int, Digests]) -> Sealed:
-    """What each worker must find, from a record and what sources answered to `finer_atoms`, by source index.
+    """The digests of all cells, from a record and the sources' digests of `finer_atoms`, by source index.
 
-    Raises INVALID_ARGUMENT for another number of digests than were asked for, FAILED_PRECONDITION if two sources hold
-    different bytes, and DATA_LOSS, naming tensors, if the finer pieces do not add up to the record.
+    Raises INVALID_ARGUMENT for a wrong number of digests, FAILED_PRECONDITION if two sources hold different bytes, and
+    DATA_LOSS, naming tensors, if the finer pieces do not add up to the record.
     """
     _check_manifest(plans, recorded)
     cells = plans.cells
@@ -216,16 +212,16 @@ def seal_from_record(plans: Plans, recorded: ProvenRecord, digests: Mapping[int,
     if equal.all():
         return Sealed(plans.publication, cells, recorded.values[number], equal)
     whole_answers = {}
-    for source, asked in finer_atoms(plans, recorded).items():
-        given = digests.get(source)
-        if given is None:
+    for source, atoms in finer_atoms(plans, recorded).items():
+        answer = digests.get(source)
+        if answer is None:
             continue
-        if len(given.values) != len(asked.atoms):
+        if len(answer.values) != len(atoms.atoms):
             name = plans.publication.tables[source].id
-            raise invalid(f"{name} answered with {len(given.values)} digests for {len(asked.atoms)} finer atoms")
+            raise invalid(f"{name} answered with {len(answer.values)} digests for {len(atoms.atoms)} finer atoms")
         of_atom = cells.of_atom[source]
         values = np.where(equal[of_atom], recorded.values[number[of_atom]], np.uint64(0))
-        values[~equal[of_atom]] = np.fromiter(given.values, dtype=np.uint64, count=len(given.values))
+        values[~equal[of_atom]] = np.fromiter(answer.values, dtype=np.uint64, count=len(answer.values))
         whole_answers[source] = Digests(values=values.tolist())
     sealed = check_replicas(plans, whole_answers)
     values = np.where(equal, recorded.values[number], sealed.values)
@@ -241,8 +237,8 @@ def _check_manifest(plans: Plans, recorded: ProvenRecord) -> None:
 def _check_sums(
     plans: Plans, recorded: ProvenRecord, number: Indices, values: Words, known: np.typing.NDArray[np.bool_]
 ) -> np.typing.NDArray[np.bool_]:
-    """Finer pieces of a recorded cell add up to what was recorded. Which cells that proves: none of a recorded cell of
-    which a piece is missing."""
+    """Raises DATA_LOSS unless the finer pieces of each recorded cell add up to its digest. Returns which cells that
+    proves: none of a recorded cell with a missing piece."""
     cells = plans.cells
     sums = np.zeros(len(recorded.values), dtype=np.uint64)
     np.add.at(sums, number[known], values[known])
@@ -267,22 +263,22 @@ def _check_sums(
 
 
 def _equal(cells: Cells, recorded: ProvenRecord) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
-    """For each cell the number of the recorded cell that it lies in, and whether it is that cell."""
+    """For each cell the number of the recorded cell that it lies in, and whether it is equal to that."""
     number = np.zeros(len(cells), dtype=np.int64)
     equal = np.zeros(len(cells), dtype=np.bool_)
-    known: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
+    cache: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
     for tensor, tiling in enumerate(cells.tilings):
         partition = recorded.partitions[tensor]
         key = id(tiling), id(partition)
-        if key not in known:
+        if key not in cache:
             hits = [partition.hits(box) for box in tiling.boxes]
             if any(len(hit) != 1 for hit in hits):
                 raise internal("the cells of these plans are not cut along the record")
-            known[key] = (
+            cache[key] = (
                 [hit[0].part for hit in hits],
                 [partition.boxes[hit[0].part] == box for hit, box in zip(hits, tiling.boxes, strict=True)],
             )
-        parts, same = known[key]
+        parts, same = cache[key]
         begin, end = cells.first[tensor], cells.first[tensor] + len(parts)
         number[begin:end] = np.array(parts, dtype=np.int64) + recorded.first[tensor]
         equal[begin:end] = same

@@ -15,32 +15,32 @@ _RATE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+/s)")
 
 
 def bytes_of(text: str, option: str = "--memory") -> int:
-    """The bytes that a size such as "200GiB" names. option: whose it is, for messages. Raises INVALID_ARGUMENT, with
-    what can be written."""
+    """Parses a size such as "200GiB" as bytes. option: its command-line option, for messages. Raises INVALID_ARGUMENT,
+    saying what to write."""
     found = _SIZE.fullmatch(text.strip())
     unit = next((size for name, size in UNITS.items() if found and name.lower() == found[2].lower()), 0)
     if not found or not unit:
         raise invalid(
-            f"{option} {text!r} is no amount of memory: write a number and a unit, such as 200GiB, 512MiB or 1.5TB"
+            f"{option} {text!r} is not an amount of memory: write a number and a unit, such as 200GiB, 512MiB or 1.5TB"
         )
     return int(float(found[1]) * unit)
 
 
 def rate_of(text: str, option: str) -> float:
-    """The bytes a second that a rate such as "100Gbit/s" or "12.5GB/s" names. Raises INVALID_ARGUMENT, with what can
-    be written, also for 0."""
+    """Parses a rate such as "100Gbit/s" or "12.5GB/s" as bytes a second. Raises INVALID_ARGUMENT, saying what to write,
+    also for 0."""
     found = _RATE.fullmatch(text.strip())
     bits = next((size / 8 for name, size in BITS.items() if found and name.lower() == found[2].lower()), 0.0)
     plain = next(
         (float(size) for name, size in UNITS.items() if found and f"{name}/s".lower() == found[2].lower()), 0.0
     )
     if not found or not (bits or plain) or not float(found[1]):
-        raise invalid(f"{option} {text!r} is no rate: write a number and a unit, such as 100Gbit/s or 12.5GB/s")
+        raise invalid(f"{option} {text!r} is not a rate: write a number and a unit, such as 100Gbit/s or 12.5GB/s")
     return float(found[1]) * (bits or plain)
 
 
 def in_words(count: int) -> str:
-    """Bytes as people write memory: "200 GiB"."""
+    """Formats bytes as people write memory: "200 GiB"."""
     for name in ("TiB", "GiB", "MiB"):
         if count >= UNITS[name]:
             return f"{count / UNITS[name]:.4g} {name}"

@@ -1,8 +1,8 @@
-"""What of an engine's memory is given up, and which steps lead from there to where somebody wants it. Pure.
+"""Which memory of an engine is released, and the steps that release it or take it back. Pure.
 
 An engine sleeps at level 1 (its weights wait on the host) or 2 (they are discarded), and is woken by tags, weights
-before kv_cache. Decides what is allowed in which deployment mode and in which order; the agent's machine takes the
-steps, one after the other, and writes each state into the engine's page, where the gate reads it.
+before kv_cache. This module decides what is allowed in which deployment mode, and in which order. The agent's machine
+takes the steps one by one, and writes each state into the engine's page, where the gate reads it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,23 @@ DISCARDS = 2
 
 @dataclass(frozen=True)
 class Sleeping:
-    """How deep an engine sleeps.
+    """How deeply an engine sleeps."""
 
-    level: of the sleep; 0: awake. tags: the memory that is, or may be, given up now.
-
-    rousing: the rest shall be woken as soon as the workers hold whole weights. It survives the agent.
-    """
-
-    level: int = 0
-    tags: frozenset[str] = frozenset()
-    rousing: bool = False
+    level: int = 0  # of the sleep; 0: awake
+    tags: frozenset[str] = frozenset()  # the memory that is, or may be, released now
+    rousing: bool = False  # the rest is woken once the workers hold whole weights; survives the agent
 
     def __bool__(self) -> bool:
-        """Whether any memory is given up."""
+        """Whether any memory is released."""
         return bool(self.tags)
 
     @property
     def resting(self) -> bool:
-        """Whether it is to stay as it is: an update that nobody called for must not wake it."""
+        """Whether it must stay as it is: only an update that was called for may wake it."""
         return bool(self.tags) and not (self.rousing and WEIGHTS not in self.tags)
 
     def describe(self) -> str:
-        """What sleeps, in words for people."""
+        """The sleep in words for people."""
         if not self.tags:
             return "awake"
         what = "its weights are discarded" if self.level >= DISCARDS else "its weights are kept on the host"
@@ -55,21 +50,21 @@ class Sleeping:
         return f"asleep (level {self.level}): {what}"
 
     def without(self, tags: Collection[str]) -> Sleeping:
-        """What still sleeps after these tags were woken."""
-        left = self.tags.difference(tags)
-        return replace(self, tags=left) if left else AWAKE
+        """The sleep that remains after these tags were woken."""
+        remaining = self.tags.difference(tags)
+        return replace(self, tags=remaining) if remaining else AWAKE
 
 
 AWAKE = Sleeping()
 
 
 class SleepStep(Enum):
-    """What an agent does with its engine, in the order in which a list of steps names it."""
+    """What an agent does with its engine; a list of steps is taken in its order."""
 
     CLOSE = "mark it asleep, so that the gate closes"
-    DISCARD = "let every worker say that it holds nothing, and look whether they all do"
+    DISCARD = "let every worker say that it holds nothing, and check that all do"
     ABORT = "pause, ending the requests that are inside"
-    SLEEP = "give memory up"
+    SLEEP = "release memory"
     WAKE_WEIGHTS = "take the memory of the weights back"
     PAUSE = "pause, so that nothing computes"
     INSTALL = "let the workers install, and judge by their state words"
@@ -78,9 +73,10 @@ class SleepStep(Enum):
 
 
 def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[SleepStep, ...]:
-    """How an update reaches an engine; it is awake and computes at the end.
+    """The steps of an update in an engine, which is awake and computes at the end.
 
-    Raises FAILED_PRECONDITION if it must not be touched: it has weights of its own, or nobody has woken it.
+    Raises FAILED_PRECONDITION if it must not be touched: it has weights of its own, or it sleeps and no update may wake
+    it.
     """
     if mode == manager_pb2.MODE_COLOCATED:
         raise precondition("the replica is colocated: it sleeps and wakes, but no update touches its own weights")
@@ -100,11 +96,11 @@ def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[SleepStep,
 def sleep_steps(
     mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int], whole: bool = True
 ) -> tuple[tuple[SleepStep, ...], Sleeping]:
-    """How an engine is put to sleep, and what it is then. levels: those that the engine knows.
+    """The steps that put an engine to sleep, and its sleep then. levels: those that the engine supports.
 
-    The gate closes first, and no worker calls weights clean that are about to be discarded. An engine that is half
-    awake goes back by way of being awake: engines do not give up what they have given up. Its requests are ended
-    before that, and torn weights discarded, since awake it could compute. whole: as for `wake_steps`.
+    The gate closes first, and no worker calls weights clean that are about to be discarded. A half-awake engine is
+    fully woken first, since engines cannot release memory twice. Its requests are ended before that, and torn weights
+    discarded, since awake it could compute. whole: as for `wake_steps`.
 
     Raises INVALID_ARGUMENT for a level that the engine or the mode does not have, FAILED_PRECONDITION if it sleeps at
     another level.
@@ -113,8 +109,8 @@ def sleep_steps(
     if level not in levels:
         if not levels:
             raise invalid("this engine cannot sleep as it was started: `ckpt-engine engines` says what it needs")
-        known = ", ".join(map(str, sorted(levels)))
-        raise invalid(f"this engine cannot sleep at level {level} (it knows: {known})")
+        level_names = ", ".join(map(str, sorted(levels)))
+        raise invalid(f"this engine cannot sleep at level {level} (it knows: {level_names})")
     if mode == manager_pb2.MODE_COLOCATED and level >= DISCARDS:
         raise invalid(f"sleep level {level} discards the weights, and no update brings a colocated replica's own back")
     after = Sleeping(level, frozenset(TAGS))
@@ -131,25 +127,25 @@ def sleep_steps(
 
 
 def wake_steps(sleeping: Sleeping, tags: Sequence[str], whole: bool) -> tuple[tuple[SleepStep, ...], Sleeping]:
-    """How an engine is woken, and what it is then. tags: none: all. whole: whether its workers hold whole weights.
+    """The steps that wake an engine, and its sleep then. tags: none: all. whole: its workers hold whole weights.
 
-    While weights are torn or discarded the caches wait for whole ones: with its caches an engine computes.
+    While weights are torn or discarded, the caches wait for whole ones: with its caches an engine computes.
 
-    Raises INVALID_ARGUMENT for a tag that there is not, FAILED_PRECONDITION for an order that cannot be.
+    Raises INVALID_ARGUMENT for an unknown tag, FAILED_PRECONDITION for a wrong order.
     """
     for tag in tags:
         if tag not in TAGS:
             raise invalid(f"there is no memory tag {tag!r} (known: {', '.join(TAGS)})")
-    wanted = frozenset(tags or TAGS) & sleeping.tags
-    if KV_CACHE in wanted and WEIGHTS in sleeping.tags - wanted:
+    targets = frozenset(tags or TAGS) & sleeping.tags
+    if KV_CACHE in targets and WEIGHTS in sleeping.tags - targets:
         raise precondition("weights are woken before kv_cache: wake weights, or both")
     rousing = sleeping.rousing
-    if KV_CACHE in wanted and not whole:
+    if KV_CACHE in targets and not whole:
         if tuple(tags) == (KV_CACHE,):
             raise precondition("it holds no whole weights: the next update installs new ones and then wakes kv_cache")
-        wanted, rousing = wanted - {KV_CACHE}, True
-    steps = [SleepStep.WAKE_WEIGHTS] if WEIGHTS in wanted else []
-    if KV_CACHE in wanted:
+        targets, rousing = targets - {KV_CACHE}, True
+    steps = [SleepStep.WAKE_WEIGHTS] if WEIGHTS in targets else []
+    if KV_CACHE in targets:
         steps.append(SleepStep.WAKE_KV_CACHE)
-    after = replace(sleeping, rousing=rousing).without(wanted)
+    after = replace(sleeping, rousing=rousing).without(targets)
     return tuple(steps), after

@@ -1,4 +1,4 @@
-"""The order of an update's stages. Their numbers in the protocol say nothing about it. Pure."""
+"""The order of an update's stages, which their numbers in the protocol do not follow. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ STAGES = (
     manager_pb2.STAGE_VERIFY,
     manager_pb2.STAGE_RESUME,
 )
-"""As an update goes through them in one replica."""
+"""In the order of an update in one replica."""
 
 
 def later(one: manager_pb2.Stage, other: manager_pb2.Stage) -> manager_pb2.Stage:
-    """The later of two stages. One that is not known, from a newer member, counts as earlier than all."""
+    """The later of two stages. An unknown one, from a newer member, counts as the earliest."""
     return max(one, other, key=_place)
 
 
 def in_order(seconds: Mapping[manager_pb2.Stage, float]) -> list[manager_pb2.StageSeconds]:
-    """The seconds of some stages as messages, in the order of the stages."""
+    """The seconds of stages as messages, in the order of the stages."""
     return [manager_pb2.StageSeconds(stage=stage, seconds=seconds[stage]) for stage in sorted(seconds, key=_place)]
 
 

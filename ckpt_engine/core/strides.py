@@ -1,4 +1,4 @@
-"""Strides of views, and how far they reach in their memory. Pure integers."""
+"""Strides of views, and how far views reach in memory. Pure integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 
 def span(shape: Iterable[int], stride: Iterable[int]) -> int:
-    """Elements from the first to the last one of a view, both counted; 0 if it has none.
+    """Elements from the first to the last element of a view, both counted; 0 if it has none.
 
     shape, stride: elements, one entry an axis; no stride is negative. Raises ValueError if one has more entries.
     """

@@ -1,7 +1,7 @@
-"""Which transport an edge takes: from what two processes know of where they run. Pure.
+"""Which transport an edge takes, chosen by what two processes know of where they run. Pure.
 
-A region says which transport can open it; each transport brings a rule that says whether a given worker can. Runs in
-the manager.
+A region says which transport can open it; each transport has a rule that says whether a given worker can. Runs in the
+manager.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from ckpt_engine.v1.weights_pb2 import Host
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was taken, as a sentence for people. distance: see reach.Distance; of edges that bring
-    the same bytes, the nearest is taken."""
+    """A transport, and why it was chosen."""
 
     transport: str
-    reason: str
-    distance: int = 0
+    reason: str  # a sentence for people
+    distance: int = 0  # see reach.Distance; of edges that bring the same bytes, the nearest is taken
 
 
 def choose_transport(
@@ -29,9 +28,9 @@ def choose_transport(
 ) -> Choice:
     """How a worker reads regions of a source that offers them over `transport`.
 
-    available: the transports that the worker's host can use. relays: boot ids of hosts on which relays run; None: that
-    is not known here. Raises FAILED_PRECONDITION if the worker cannot use this
-    transport at all or it does not reach from there, saying why and what to do.
+    available: the transports that the worker's host can use. relays: boot ids of hosts on which relays run; None:
+    unknown. Raises FAILED_PRECONDITION, saying why and what to do, if the worker cannot use this transport, or it does
+    not reach the worker.
     """
     kinds = transport_kinds()
     kind = kinds.get(transport)

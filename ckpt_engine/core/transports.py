@@ -1,7 +1,7 @@
-"""Which transports there are: a table that planner, sources, workers and `doctor` go by. Pure; it loads no transport.
+"""The table of transports for planner, sources, workers and `doctor`. Pure; it loads no transport.
 
-A transport is one `TransportKind`, in a folder or a package of its own, and is found by its entry point; ours are, too.
-Whatever is asked of one is a value there: no name of a transport stands anywhere else.
+A transport is one `TransportKind`, in a folder or a package of its own, and is found by its entry point, as ours are.
+Everything that others ask about a transport is a value there, so no other code names one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ ENTRY_POINTS = "ckpt_engine.transports"
 HOST_MEMORY = "host memory"
 GPU_MEMORY = "GPU memory"
 FILES = "files"
-"""What can be lent."""
+"""Kinds of memory that can be lent."""
 
 Maker = Callable[..., Any] | str
-"""Makes one side of a transport; or where to find what does, as "module:name", so that it is loaded where it is used
-only."""
+"""Makes one side of a transport. As a string "module:name" it is loaded only where it is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a transport can be used in this process; `reason` says why not, or what was found."""
+    """Whether a transport can be used in this process."""
 
     ok: bool
-    reason: str
+    reason: str  # why not, or what was found
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,17 @@ class TransportKind:
     name: str
     """As in Offer.transport."""
     reach: Rule
-    """From (source's host, worker's host) to whether it leads there, and how near."""
+    """From (source's host, worker's host) to whether it reaches the worker, and how near."""
     reader: Maker
     """Makes a transport.base.Transport (mapped) or a transport.base.Fetcher (fetched), without arguments."""
     lender: Maker | None = None
     """Makes a transport.base.Lender; None: sources of this process do not lend over it."""
     lends: frozenset[str] = frozenset()
-    """Of what memory."""
+    """The kinds of memory that it lends."""
     unasked: bool = True
-    """Whether sources lend over it although nobody named it to `publish(transport=...)`."""
+    """Whether sources lend over it without being asked to by `publish(transport=...)`."""
     outlives: bool = False
-    """Whether what was lent can be read when its owner is gone."""
+    """Whether lent memory can be read after its owner has ended."""
     on_host: Maker | None = None
     """Makes the Availability for workers of this host, in an agent's process, without loading or starting what a worker
     would; None: the reader's own `availability`."""
@@ -67,40 +66,39 @@ class TransportKind:
     arena: Maker | None = None
     """Makes a transport.base.ArenaLender from (ArenaMemory, Network); None: relays do not lend over it."""
     collective: bool = False
-    """All its readers and sources run one schedule together, so nobody reads over it alone. Its reader makes the
+    """All its readers and sources run one schedule together, so no worker reads over it alone. Its reader makes the
     Availability of a worker's process, and its lender is made from the address at which other hosts reach this one."""
     order: int = 100
-    """Of several that lead equally near, the one with the smallest is taken."""
+    """Of several equally near transports, the one with the smallest is taken."""
     of_relays: bool = False
     """Relays lend their memory over it to processes of their own host. There is one."""
     over_network: bool = False
-    """Each byte leaves the card of one host and enters another's."""
+    """Each byte leaves the network card of one host and enters another's."""
     passed: Maker | None = None
     """Makes a transport.base.PassedOn, the reader's side of a slot that is lent while it is being filled; None: relays
     do not pass on over it."""
     writer: Maker | None = None
-    """Makes a transport.base.ArenaWriter from an ArenaMapping, or None if this relay is not to read over it: its memory
-    may then be written by others than the relay. Nothing but such an arena can be read into. None: only the relay
-    itself writes what it reads."""
+    """Makes a transport.base.ArenaWriter from an ArenaMapping, or returns None if this relay must not read over it:
+    with a writer, processes other than the relay may write its memory, and it reads into such an arena only. None: only
+    the relay itself writes what it reads."""
     checks: Maker | None = None
-    """Makes rows of its own for `ckpt-engine doctor`: name, whether it works (None: a fact), what was found."""
+    """Makes its rows for `ckpt-engine doctor`: name, whether it works (None: a fact), what was found."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Bytes a second that were measured (docs/performance.md), by where a reader puts them: see prediction.Rates."""
+    """Measured bytes a second (docs/performance.md), by where a reader puts them: see prediction.Rates."""
 
 
 _registered: dict[str, TransportKind] = {}
 
 
 def transport_kinds() -> Mapping[str, TransportKind]:
-    """Every transport that this process knows, by name: those of entry points, in their order, and those that were
-    registered."""
+    """Every transport that this process knows, by name: those of entry points, in their order, then registered ones."""
     return MappingProxyType({**_found(), **_registered})
 
 
 def register_transport(kind: TransportKind) -> None:
-    """Makes a transport known to this process; the processes that it starts find entry points only.
+    """Makes a transport known to this process; processes that it starts find entry points only.
 
-    Raises ValueError if there is one of this name.
+    Raises ValueError if the name is taken.
     """
     if kind.name in transport_kinds():
         raise ValueError(f"there is a transport {kind.name!r} already")
@@ -108,7 +106,7 @@ def register_transport(kind: TransportKind) -> None:
 
 
 def unregister_transport(name: str) -> None:
-    """Takes back what was registered. Raises KeyError for any other."""
+    """Removes a registered transport. Raises KeyError for any other."""
     del _registered[name]
 
 
@@ -118,13 +116,13 @@ def worker_kinds() -> Mapping[str, TransportKind]:
 
 
 def is_collective(name: str) -> bool:
-    """Whether all who use a transport run one schedule together; False for one that is not known."""
-    kind = _known(name)  # asked for each tensor
+    """Whether all users of a transport run one schedule together; False for an unknown one."""
+    kind = _known(name)  # called for each tensor
     return kind is not None and kind.collective
 
 
 def reading_kinds() -> list[str]:
-    """The names of those that a worker of an engine, or a relay beside it, reads over by itself."""
+    """The names of those over which an engine's worker, or a relay on its host, reads by itself."""
     return [name for name, kind in worker_kinds().items() if not kind.collective]
 
 
@@ -138,37 +136,38 @@ def arena_kinds() -> list[TransportKind]:
     return [kind for kind in transport_kinds().values() if kind.arena is not None]
 
 
-def lending(memory: str, asked: str | None) -> list[TransportKind]:
-    """The transports over which such memory is lent. asked: the one that the user named; None: those that need none."""
+def lending(memory: str, transport: str | None) -> list[TransportKind]:
+    """The kinds over which such memory is lent. transport: the user's choice; None: all that lend without being
+    asked."""
     return [
         kind
         for kind in transport_kinds().values()
         if kind.lender is not None
         and not kind.relays_only
         and memory in kind.lends
-        and (kind.unasked if asked is None else kind.name == asked)
+        and (kind.unasked if transport is None else kind.name == transport)
     ]
 
 
 def memory_of(name: str) -> frozenset[str]:
-    """What kinds of memory a transport lends from this process; empty for one that lends none, or is not known."""
+    """The kinds of memory that a transport lends from this process; empty for one that lends none, or is unknown."""
     kind = _known(name)
     return kind.lends if kind is not None else frozenset()
 
 
 def is_of_gpus(name: str) -> bool:
-    """Whether it lends memory of GPUs and no other."""
+    """Whether a transport lends memory of GPUs and no other."""
     return memory_of(name) == {GPU_MEMORY}
 
 
 def is_over_network(name: str) -> bool:
-    """Whether each byte crosses the cards of two hosts; False for one that is not known."""
+    """Whether each byte crosses the network cards of two hosts; False for an unknown transport."""
     kind = _known(name)
     return kind is not None and kind.over_network
 
 
 def passes_on(name: str) -> bool:
-    """Whether relays pass on over it what they are being filled with; False for one that is not known."""
+    """Whether relays pass on over it what they are being filled with; False for an unknown transport."""
     kind = _known(name)
     return kind is not None and kind.passed is not None
 
@@ -179,7 +178,7 @@ def relay_transport() -> str:
 
 
 def passing_transport() -> str:
-    """The transport over which relays read each other, and pass on, where nothing was set up for another one."""
+    """The transport over which relays read each other, and pass on, unless another one was set up."""
     return _only("relays pass on", lambda kind: kind.passed is not None)
 
 
@@ -188,9 +187,9 @@ def collective_transport() -> str:
     return _only("collectives go", lambda kind: kind.collective)
 
 
-def made(maker: Maker, *given: object) -> Any:
-    """What a maker makes of what it is given, loaded now if it has to be."""
-    return (resolve_name(maker) if isinstance(maker, str) else maker)(*given)
+def make(maker: Maker, *arguments: object) -> Any:
+    """Calls a maker, which is loaded first if need be."""
+    return (resolve_name(maker) if isinstance(maker, str) else maker)(*arguments)
 
 
 def _known(name: str) -> TransportKind | None:
@@ -198,7 +197,7 @@ def _known(name: str) -> TransportKind | None:
 
 
 def _only(what: str, fact: Callable[[TransportKind], bool]) -> str:
-    """The first by order of which a fact is true."""
+    """The name of the first kind, by order, for which a fact is true."""
     found = next((kind.name for kind in transport_kinds().values() if fact(kind)), None)
     if found is None:
         raise precondition(f"there is no transport over which {what}: {REINSTALL}")
@@ -216,7 +215,7 @@ def _found() -> dict[str, TransportKind]:
             continue
         if not isinstance(kind, TransportKind) or kind.name in found:
             log.error(
-                "ckpt-engine: transport %s (%s) is no TransportKind with a name of its own; it is left out",
+                "ckpt-engine: transport %s (%s) is not a TransportKind with a name of its own; it is left out",
                 point.name,
                 point.value,
             )

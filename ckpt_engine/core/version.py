@@ -1,7 +1,7 @@
-"""A weight version and a fence as values: what machines compare, keep and use as keys.
+"""A weight version and a fence as values, which machines compare, keep and use as keys.
 
-The wire's `Identity` and `Fence` are turned into these where a message comes in, and back where one is built. Decides
-nothing: which version is meant, and which fence is obeyed, is for those that keep them.
+The wire's `Identity` and `Fence` are turned into these where a message comes in, and back where one is built. It
+decides nothing: which version is meant, and which fence is obeyed, is up to the machines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ckpt_engine.v1 import weights_pb2
 
 ROOT_SHOWN = 12
-"""Hexadecimal digits of a root that people are shown."""
+"""Hexadecimal digits of a root in texts for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Version:
 
     @classmethod
     def of(cls, message: weights_pb2.Identity) -> Version:
-        """The version that a message names. A message that is not set names none: lineage '', number 0, root b''."""
+        """The version that a message names. A message that is not set gives lineage '', number 0 and root b''."""
         return cls(message.lineage, message.version, message.root)
 
     @classmethod
@@ -43,7 +43,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A fence: fences of one cluster are ordered by their epochs. `Fence()` stands for one that was not given out."""
+    """A fence. Fences of one cluster are ordered by their epochs. `Fence()` stands for none."""
 
     cluster: str = ""  # the id of the manager's ledger
     epoch: int = 0
@@ -58,5 +58,5 @@ class Fence:
         return weights_pb2.Fence(cluster=self.cluster, epoch=self.epoch)
 
     def __str__(self) -> str:
-        """CLUSTER/EPOCH. No two fences that were given out have the same."""
+        """CLUSTER/EPOCH; unique among fences that were issued."""
         return f"{self.cluster}/{self.epoch}"

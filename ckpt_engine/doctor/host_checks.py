@@ -210,9 +210,9 @@ def relays() -> Iterable[HostCheck]:
 
 def networks() -> Iterable[HostCheck]:
     """What transports between relays say of this host. Nobody needs that either."""
-    from ckpt_engine.core.transports import made, transport_kinds
+    from ckpt_engine.core.transports import make, transport_kinds
 
-    rows = (row for kind in transport_kinds().values() if kind.checks is not None for row in made(kind.checks))
+    rows = (row for kind in transport_kinds().values() if kind.checks is not None for row in make(kind.checks))
     for name, ok, detail in rows:
         yield HostCheck("relay", name, Result.NOTE if ok is None else Result.OK if ok else Result.NO, detail)
 

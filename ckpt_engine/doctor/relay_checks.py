@@ -12,7 +12,7 @@ from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.core.sizes import in_words
-from ckpt_engine.core.transports import arena_kinds, made
+from ckpt_engine.core.transports import arena_kinds, make
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.relay.alone import TakenError, alone
@@ -76,7 +76,7 @@ def _network() -> Row:
         address = os.environ.get("CKPT_ENGINE_ADVERTISE", "") or split_address(listen, RELAY_LISTEN)[0]
         insecure = os.environ.get(RELAY_INSECURE, "") not in ("", "0", "false")
         for kind in (each for each in arena_kinds() if each.name in usable and each.checks is None):
-            made(kind.arena or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
+            make(kind.arena or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
     except CkptEngineError as error:
         return name, False, error.problem.message
     finally:

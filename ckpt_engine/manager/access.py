@@ -1,6 +1,6 @@
-"""Who calls, and whether they may: from what a connection shows to a `Caller`.
+"""Finds the `Caller` of a connection from the proof that it presents.
 
-It decides which proof counts. What a grant covers is `security/grants.py`'s part, what a call needs the servicer's.
+It decides which proof counts. `security/grants.py` decides what a grant covers, and the servicer what a call needs.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ BEARER = "bearer "
 
 
 class Access:
-    """The manager's door. Used on its event loop thread."""
+    """Identifies the manager's callers. Used on its event loop thread."""
 
     def __init__(self, security: ServerSecurity) -> None:
-        """Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
+        """Raises INVALID_ARGUMENT if the tokens file is malformed."""
         self._tokens = security.known_tokens()
         self._certificates = security.authority is not None
 
     @property
     def asks(self) -> bool:
-        """Whether callers must prove who they are."""
+        """Whether callers must prove their identity."""
         return self._tokens is not None or self._certificates
 
     def of_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """Who makes a gRPC call. Raises UNAUTHENTICATED."""
+        """The caller of a gRPC call. Raises UNAUTHENTICATED."""
         if self._tokens is not None or not self._certificates:
             return self.of_metadata(context.invocation_metadata() or ())
-        shown: Mapping[str, Iterable[bytes]] = context.auth_context()
-        name = next(iter(shown.get("x509_common_name", ())), b"").decode(errors="replace")
+        properties: Mapping[str, Iterable[bytes]] = context.auth_context()
+        name = next(iter(properties.get("x509_common_name", ())), b"").decode(errors="replace")
         try:
             return Caller(f"the holder of certificate {name!r}", (Grant.parse(name),))
         except CkptEngineError as error:
             raise unauthenticated(f"the certificate's common name must be a grant: {error.problem.message}") from error
 
     def of_metadata(self, metadata: Iterable[Any]) -> Caller:
-        """Who makes a gRPC call, as far as its metadata tell. Raises UNAUTHENTICATED."""
+        """The caller of a gRPC call, as far as its metadata say. Raises UNAUTHENTICATED."""
         return EVERYBODY if self._tokens is None else self._by_token(_first("authorization", metadata))
 
     def of_request(self, authorization: str) -> Caller:
-        """Who makes an HTTP request. A certificate was already asked for when the connection was made; whose it was is
-        not known here, so it grants nothing."""
+        """The caller of an HTTP request. A certificate was checked when the connection was made, but its name is not
+        known here, so it grants nothing. Raises UNAUTHENTICATED."""
         if self._tokens is not None:
             return self._by_token(authorization)
-        return Caller("who shows a certificate but no token over HTTP") if self._certificates else EVERYBODY
+        return Caller("a caller with a certificate but no token over HTTP") if self._certificates else EVERYBODY
 
     def _by_token(self, authorization: str) -> Caller:
         assert self._tokens is not None

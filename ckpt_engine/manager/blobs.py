@@ -1,8 +1,8 @@
 """The content store: manifests, tables, needs and plans, held by their SHA-256.
 
-Decides what stays in memory: a blob that somebody pinned stays, of the others the least recently used go first.
-It does not know what the bytes mean. Everything here runs on the manager's event loop thread, except ``get`` and
-``has``, which any thread may call.
+It decides what stays in memory: pinned blobs stay; of the others the least recently used goes first. It does not know
+what the bytes mean. Everything here runs on the manager's event loop thread, except ``get`` and ``has``, which any
+thread may call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = MEBIBYTE
 """The most data that one BlobChunk carries."""
 
 MOST_OWNERS = 8
-"""That are named when the store is full."""
+"""Owners that are named when the store is full."""
 
 
 class ResourceExhaustedError(CkptEngineError):
@@ -34,7 +34,7 @@ class ResourceExhaustedError(CkptEngineError):
 
 
 def describe(digest: bytes) -> str:
-    """A digest in the form in which people see it: the first twelve hexadecimal digits."""
+    """A digest for people: the first twelve hexadecimal digits."""
     return digest.hex()[:12]
 
 
@@ -56,14 +56,14 @@ class BlobStore:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all blobs held, without uploads that are under way."""
+        """Bytes of all stored blobs, without uploads under way."""
         return self._stored_bytes
 
     def __len__(self) -> int:
         return len(self._blobs)
 
     def has(self, ref: manager_pb2.BlobRef) -> bool:
-        """Whether the blob is held; asking counts as a use, so an answer of yes stays true for a while."""
+        """Whether the blob is stored. The query counts as a use, so a yes stays true for a while."""
         with self._lock:
             if ref.digest not in self._blobs:
                 return False
@@ -71,7 +71,8 @@ class BlobStore:
             return len(self._blobs[ref.digest]) == ref.size
 
     def get(self, ref: manager_pb2.BlobRef) -> bytes:
-        """The blob's bytes. Raises NOT_FOUND naming the digest when it is not held (put it again)."""
+        """The blob's bytes. Raises NOT_FOUND, naming the digest, if it is not stored; INVALID_ARGUMENT for another
+        size."""
         with self._lock:
             data = self._blobs.get(ref.digest)
             if data is None:
@@ -86,7 +87,7 @@ class BlobStore:
     def put(self, data: bytes, digest: bytes | None = None, fleeting: bool = False) -> manager_pb2.BlobRef:
         """Stores bytes that this process made and returns their reference. digest: theirs, if it is at hand.
 
-        fleeting: large, and new with every update: it goes as soon as nobody pins it any more.
+        fleeting: large, and new with every update, so it is dropped once no owner pins it any more.
         Raises ResourceExhaustedError when they are over a limit.
         """
         ref = manager_pb2.BlobRef(digest=digest or hashlib.sha256(data).digest(), size=len(data))
@@ -108,7 +109,7 @@ class BlobStore:
         return Upload(self, ref)
 
     def pin(self, owner: str, refs: Iterable[manager_pb2.BlobRef]) -> None:
-        """Keeps these blobs, and no longer those that the same owner pinned before."""
+        """Pins these blobs, in place of those that the same owner pinned before."""
         digests = frozenset(ref.digest for ref in refs if ref.digest)
         with self._lock:
             before = self._pins.pop(owner, frozenset())
@@ -122,7 +123,7 @@ class BlobStore:
             self._let_go(self._pins.pop(owner, frozenset()))
 
     def _let_go(self, digests: frozenset[bytes]) -> None:
-        """Drops the fleeting ones of these that nobody pins."""
+        """Drops the fleeting ones of these that no owner pins."""
         fleeting = self._fleeting & digests
         for digest in fleeting.difference(*self._pins.values()) if fleeting else ():
             self._drop(digest)
@@ -141,41 +142,41 @@ class BlobStore:
             self._reserved_bytes += size
 
     def _make_room(self, size: int) -> None:
-        over = self._stored_bytes + self._reserved_bytes + size - self.max_total_bytes
-        if over <= 0:
+        excess = self._stored_bytes + self._reserved_bytes + size - self.max_total_bytes
+        if excess <= 0:
             return
         pinned = frozenset().union(*self._pins.values()) if self._pins else frozenset()
-        doomed = []
+        victims = []
         for digest, data in self._blobs.items():
-            if over <= 0:
+            if excess <= 0:
                 break
             if digest not in pinned:
-                doomed.append(digest)
-                over -= len(data)
-        if over > 0:
+                victims.append(digest)
+                excess -= len(data)
+        if excess > 0:
             raise ResourceExhaustedError(
                 f"this manager's store is full: no room for {size} bytes, since of {self.max_total_bytes} "
                 f"{self._reserved_bytes} are being uploaded and these are in use: {self._owners()}. Runs that are gone "
                 "are forgotten after a while; `ckpt-engine lineage evict LINEAGE` lets go of one now"
             )
-        for digest in doomed:
+        for digest in victims:
             self._drop(digest)
 
     def _owners(self) -> str:
-        """Who needs how many bytes, the most first; what several need counts for each."""
-        held = {
+        """The owners and the bytes that each pins, the most first; a blob with several owners counts for each."""
+        bytes_by_owner = {
             owner: sum(len(self._blobs[digest]) for digest in pins if digest in self._blobs)
             for owner, pins in self._pins.items()
         }
-        most = sorted(held, key=lambda owner: (-held[owner], owner))
-        said = [f"{owner}: {held[owner]} bytes" for owner in most[:MOST_OWNERS]]
+        most = sorted(bytes_by_owner, key=lambda owner: (-bytes_by_owner[owner], owner))
+        shares = [f"{owner}: {bytes_by_owner[owner]} bytes" for owner in most[:MOST_OWNERS]]
         if len(most) > MOST_OWNERS:
             rest = most[MOST_OWNERS:]
-            said.append(f"{len(rest)} others: {sum(held[owner] for owner in rest)} bytes")
-        return "; ".join(said) or "nothing"
+            shares.append(f"{len(rest)} others: {sum(bytes_by_owner[owner] for owner in rest)} bytes")
+        return "; ".join(shares) or "nothing"
 
     def _settle(self, ref: manager_pb2.BlobRef, data: bytes | None) -> None:
-        """Turns a reservation into a stored blob, or gives it back (``data`` is None)."""
+        """Turns a reservation into a stored blob, or releases it (``data`` is None)."""
         with self._lock:
             self._reserved_bytes -= ref.size
             if data is None:
@@ -188,7 +189,7 @@ class BlobStore:
 
 
 class Upload:
-    """One blob on its way in. Its bytes are hashed as they come and stored only if they are what was announced."""
+    """One blob on its way in. Its bytes are hashed as they come, and stored only if they have the announced digest."""
 
     def __init__(self, store: BlobStore, ref: manager_pb2.BlobRef) -> None:
         self._store = store
@@ -199,7 +200,7 @@ class Upload:
         self._open = True
 
     def write(self, data: bytes) -> None:
-        """Takes the next part. Raises INVALID_ARGUMENT when it is too large or more comes than was announced."""
+        """Takes the next part. Raises INVALID_ARGUMENT if it is too large, or exceeds the announced size."""
         if len(data) > CHUNK_BYTES:
             raise invalid(f"a chunk carries at most {CHUNK_BYTES} bytes, not {len(data)}")
         self._size += len(data)
@@ -209,7 +210,7 @@ class Upload:
         self._parts.append(data)
 
     def finish(self) -> manager_pb2.BlobRef:
-        """Stores the blob. Raises DATA_LOSS, storing nothing, when its bytes do not hash to the announced digest."""
+        """Stores the blob. Raises DATA_LOSS, storing nothing, unless its bytes hash to the announced digest."""
         if self._size != self._ref.size:
             raise data_loss(
                 f"blob {describe(self._ref.digest)} was announced with {self._ref.size} bytes, {self._size} came"
@@ -224,7 +225,7 @@ class Upload:
         return self._ref
 
     def abandon(self) -> None:
-        """Gives the reserved room back; does nothing after ``finish``."""
+        """Releases the reserved room; does nothing after ``finish``."""
         if self._open:
             self._open = False
             self._store._settle(self._ref, None)

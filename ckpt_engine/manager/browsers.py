@@ -1,13 +1,13 @@
-"""What a web page in somebody's browser could do to a server of ours, and is not let do. Pure.
+"""Refuses requests that a foreign web page makes a user's browser send to a server of ours. Pure.
 
 Two attacks come from pages that have nothing to do with us:
 
-- *Rebinding.* The page's own name is made to resolve to our address, so to the browser we are its own server, and it
-  may read what we answer and post what it likes. The Host header then has the page's name. Where callers prove who they
-  are this wins nothing, since the page has no token; where nobody is asked, the name must be one that no stranger can
-  have pointed here.
-- *Forged requests.* The page posts to us under our own name. It cannot read the answer, and need not. The browser says
-  which page it was, in Origin.
+- *Rebinding.* The page's own name is made to resolve to our address, so the browser takes us for the page's server, and
+  the page may read our answers and post what it likes. The Host header then has the page's name. Where callers must
+  prove their identity this wins nothing, since the page has no token. Elsewhere the Host must be a name that no
+  stranger can have pointed here.
+- *Forged requests.* The page posts to us under our own name. It cannot read the answer, and need not. The browser names
+  the page in Origin.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
 
 OUR_OWN = frozenset({"same-origin", "none"})
-"""What Sec-Fetch-Site says of a request that our page made, or a person by typing the address."""
+"""Sec-Fetch-Site of a request from our own page, or from a user who typed the address."""
 
 LOCAL_ENDINGS = (".local", ".internal", ".svc", ".localdomain", ".home.arpa", ".lan")
-"""Names that no public DNS resolves: mDNS and Kubernetes (cluster.local), what is set aside for private networks."""
+"""Endings of names that no public DNS resolves: mDNS, Kubernetes (cluster.local), and reserved for private networks."""
 
 PORTS = {"http": 80, "https": 443}
 
@@ -36,20 +36,20 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def host_of(header: str) -> str:
-    """Whom a Host header names, without port, brackets and the dot of a full name, in lower case."""
+    """The host that a Host header names, in lower case, without port, brackets and trailing dot."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].rstrip(".").lower()
 
 
-def names_beside(name: str, hosts: str) -> set[str]:
-    """All names of this host, in lower case. hosts: /etc/hosts, which may have its full name beside the short one."""
+def names_of_host(name: str, hosts: str) -> set[str]:
+    """All names of this host, in lower case. hosts: the text of /etc/hosts, which may have its full name as well."""
     lines = [[each.lower() for each in line.partition("#")[0].split()[1:]] for line in hosts.splitlines()]
     return {name.lower()}.union(*(names for names in lines if name.lower() in names))
 
 
 def checked_names(names: Collection[str]) -> list[str]:
-    """Names for --http-name, as `host_of` gives them. Raises INVALID_ARGUMENT for one with a scheme, port or path."""
+    """Names for --http-name, as `host_of` returns them. Raises INVALID_ARGUMENT for one with a scheme, port or path."""
     for name in names:
         if not NAME.fullmatch(name):
             raise invalid(f"--http-name {name!r} is not a name alone: write it like manager.example.com")
@@ -57,10 +57,10 @@ def checked_names(names: Collection[str]) -> list[str]:
 
 
 def check_host(header: str, loopback: bool, asks: bool, own: Collection[str] = ()) -> None:
-    """Raises PERMISSION_DENIED for a request that was meant for somebody else.
+    """Raises PERMISSION_DENIED for a request that was meant for another server.
 
-    header: its Host. loopback: only this machine can have sent it, or a proxy on it for callers who prove who they
-    are. asks: callers do. own: names under which this server is known besides.
+    header: its Host. loopback: only this machine can have sent it, or a proxy on it for callers that prove their
+    identity. asks: callers must prove their identity. own: further names of this server.
     """
     host = host_of(header)
     if loopback:
@@ -68,20 +68,20 @@ def check_host(header: str, loopback: bool, asks: bool, own: Collection[str] = (
             raise forbidden(f"this manager is not {header!r}; it serves its own machine only")
     elif not asks and not _ours(host) and host not in own:
         raise forbidden(
-            f"this manager asks nobody who calls, so it answers under its address only, and a web page's name may "
+            "this manager asks callers for no proof, so it answers under its address only, and a web page's name may "
             f"lead to it: {header!r} is none that it knows; name it by its address, or start it with --http-name {host}"
         )
 
 
-def check_origin(method: str, headers: Mapping[str, str], told: Collection[str] = ()) -> None:
-    """Raises PERMISSION_DENIED for a change that another page than our own asks for. Programs say no Origin.
+def check_origin(method: str, headers: Mapping[str, str], public_names: Collection[str] = ()) -> None:
+    """Raises PERMISSION_DENIED for a change that a page other than our own asks for. Programs send no Origin.
 
-    told: names under which our page is reached through a proxy, which may say another Host than the browser did.
+    public_names: names under which our page is reached through a proxy, which may send another Host than the browser.
     """
     if method in READING:
         return
     origin, host = headers.get("origin"), headers.get("host", "")
-    if origin is not None and not _same(origin, host) and not _named(origin, told):
+    if origin is not None and not _same(origin, host) and not _named(origin, public_names):
         raise forbidden(
             f"a page of {origin!r} may change nothing here, only this manager's own page may; if that is its name "
             "behind a proxy, start the manager with --http-name and that name"
@@ -92,7 +92,7 @@ def check_origin(method: str, headers: Mapping[str, str], told: Collection[str] 
 
 
 def _ours(host: str) -> bool:
-    """Whether it is an address, or a name that a stranger cannot have made."""
+    """Whether it is an address, or a name that no stranger can have registered."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The plan of a collective, from the plans of those who take part: who is a member, who wants what, where they meet."""
+"""Makes the plan of a collective from its workers' plans: its members, what each wants, and where they meet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from ckpt_engine.core.collective_buckets import BoxWant, wants_of
-from ckpt_engine.core.collective_members import CollectiveReader, Rank, together
+from ckpt_engine.core.collective_members import CollectiveReader, Rank, choose_members
 from ckpt_engine.core.collective_plan import KEY_BYTES, collective_plan, meeting_of, read_locator
 from ckpt_engine.core.offers import by_transport, label, ranks_of
 from ckpt_engine.core.plan import PlanRequest, Plans
@@ -22,8 +22,8 @@ from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
 def plan_together(
     blobs: BlobStore, plans: Plans, requests: Sequence[PlanRequest]
 ) -> tuple[CollectivePlan | None, Mapping[str, Problem]]:
-    """The collective of the workers that are to be in one, stored; None: nobody can be. Also the replicas that cannot,
-    and why. The key of its meeting is made here."""
+    """Plans the collective of these workers and stores it; None: no worker can be a member. Also returns the replicas
+    that cannot take part, and why. Makes the key of its meeting."""
     workers = {name_of(cast(WorkerKey, each.key)): each for each in requests}
     tables = {table.id: table for table in plans.publication.tables}
     readers = [
@@ -36,7 +36,7 @@ def plan_together(
         for name, each in workers.items()
     ]
     used = {name for reader in readers for name in reader.reads}
-    found = together([_rank(table) for name, table in tables.items() if name in used], readers)
+    found = choose_members([_rank(table) for name, table in tables.items() if name in used], readers)
     if not found.members or not found.members[0].is_source:
         return None, found.refused
     sources = {member.name: number for number, member in enumerate(found.members) if member.is_source}

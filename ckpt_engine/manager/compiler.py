@@ -1,6 +1,6 @@
-"""The heavy work on blobs: merging tables, compiling plans, adding digests up; with what came out kept by digests.
+"""The heavy work on blobs: merging tables, compiling plans, adding digests up. Results are cached by digests.
 
-Runs on one thread of its own, never two calls at once. It decides no transport: that is ``core.topology``.
+Runs on one thread of its own, never two calls at once. It chooses no transport: ``core.topology`` does.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 KEPT_PUBLICATIONS = 8
 KEPT_PLANS = 8
 KEPT_RECORDS = 2
-"""More than one of each: runs alternate on one manager, and so do a late replica alone and all replicas together; each
-relay has a publication and plans for each of its slots."""
+"""More than one of each, since runs alternate on one manager, and so do a late replica alone and all replicas together.
+Each relay has a publication and plans for each of its slots."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -55,7 +55,7 @@ Parsed = TypeVar("Parsed", bound=Message)
 
 
 class _Recent(Generic[Key, Value]):
-    """The last few values by key, the least recently used going first."""
+    """The last few values by key; the least recently used is dropped first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -78,13 +78,12 @@ class _Recent(Generic[Key, Value]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Planned:
-    """What was compiled. recorded: the record that it was cut along, for a late replica; None: a record is made.
-    relays: those of the task."""
+class _PlanHandle:
+    """The result of compiling plans."""
 
     plans: Plans
-    recorded: ProvenRecord | None
-    relays: frozenset[str]
+    recorded: ProvenRecord | None  # the record that cells were cut along, for a late replica; None: a record is made
+    relays: frozenset[str]  # those of the task
 
     @cached_property
     def writer(self) -> RecordWriter:
@@ -105,7 +104,7 @@ class Compiler:
         self._records: _Recent[tuple[bytes, bytes], ProvenRecord] = _Recent(KEPT_RECORDS)
 
     def merge(self, task: MergeTables) -> Published:
-        """Merges the tables of all ranks. NOT_FOUND when a table's blob is not held any more."""
+        """Merges the tables of all ranks. Raises NOT_FOUND if a table's blob is not stored any more."""
         digests = tuple(ref.digest for ref in task.tables)
         published = self._publications.get(digests)
         if published is not None:
@@ -122,8 +121,8 @@ class Compiler:
         return published
 
     def join(self, task: JoinSources) -> Joined:
-        """Joins what holders offer of one version. Who brings a record that does not hash to the version's root, or a
-        table that does not fit it, is left out and named."""
+        """Joins what holders offer of one version. A holder is left out and named if its record does not hash to the
+        version's root, or its table does not fit the record."""
         refused: dict[str, weights_pb2.Problem] = {}
         records = [] if task.record is None else [task.record]
         for offer in task.offers:
@@ -190,7 +189,7 @@ class Compiler:
         )
 
     def compile(self, task: CompilePlans) -> Compiled:
-        """Plans for these workers, from what is kept if nothing changed and its blobs are still there.
+        """Compiles plans for these workers, or returns the cached ones if nothing changed and their blobs still exist.
 
         A replica that cannot be planned for is named as unfit, and has no plans.
         """
@@ -199,14 +198,14 @@ class Compiler:
         cutting = b"" if recorded is None else recorded.cutting
         key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
         compiled = self._plans.get(key)
-        if compiled is not None and compiled.unfit and cast(_Planned, compiled.handle).relays != task.relays:
-            compiled = None  # what is told of those that are out of reach goes by where relays run
+        if compiled is not None and compiled.unfit and cast(_PlanHandle, compiled.handle).relays != task.relays:
+            compiled = None  # the advice for replicas that are out of reach depends on where relays run
         if compiled is not None and all(map(self._blobs.has, _blobs_of(compiled))):
             if task.edges:
                 return replace(compiled, edges=self._edges(task, compiled))
             if recorded is None:
                 return compiled
-            return replace(compiled, handle=replace(cast(_Planned, compiled.handle), recorded=recorded))
+            return replace(compiled, handle=replace(cast(_PlanHandle, compiled.handle), recorded=recorded))
         requests, unfit = self._requests(task)
         choose = partial(choose_transport, relays=task.relays)
         along = () if recorded is None else recorded.boxes
@@ -216,8 +215,8 @@ class Compiler:
         unfit |= refused
         stored: dict[int, manager_pb2.BlobRef] = {}
         refs: dict[WorkerKey, manager_pb2.BlobRef] = {}
-        planned = [worker for worker in task.workers if worker.key[0] not in unfit]
-        for worker in planned:  # workers that need the same share one plan, so it is made into bytes once
+        planned_workers = [worker for worker in task.workers if worker.key[0] not in unfit]
+        for worker in planned_workers:  # workers that need the same share one plan, so it is encoded once
             plan = plans.workers[worker.key]
             if id(plan) not in stored:
                 stored[id(plan)] = self._blobs.put(canonical(plan))
@@ -228,18 +227,18 @@ class Compiler:
                 publication.tables[source].id: self._blobs.put(canonical(atoms))
                 for source, atoms in (plans.atoms if recorded is None else finer_atoms(plans, recorded)).items()
             },
-            bytes={worker.key: plans.workers[worker.key].bytes for worker in planned},
-            handle=_Planned(plans, recorded, task.relays),
+            bytes={worker.key: plans.workers[worker.key].bytes for worker in planned_workers},
+            handle=_PlanHandle(plans, recorded, task.relays),
             unfit=unfit,
-            distances={worker.key: plans.distances[worker.key] for worker in planned},
+            distances={worker.key: plans.distances[worker.key] for worker in planned_workers},
             collective=collective,
         )
         self._plans.put(key, compiled)
         return replace(compiled, edges=self._edges(task, compiled)) if task.edges else compiled
 
     def _edges(self, task: CompilePlans, compiled: Compiled) -> dict[WorkerKey, list[manager_pb2.EdgeReport]]:
-        """The edges of each worker's plan, with their bytes. Workers that share a plan differ in their rank only."""
-        plans = cast(_Planned, compiled.handle).plans
+        """The edges of each worker's plan, with their bytes. For workers that share a plan only the rank differs."""
+        plans = cast(_PlanHandle, compiled.handle).plans
         widths = [itemsize(spec.dtype) for spec in plans.publication.manifest.tensors]
         sizes: dict[int, list[int]] = {}
         edges: dict[WorkerKey, list[manager_pb2.EdgeReport]] = {}
@@ -266,7 +265,7 @@ class Compiler:
         return edges
 
     def _requests(self, task: CompilePlans) -> tuple[list[PlanRequest], dict[str, weights_pb2.Problem]]:
-        """What the workers need, and by their names the replicas of which a worker has told something unreadable."""
+        """Reads what the workers need. Replicas with a worker whose needs are malformed are returned by name."""
         needs: dict[bytes, weights_pb2.WorkerNeeds] = {}
         unfit: dict[str, weights_pb2.Problem] = {}
         requests = []
@@ -281,14 +280,14 @@ class Compiler:
                 unfit.setdefault(worker.key[0], error.problem)
                 continue
             within = worker.key[0] in task.collective
-            needed = needs[worker.needs.digest]
-            requests.append(PlanRequest(worker.key, needed, worker.host, worker.transports, within, worker.shut))
+            worker_needs = needs[worker.needs.digest]
+            requests.append(PlanRequest(worker.key, worker_needs, worker.host, worker.transports, within, worker.shut))
         return [request for request in requests if _replica(request) not in unfit], unfit
 
     def combine(self, task: CombineSeals) -> Combined:
-        """What the sealed digests add up to, and what each worker must therefore find."""
+        """Adds up the sealed digests: the root, and what each worker must find."""
         planned = task.compiled.handle
-        if not isinstance(planned, _Planned):
+        if not isinstance(planned, _PlanHandle):
             raise internal("these plans were not compiled by this manager")
         plans, recorded = planned.plans, planned.recorded
         tables = plans.publication.tables
@@ -311,7 +310,7 @@ class Compiler:
         return Combined(sealed.root(), expected, record)
 
     def _recorded(self, ref: manager_pb2.BlobRef, root: bytes) -> ProvenRecord:
-        """A record, from whomever it comes. Raises DATA_LOSS unless it hashes to the root."""
+        """Reads a record, wherever it comes from. Raises DATA_LOSS unless it hashes to the root."""
         recorded = self._records.get((ref.digest, root))
         if recorded is None:
             record = self._parsed(ref, weights_pb2.SealedRecord(), "the sealed record")
@@ -320,11 +319,11 @@ class Compiler:
         return recorded
 
     def _parsed(self, ref: manager_pb2.BlobRef, empty: Parsed, name: str) -> Parsed:
-        """A blob as the message that it should hold. Raises INVALID_ARGUMENT saying which blob is none."""
+        """Parses a blob as a message. Raises INVALID_ARGUMENT, naming the blob, if it is not one. empty: is filled."""
         try:
             empty.ParseFromString(self._blobs.get(ref))
         except DecodeError as error:
-            raise invalid(f"{name} (blob {describe(ref.digest)}) is no {empty.DESCRIPTOR.name}") from error
+            raise invalid(f"{name} (blob {describe(ref.digest)}) is not a {empty.DESCRIPTOR.name}") from error
         return empty
 
 
@@ -335,14 +334,14 @@ def _plans_for_all_that_fit(
     along: Sequence[Sequence[Box]],
     choose: Choose,
 ) -> Plans:
-    """Plans for the replicas that are not put into unfit: a worker of theirs cannot be planned for, or their workers
-    together leave something out. along: what cells are cut along too."""
+    """Compiles plans for all replicas that fit. The others are added to `unfit`: a worker of theirs cannot be planned
+    for, or their workers together leave something out. along: as for `compile_plans`."""
     workers: dict[str, list[PlanRequest]] = {}
     for request in requests:
         workers.setdefault(_replica(request), []).append(request)
-    for name, those in workers.items():
+    for name, replica_requests in workers.items():
         try:
-            check_complete(publication.manifest, [each.needs for each in those], name)
+            check_complete(publication.manifest, [each.needs for each in replica_requests], name)
         except CkptEngineError as error:
             unfit[name] = error.problem
     refused: dict[Hashable, CkptEngineError] = {}
@@ -355,13 +354,13 @@ def _plans_for_all_that_fit(
 
 
 def _parts(publication: Publication) -> frozenset[frozenset[str]]:
-    """Sets of sources, such that what is offered is made of one source of each."""
+    """Sets of sources, such that one source of each set together have the whole offer."""
     found = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
     return frozenset(frozenset(publication.tables[source].id for source in part) for part in found)
 
 
 def _of_holder(offer: HeldOffer, error: CkptEngineError) -> weights_pb2.Problem:
-    """A holder's problem, for the one who offers."""
+    """A problem of a holder's offer, as its owner is told."""
     problem = weights_pb2.Problem()
     problem.CopyFrom(error.problem)
     problem.message = f"what {offer.source} holds is left out: {problem.message}"
@@ -374,7 +373,7 @@ def _replica(request: PlanRequest) -> str:
 
 
 def _outlives(table: weights_pb2.SourceTable) -> bool:
-    """Whether every region can be read when the process that offers it is gone."""
+    """Whether every region can still be read when the process that offers it has ended."""
     lasting = {name for name, kind in transport_kinds().items() if kind.outlives}
     return table.stays_sealed and all(lasting & by_transport(region).keys() for region in table.regions)
 
@@ -386,9 +385,9 @@ def _publication(published: Published) -> Publication:
 
 
 def _blobs_of(compiled: Compiled) -> list[manager_pb2.BlobRef]:
-    """What members fetch."""
-    shared = [] if compiled.collective is None else [compiled.collective.plan]
-    return [*compiled.plans.values(), *compiled.atoms.values(), *shared]
+    """The blobs that members fetch."""
+    collective_plan = [] if compiled.collective is None else [compiled.collective.plan]
+    return [*compiled.plans.values(), *compiled.atoms.values(), *collective_plan]
 
 
 def _identity(worker: PlanWorker) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
-"""Turns away who shows no good token before its message is read.
+"""Refuses calls without a valid token before their message is read.
 
-gRPC reads a unary call's message before its handler runs, and all of it before it looks at its size.
+gRPC reads a unary call's message before its handler runs, and all of it before it checks its size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_engine.manager.errors import refuse
 
 
 class ServiceDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cannot be subscripted at run time
-    """The door of some services; others (health, reflection) are open to everybody."""
+    """Guards some services; others (health, reflection) are open to every caller."""
 
     def __init__(self, access: Access, services: Iterable[str]) -> None:
         self._access = access
@@ -28,7 +28,7 @@ class ServiceDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # cann
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The call's own handler, or one that refuses it and reads nothing."""
+        """Returns the call's own handler, or one that refuses it and reads nothing."""
         if handler_call_details.method.startswith(self._methods):
             try:
                 self._access.of_metadata(handler_call_details.invocation_metadata or ())

@@ -1,4 +1,4 @@
-"""Problems as what a caller sees: a gRPC status with the Problem beside it, or an HTTP problem document."""
+"""Problems as callers see them: a gRPC status with the Problem in its metadata, or an HTTP problem document."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ METADATA_BYTES = 3072
 """The most that a Problem may take of the trailing metadata, before base64: peers may refuse headers above 8 KiB."""
 
 DETAILS_CHARACTERS = 1000
-"""The most that is repeated of a Problem's message as the status's own words."""
+"""The most of a Problem's message that is repeated in the status's details."""
 
 
 def stopping() -> CkptEngineError:
-    """What callers and members hear from a manager that ends."""
+    """The error for callers and members of a manager that is stopping."""
     return unavailable("the manager is stopping: try again when it is back")
 
 
 def grpc_status(problem: weights_pb2.Problem) -> grpc.StatusCode:
-    """The status whose meaning is the problem's; INTERNAL for a problem without a code."""
+    """The gRPC status of a problem; INTERNAL for a problem without a code."""
     return grpc.StatusCode[STATUSES[code_of(problem)].grpc]
 
 
 def http_status(problem: weights_pb2.Problem) -> int:
-    """The HTTP status whose meaning is the problem's."""
+    """The HTTP status of a problem."""
     return STATUSES[code_of(problem)].http
 
 
 def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
-    """The problem, cut so that it fits into trailing metadata: first what models keep goes, then tensors, then ranks,
-    then letters."""
+    """The problem, cut to fit into trailing metadata: first the dtypes that models keep are dropped, then tensors, then
+    ranks, then the ends of texts."""
     if problem.ByteSize() <= METADATA_BYTES:
         return problem
     cut = weights_pb2.Problem()

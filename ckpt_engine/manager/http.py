@@ -1,8 +1,8 @@
-"""The manager's HTTP side, for people, probes and Prometheus. It shows; only `http_updates.py` and `http_operate.py`
-change anything.
+"""The manager's HTTP side, for people, probes and Prometheus. It only shows; `http_updates.py` and `http_operate.py`
+change things.
 
-``/`` is a page that shows all of it. ``/docs`` draws ``/openapi.json`` with scripts that the manager serves itself, so
-neither needs a public network. Every error is an ``application/problem+json`` document.
+``/`` is a page that shows all of it. ``/docs`` renders ``/openapi.json`` with scripts that the manager serves itself,
+so neither needs a public network. Every error is an ``application/problem+json`` document.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse, 
 from ckpt_engine.manager.http_page import add_docs, add_page
 from ckpt_engine.manager.http_trace import Epoch, Lineage, Version, add_traces
 from ckpt_engine.manager.http_updates import add_updates
-from ckpt_engine.manager.kept_views import Lines, Overviews, ReplicaLists, Seen
+from ckpt_engine.manager.kept_views import Lines, Overviews, OverviewSource, ReplicaLists
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
-from ckpt_engine.manager.update_records import MOST, PAGE, found, message, page, refusal_message
+from ckpt_engine.manager.update_records import MOST, PAGE, find_update, list_updates, message, refusal_message
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
 
 Limit = Annotated[int, Query(ge=1, le=MOST)]
@@ -52,8 +52,8 @@ ABOUT = (
 )
 
 
-class Shown(Seen, Protocol):
-    """What the HTTP side needs of a manager; all of it is used on the manager's event loop thread."""
+class HttpSource(OverviewSource, Protocol):
+    """What the HTTP side needs of a manager; used on the manager's event loop thread."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -67,7 +67,7 @@ class Shown(Seen, Protocol):
     async def operate(self, request: OperatorRequest) -> OperatorResponse: ...
 
 
-def build_app(manager: Shown) -> FastAPI:
+def build_app(manager: HttpSource) -> FastAPI:
     """The ASGI application. It must run on the manager's event loop."""
     app = FastAPIOffline(
         title="ckpt-engine manager",
@@ -95,7 +95,7 @@ def build_app(manager: Shown) -> FastAPI:
     return app
 
 
-def _add_looks(app: FastAPI, manager: Shown) -> None:
+def _add_looks(app: FastAPI, manager: HttpSource) -> None:
     @app.get(
         "/healthz",
         tags=["watch"],
@@ -135,10 +135,10 @@ def _add_looks(app: FastAPI, manager: Shown) -> None:
         **describes(page_pb2.PageOverview),
     )
     async def overview(request: Request) -> Response:
-        return Response(overviews.told(request.scope[CALLER]), media_type="application/json")
+        return Response(overviews.text(request.scope[CALLER]), media_type="application/json")
 
 
-def _add_replicas(app: FastAPI, manager: Shown) -> None:
+def _add_replicas(app: FastAPI, manager: HttpSource) -> None:
     lists = ReplicaLists(manager)
 
     @app.get(
@@ -149,14 +149,14 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
         **describes(manager_pb2.ListReplicasResponse),
     )
     async def replicas() -> Response:
-        return Response(await lists.told(), media_type="application/json")
+        return Response(await lists.text(), media_type="application/json")
 
     @app.get("/v1/replicas/{name:path}", tags=["look"], summary="One replica", **describes(manager_pb2.ReplicaStatus))
     async def replica(name: str) -> Response:
-        known = {replica.name: replica for replica in manager.status().replicas}
-        if name not in known:
-            raise not_found(f"no replica is called {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
-        return await answer(known[name])
+        by_name = {replica.name: replica for replica in manager.status().replicas}
+        if name not in by_name:
+            raise not_found(f"no replica is called {name!r}; there are: {', '.join(sorted(by_name)) or 'none'}")
+        return await answer(by_name[name])
 
     @app.get(
         "/v1/versions",
@@ -172,7 +172,7 @@ def _add_replicas(app: FastAPI, manager: Shown) -> None:
         return await answer(manager_pb2.ListVersionsResponse(versions=held))
 
 
-def _add_history(app: FastAPI, manager: Shown) -> None:
+def _add_history(app: FastAPI, manager: HttpSource) -> None:
     lines = Lines(manager.ledger)
 
     @app.get(
@@ -185,8 +185,8 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
     )
     async def history(limit: Limit = PAGE) -> Response:
         newest = await lines.newest(limit)
-        refused = [refusal_message(each) for each in manager.refusals.newest_first(limit)]
-        return await answer(page_pb2.PageHistory(updates=newest, refused=refused))
+        refusals = [refusal_message(each) for each in manager.refusals.newest_first(limit)]
+        return await answer(page_pb2.PageHistory(updates=newest, refused=refusals))
 
     @app.get(
         "/v1/updates",
@@ -201,7 +201,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
         limit: Limit = PAGE,
     ) -> Response:
         request = manager_pb2.ListUpdatesRequest(before=before, limit=limit)
-        return await answer(await page(manager.ledger, manager.refusals, request))
+        return await answer(await list_updates(manager.ledger, manager.refusals, request))
 
     @app.get(
         "/v1/updates/{epoch}",
@@ -212,7 +212,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
         **describes(manager_pb2.UpdateRecord),
     )
     async def update(epoch: Epoch) -> Response:
-        return await answer(message(await found(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch))))
+        return await answer(message(await find_update(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch))))
 
     @app.get(
         "/v1/versions/{version}/update",
@@ -223,7 +223,7 @@ def _add_history(app: FastAPI, manager: Shown) -> None:
     )
     async def update_to(version: Version, lineage: Lineage = "") -> Response:
         request = manager_pb2.GetUpdateRequest(lineage=lineage, version=version)
-        return await answer(message(await found(manager.ledger, request)))
+        return await answer(message(await find_update(manager.ledger, request)))
 
 
 def _answer_errors(app: FastAPI) -> None:

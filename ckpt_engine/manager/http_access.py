@@ -1,5 +1,5 @@
-"""What every HTTP request to the manager must pass: the host that it was meant for, the page that it came from, whose
-token it shows, its size. And what every answer tells a browser not to do with it."""
+"""Checks every HTTP request to the manager: the host that it was meant for, the page that it came from, its token and
+its size. Also sets the headers by which every answer restricts browsers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.access import Access
-from ckpt_engine.manager.browsers import READING, check_host, check_origin, names_beside
+from ckpt_engine.manager.browsers import READING, check_host, check_origin, names_of_host
 from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.http_page import FILES
 
 PROBED = frozenset({"/healthz", "/metrics"})
-"""Routes of probes and of Prometheus, which ask under whatever name their configuration has."""
+"""Routes of probes and of Prometheus, which use whatever name their configuration has."""
 
 OPEN = frozenset({"/healthz", *FILES})
-"""Routes for probes, which have no token, and the page, which has nothing to tell before it is given one."""
+"""Routes that need no token: for probes, which have none, and for the page, which holds no facts."""
 
 CALLER = "ckpt_engine.caller"
-"""Where a request's scope has who makes it, for routes that need a grant."""
+"""The key of a request's scope that holds its `Caller`, for routes that need a grant."""
 
 BODY_BYTES = 64 * 1024
-"""The most that anybody may send as a body."""
+"""The most bytes of a request's body."""
 
 PROBLEM_TYPE = "application/problem+json"
 
@@ -45,15 +45,16 @@ ALWAYS = {
 
 
 class HttpAccess:
-    """ASGI middleware. loopback: whether the server listens on loopback only. told: names under which it is known to
-    others, in lower case; this host's are added, but for a page that came through a proxy."""
+    """ASGI middleware that lets requests through to the application, or refuses them."""
 
-    def __init__(self, app: ASGIApp, access: Access, loopback: bool, told: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, access: Access, loopback: bool, public_names: Collection[str] = ()) -> None:
+        """loopback: whether the server listens on loopback only. public_names: names under which others know it, in
+        lower case. A Host may also name this machine; the Origin of a page behind a proxy may not."""
         self._app = app
         self._access = access
         self._loopback = loopback
-        self._told = frozenset(told)
-        self._own = self._told | names_beside(socket.gethostname(), _hosts())
+        self._public_names = frozenset(public_names)
+        self._own = self._public_names | names_of_host(socket.gethostname(), _hosts())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +65,7 @@ class HttpAccess:
         try:
             if self._loopback or scope["path"] not in PROBED or scope["method"] not in READING:
                 check_host(headers.get("host", ""), self._loopback, self._access.asks, self._own)
-            check_origin(scope["method"], headers, self._told)
+            check_origin(scope["method"], headers, self._public_names)
             if scope["path"] not in OPEN:
                 scope[CALLER] = self._access.of_request(headers.get("authorization", ""))
         except CkptEngineError as error:
@@ -78,7 +79,7 @@ class HttpAccess:
 
 
 def _hosts() -> str:
-    """What this machine knows of names without asking a network."""
+    """The names that this machine knows without a network: the text of /etc/hosts."""
     try:
         return Path("/etc/hosts").read_text(errors="replace")
     except OSError:
@@ -86,7 +87,7 @@ def _hosts() -> str:
 
 
 def says_json(headers: Headers) -> bool:
-    """Whether the body is called JSON. A page in a browser can post forms and texts to this machine unasked, but no
+    """Whether the content type is JSON. A foreign page in a browser can post forms and texts to this machine, but not
     JSON."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
@@ -103,13 +104,13 @@ def _guarded(send: Send) -> Send:
 
 
 def _bounded(receive: Receive) -> Receive:
-    left = BODY_BYTES
+    room = BODY_BYTES
 
     async def bounded() -> Message:
-        nonlocal left
+        nonlocal room
         message = await receive()
-        left -= len(message.get("body", b""))
-        if left < 0:
+        room -= len(message.get("body", b""))
+        if room < 0:
             raise HTTPException(413, f"a body has at most {BODY_BYTES} bytes")
         return message
 

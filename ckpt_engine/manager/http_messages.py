@@ -1,6 +1,6 @@
-"""Messages of the wire as what HTTP routes take, answer and describe. It decides no message's content, and not its JSON
-form, which is core/message_json.py's: a route names the message, and the interface at `/docs` has its schema, made of
-the protobuf's descriptors and of the comments in the .proto.
+"""Messages of the wire as the bodies, answers and schemas of HTTP routes. A route names its messages, and the interface
+at `/docs` has their schemas, made of the protobuf descriptors and of the comments in the .proto. It decides neither a
+message's content nor its JSON form, which is core/message_json.py's part.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _TYPES = {
 
 
 async def answer(message: Message) -> Response:
-    """A message as a route's answer. A thread makes the text: a report of hundreds of workers takes a while, and the
-    manager has sessions to keep."""
+    """Answers with a message. A thread makes the text: a report of hundreds of workers takes a while, and the manager
+    must keep its sessions alive."""
     return Response(await asyncio.to_thread(as_json, message), media_type=JSON)
 
 
 async def body(request: Request, kind: type[Body]) -> Body:
-    """The message that a request's body holds. Raises INVALID_ARGUMENT for what is none, or is not called JSON."""
+    """Parses a request's body as a message. Raises INVALID_ARGUMENT if it is malformed, or not sent as JSON."""
     if not says_json(request.headers):
         raise invalid("send the body as application/json")
     message = kind()
@@ -53,38 +53,39 @@ async def body(request: Request, kind: type[Body]) -> Body:
     return message
 
 
-def describes(told: type[Message], asked: type[Message] | None = None) -> dict[str, Any]:
-    """What a route's decorator is given, so that the interface names the messages of its answer and of its body."""
-    content = {JSON: {"schema": {"$ref": SCHEMAS + _name(told.DESCRIPTOR.full_name)}}}
-    description = _comment(told.DESCRIPTOR.full_name) or told.DESCRIPTOR.name
+def describes(response: type[Message], request: type[Message] | None = None) -> dict[str, Any]:
+    """Arguments for a route's decorator, by which the interface names the messages of its answer and its body."""
+    content = {JSON: {"schema": {"$ref": SCHEMAS + _name(response.DESCRIPTOR.full_name)}}}
+    description = _comment(response.DESCRIPTOR.full_name) or response.DESCRIPTOR.name
     described: dict[str, Any] = {
         "response_class": Response,
         "responses": {200: {"description": description, "content": content}},
     }
-    if asked is not None:
-        schema = {"$ref": SCHEMAS + _name(asked.DESCRIPTOR.full_name)}
+    if request is not None:
+        schema = {"$ref": SCHEMAS + _name(request.DESCRIPTOR.full_name)}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
     return described
 
 
 def add_schemas(app: FastAPI) -> None:
-    """Has the application's interface explain the messages that its routes name, and those within them."""
+    """Adds to the application's interface the schemas of all messages that its routes name, and of those within
+    them."""
     plain = app.openapi
 
     def explained() -> dict[str, Any]:
         interface = plain()
         known = interface.setdefault("components", {}).setdefault("schemas", {})
-        wanted = _named(interface["paths"])
-        while missing := wanted - known.keys():
+        references = _message_names(interface["paths"])
+        while missing := references - known.keys():
             for name in missing:
                 known[name] = _schema(descriptor_pool.Default().FindMessageTypeByName(PACKAGE + name))
-                wanted |= _named(known[name])
+                references |= _message_names(known[name])
         return interface
 
     app.openapi = explained  # type: ignore[method-assign]
 
 
-def _named(part: Any) -> set[str]:
+def _message_names(part: Any) -> set[str]:
     """The messages that a part of the interface refers to."""
     return set(re.findall(rf'"\$ref": "{SCHEMAS}([\w.]+)"', json.dumps(part)))
 
@@ -132,6 +133,6 @@ def _comment(name: str) -> str:
 
 @cache
 def _comments() -> dict[str, str]:
-    """What the .proto says of each message and field, by its full name (proto/generate.py)."""
+    """The .proto's comment on each message and field, by its full name (proto/generate.py)."""
     found: dict[str, str] = json.loads((files("ckpt_engine.v1") / "comments.json").read_text())
     return found

@@ -1,5 +1,5 @@
-"""What an operator does about one replica, over HTTP: the calls to retry, hold, release and evict it. The body is the
-call's request without the name, which the path has."""
+"""An operator's calls about one replica over HTTP: retry, hold, release and evict. The body is the call's request
+without the name, which the path has."""
 
 from __future__ import annotations
 

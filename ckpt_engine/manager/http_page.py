@@ -1,7 +1,7 @@
 """The page at `/`: its files, as they lie in the package, and what a browser may do with them.
 
-They hold no facts, so they are open to everybody; the page asks the routes of `/v1` for facts, with a token if one is
-wanted. A browser runs the scripts that are named here and nothing else, and no text can become HTML in it.
+They hold no facts, so they need no token; the page asks the routes of `/v1` for facts, with a token if the manager asks
+for one. A browser runs the scripts that are named here and nothing else, and no text can become HTML in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 
 FOLDER = "/page"
-"""Below it are all files but the page itself."""
+"""The path of all files except the page itself."""
 
 FILES = {
     "/": ("index.html", "text/html"),
@@ -39,7 +39,7 @@ STATIC = "/static-offline-docs"
 
 
 def add_page(app: FastAPI) -> None:
-    """Adds its routes."""
+    """Adds the page's routes."""
     folder = files("ckpt_engine.manager") / "page"
     contents = {name: (folder / name).read_bytes() for name, _ in FILES.values()}
 
@@ -52,7 +52,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_docs(app: FastAPI) -> None:
-    """Adds `/docs`, whose one inline script is named by its digest."""
+    """Adds `/docs`; its policy names the one inline script by its digest."""
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title=f"{app.title}: interface",

@@ -1,4 +1,4 @@
-"""The timeline of an update over HTTP: the file that `ckpt-engine trace` writes, made from the ledger's report."""
+"""Serves the timeline of an update over HTTP: the file that `ckpt-engine trace` writes, from the ledger's report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import FastAPI, Path, Query, Response
 
 from ckpt_engine.core.prediction import measured
 from ckpt_engine.manager.ledger import Ledger, Record
-from ckpt_engine.manager.update_records import found, no_report
+from ckpt_engine.manager.update_records import find_update, no_report
 from ckpt_engine.timeline.perfetto import trace_text
 from ckpt_engine.timeline.predicted import Whereabouts, drawn
 from ckpt_engine.v1 import manager_pb2
@@ -21,8 +21,8 @@ Version = Annotated[int, Path(ge=-(1 << 63), lt=1 << 63)]
 Lineage = Annotated[str, Query(description="of which run; needed if several have this version")]
 
 
-class Traced(Protocol):
-    """What timelines are made of."""
+class TraceSource(Protocol):
+    """The parts of a manager that timelines are made of."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -30,7 +30,7 @@ class Traced(Protocol):
     def status(self) -> manager_pb2.GetStatusResponse: ...
 
 
-def add_traces(app: FastAPI, manager: Traced) -> None:
+def add_traces(app: FastAPI, manager: TraceSource) -> None:
     """Adds the routes."""
     says: dict[int | str, dict[str, Any]] = {
         200: {"description": "a file for Perfetto", "content": {"application/json": {"example": EXAMPLE}}}
@@ -40,13 +40,13 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
         "/v1/updates/{epoch}/trace",
         tags=["look"],
         summary="One update as a timeline for Perfetto",
-        description="JSON of the Trace Event Format: who did what when, which bytes went where, and what the stages "
-        "should have taken. 404 names the updates that are kept last; 409: the update has no report.",
+        description="JSON of the Trace Event Format: which process did what when, which bytes went where, and what the "
+        "stages should have taken. 404 names the updates that are kept last; 409: the update has no report.",
         response_class=Response,
         responses=says,
     )
     async def of_epoch(epoch: Epoch) -> Response:
-        return await _trace(manager, await found(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch)))
+        return await _trace(manager, await find_update(manager.ledger, manager_pb2.GetUpdateRequest(epoch=epoch)))
 
     @app.get(
         "/v1/versions/{version}/trace",
@@ -58,11 +58,12 @@ def add_traces(app: FastAPI, manager: Traced) -> None:
     )
     async def of_version(version: Version, lineage: Lineage = "") -> Response:
         request = manager_pb2.GetUpdateRequest(lineage=lineage, version=version)
-        return await _trace(manager, await found(manager.ledger, request))
+        return await _trace(manager, await find_update(manager.ledger, request))
 
 
-async def _trace(manager: Traced, record: Record) -> Response:
-    """Drawn on a thread: a report of hundreds of workers takes a while, and the manager has sessions to keep."""
+async def _trace(manager: TraceSource, record: Record) -> Response:
+    """Draws a record on a thread: a report of hundreds of workers takes a while, and the manager must keep its sessions
+    alive."""
     report = record.report
     if report is None:
         raise no_report(manager.ledger, record)

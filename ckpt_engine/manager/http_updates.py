@@ -1,4 +1,4 @@
-"""An update from a directory, asked for over HTTP."""
+"""Serves updates from a directory over HTTP."""
 
 from __future__ import annotations
 

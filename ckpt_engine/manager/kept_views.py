@@ -1,4 +1,4 @@
-"""What is asked for again and again, kept as JSON so that many pages cost the manager hardly more than one."""
+"""Caches frequently requested views as JSON, so that many open pages cost the manager hardly more than one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
 OVERVIEW_SECONDS = 0.5
-"""How old an overview may be that somebody is told."""
+"""How old a served overview may be."""
 
 LINES_KEPT = 200
-"""Updates whose line is kept: the most that one request may ask for."""
+"""Cached lines of updates: the most that one request may ask for."""
 
 
-class Seen(Protocol):
-    """What an overview is made of."""
+class OverviewSource(Protocol):
+    """The parts of a manager that an overview is made of."""
 
     @property
     def refusals(self) -> Refusals: ...
@@ -52,26 +52,26 @@ class Seen(Protocol):
 
 
 class Texts:
-    """The JSON of messages that are told again and again, made anew for those that differ from the last time."""
+    """The JSON of frequently sent messages, made again only for those that have changed."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[bytes, str]] = {}
+        self._texts: dict[str, tuple[bytes, str]] = {}
 
     def of(self, messages: Iterable[tuple[str, Message]]) -> str:
-        """All of them as a JSON array; each has a name that stays."""
-        kept = {}
+        """All of them as a JSON array. Each message comes with its name, under which it is cached."""
+        texts = {}
         for name, message in messages:
-            wire, known = message.SerializeToString(), self._kept.get(name)
-            kept[name] = known if known is not None and known[0] == wire else (wire, as_json(message))
-        self._kept = kept
-        return f"[{','.join(text for _, text in kept.values())}]"
+            wire, previous = message.SerializeToString(), self._texts.get(name)
+            texts[name] = previous if previous is not None and previous[0] == wire else (wire, as_json(message))
+        self._texts = texts
+        return f"[{','.join(text for _, text in texts.values())}]"
 
 
 class Overviews:
-    """The overview as JSON, built once for all who ask within half a second, and for as long as nothing changes. On the
-    manager's loop."""
+    """The overview as JSON, built once for all requests within half a second, and for as long as nothing changes. Used
+    on the manager's loop."""
 
-    def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, manager: OverviewSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
         self._holders, self._replicas = Texts(), Texts()
@@ -79,8 +79,8 @@ class Overviews:
         self._until = 0.0
         self._changes = 0
 
-    def told(self, caller: Caller) -> str:
-        """A `PageOverview`."""
+    def text(self, caller: Caller) -> str:
+        """A `PageOverview` as JSON."""
         now, manager = self._clock(), self._manager
         if not self._built or (now >= self._until and manager.changes != self._changes):
             self._changes = manager.changes
@@ -89,7 +89,7 @@ class Overviews:
         return f'{{"asker":{as_json(asker_of(caller))},"now":{time.time()!r},{self._built}}}'
 
     def _everything(self) -> str:
-        """All but who asks, without the braces around it."""
+        """The members of the JSON object except the asker and the time, without the braces."""
         manager = self._manager
         status, watched = manager.status(replicas=False), manager.watched()
         replicas = replicas_of(manager.replicas(), watched, manager.drifts(), manager.holds())
@@ -102,10 +102,10 @@ class Overviews:
 
 
 class ReplicaLists:
-    """The list of replicas as JSON, built once for as long as nothing changes; if the times of drifts go on, once for
-    all who ask within half a second. On the manager's loop, but for the building."""
+    """The list of replicas as JSON, built once for as long as nothing changes. While a replica drifts, so that its time
+    grows, it is built once for all requests within half a second. Used on the manager's loop, and built on a thread."""
 
-    def __init__(self, manager: Seen, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, manager: OverviewSource, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._clock = clock
         self._building = asyncio.Lock()
@@ -115,8 +115,8 @@ class ReplicaLists:
         self._changes = 0
         self._drifts = False
 
-    async def told(self) -> str:
-        """A `ListReplicasResponse`."""
+    async def text(self) -> str:
+        """A `ListReplicasResponse` as JSON."""
         async with self._building:
             now, manager = self._clock(), self._manager
             if not self._built or manager.changes != self._changes or (self._drifts and now >= self._until):
@@ -124,29 +124,29 @@ class ReplicaLists:
                 self._until = now + OVERVIEW_SECONDS
                 replicas = manager.status().replicas
                 self._drifts = any(replica.HasField("drift") for replica in replicas)
-                named = [(replica.name, replica) for replica in replicas]
-                self._built = f'{{"replicas":{await asyncio.to_thread(self._texts.of, named)}}}'
+                messages = [(replica.name, replica) for replica in replicas]
+                self._built = f'{{"replicas":{await asyncio.to_thread(self._texts.of, messages)}}}'
             return self._built
 
 
 class Lines:
-    """Updates in a line each, of which those with a report are kept until the report is corrected. On the manager's
+    """Updates in a line each. Those with a report are cached until the report is corrected. Used on the manager's
     loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._kept: dict[int, page_pb2.PageUpdate] = {}
-        ledger.written = lambda epoch: self._kept.pop(epoch, None)
+        self._lines: dict[int, page_pb2.PageUpdate] = {}
+        ledger.written = lambda epoch: self._lines.pop(epoch, None)
 
     async def newest(self, limit: int) -> list[page_pb2.PageUpdate]:
         """The last ones, newest first. Raises as `Ledger.history`."""
-        known = dict(self._kept)
+        lines_by_epoch = dict(self._lines)
         lines = []
-        for record in await self._ledger.history(None, limit, known):
-            line = known.get(record.epoch) or update_line(record)
+        for record in await self._ledger.history(None, limit, lines_by_epoch):
+            line = lines_by_epoch.get(record.epoch) or update_line(record)
             if record.report is not None:
-                self._kept[record.epoch] = line
+                self._lines[record.epoch] = line
             lines.append(line)
-        for epoch in sorted(self._kept)[:-LINES_KEPT]:
-            del self._kept[epoch]
+        for epoch in sorted(self._lines)[:-LINES_KEPT]:
+            del self._lines[epoch]
         return lines

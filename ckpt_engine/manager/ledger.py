@@ -1,16 +1,16 @@
-"""What must survive a manager: which cluster this is, which epochs are spent, what was about to happen and what did.
+"""What must survive a manager: the cluster's id, the spent epochs, what was about to happen and what happened.
 
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents, reports, which version each replica is to serve and which of them operators hold; what replicas serve is never
-in here, only the workers know that. All statements run on one thread of the ledger's own, in the order of the calls,
-so the event loop never waits for a disk.
+intents, reports, which version each replica should serve, and which replicas operators hold. What replicas do serve is
+never stored: only the workers know that. All statements run on one thread of the ledger's own, in the order of the
+calls, so the event loop never waits for a disk.
 
-Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents, and of what is older the last
+Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents. Of older ones it keeps the last
 intent of each lineage and every commit that is still some replica's newest.
 
-A lock can be lost (a network file system, a file put in another's place), so it is not all: each opening counts the
-file's generation up, and every write insists on its own generation and on the file that it opened. A manager that was
-overtaken fails at its next write and begins nothing more.
+A lock can be lost (a network file system, a replaced file), so it is not the only guard. Each opening increments the
+file's generation, and every write requires its own generation and the file that it opened. A manager that was overtaken
+fails at its next write and begins nothing more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
 from ckpt_engine.v1 import manager_pb2
 
 LAST_NAMED = 4
-"""Updates of a lineage that are named to whoever asks for one that there was not."""
+"""Updates of a lineage that are named to a caller that asks for an unknown one."""
 
 KEPT_REPORTS = 1000
 """A report of 64 replicas of 8 workers takes some 130 kB: the file stays below 130 MB even then."""
@@ -44,18 +44,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Record:
-    """One update of the history. ``report`` is None when the manager ended between the intent and the report."""
+    """One update of the history."""
 
     epoch: int
     identity: Version
-    time: float
-    report: manager_pb2.UpdateReport | None
+    time: float  # Unix seconds
+    report: manager_pb2.UpdateReport | None  # None: the manager ended between the intent and the report
 
 
 def default_path() -> Path:
-    """Where the ledger lies when nobody says: below the XDG state directory of this user.
+    """Where the ledger lies by default: below the XDG state directory of this user.
 
-    Raises FAILED_PRECONDITION for a user who has no home, as in containers.
+    Raises FAILED_PRECONDITION for a user without a home directory, as in containers.
     """
     try:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -69,8 +69,8 @@ def default_path() -> Path:
 class Ledger:
     """An open ledger. ``cluster`` and ``epoch`` are as they were when it was opened.
 
-    Every method may be awaited from any event loop; each raises FAILED_PRECONDITION, saying what the disk said,
-    when the file cannot be read or written. What a method promised is on the disk when it returns.
+    Every method may be awaited from any event loop. Each raises FAILED_PRECONDITION, with the system's error, when the
+    file cannot be read or written. When a method returns, its effect is on the disk.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Ledger:
         kept_reports: int,
         fresh: bool,
     ) -> None:
-        """fresh: it was made now, and knows of nothing."""
+        """fresh: the file was just created."""
         self.path = path
         self.fresh = fresh
         self._kept_reports = kept_reports
@@ -90,7 +90,7 @@ class Ledger:
         self._connection = connection
         self._lock = lock
         self.written: Callable[[int], object] = lambda epoch: None
-        """Is called on the loop with the epoch of each report that was stored."""
+        """Called on the loop with the epoch of each stored report."""
         self._thread = thread
         self.cluster: str
         self.epoch: int
@@ -106,15 +106,14 @@ class Ledger:
         cluster: str = "",
         kept_reports: int = KEPT_REPORTS,
     ) -> Ledger:
-        """Opens the ledger, making it if needed, and locks it until ``close``. path: its file, in a directory that
-        exists; None: the `default_path`, whose directory is made.
+        """Opens the ledger, creating it if needed, and locks it until ``close``. path: its file, in a directory that
+        exists; None: the `default_path`, with its directory created.
 
-        busy_seconds: how long another process, such as a backup, may hold the file at each step. cluster: the id that
-        a new ledger gets, in place of one that was lost; empty: a random one. kept_reports: see the module.
+        busy_seconds: how long another process, such as a backup, may hold the file at each step. cluster: the id of a
+        new ledger, in place of one that was lost; empty: a random one. kept_reports: see the module.
 
-        Raises FAILED_PRECONDITION when another manager holds it, when it is not a ledger, when it is of a newer
-        software or of another cluster than the one named, when its directory is not there, or when it cannot be
-        written.
+        Raises FAILED_PRECONDITION if another manager holds it, if it is not a ledger, if it belongs to a newer release
+        or to another cluster than the named one, if its directory does not exist, or if it cannot be written.
         """
         where = path or default_path()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
@@ -127,7 +126,7 @@ class Ledger:
             raise
 
     async def spend_epoch(self, epoch: int) -> None:
-        """Makes sure that no manager on this ledger ever uses an epoch up to this one again."""
+        """Ensures that no manager on this ledger ever uses an epoch up to this one again."""
 
         def statements() -> None:
             with self._connection:
@@ -138,7 +137,7 @@ class Ledger:
     async def record_intent(self, epoch: int, identity: Version, selection: Sequence[str] = ()) -> None:
         """Stores what is about to be installed, and spends its epoch. selection: see events.RecordIntent.
 
-        Also raises FAILED_PRECONDITION, storing nothing, for a number that the lineage has used for another root.
+        Also raises FAILED_PRECONDITION, storing nothing, if the lineage has used the number for another root.
         """
 
         def statements() -> None:
@@ -173,7 +172,8 @@ class Ledger:
         self.written(epoch)
 
     async def record_hold(self, replica: str, reason: str) -> OperatorHold:
-        """Stores that an operator holds a replica. One that is held keeps its time, and gets this reason."""
+        """Stores that an operator holds a replica. A replica that is already held keeps its time and gets this
+        reason."""
 
         def statements() -> OperatorHold:
             with self._connection:
@@ -198,8 +198,8 @@ class Ledger:
         await self._run(statements)
 
     async def record_forgotten(self, lineage: str, epoch: int) -> None:
-        """Stores that no intent of a lineage up to this epoch says any more what replicas are to serve. Its numbers
-        stay taken, and its reports are kept like others."""
+        """Stores that intents of a lineage up to this epoch no longer say what replicas should serve. Their numbers
+        stay taken, and their reports are kept like others."""
 
         def statements() -> None:
             with self._connection:
@@ -225,12 +225,12 @@ class Ledger:
             ).fetchall()
             found = {row[0]: Commit(row[0], Version(*row[1:4])) for row in rows}
             last = {commit.identity.lineage: commit for commit in found.values()}
-            selected = {row[1]: json.loads(row[4]) for row in rows}
+            selections = {row[1]: json.loads(row[4]) for row in rows}
             desired = {}
             for replica, epoch, lineage in self._connection.execute("SELECT replica, epoch, lineage FROM meant"):
                 if epoch in found:
                     desired[replica] = found[epoch]
-                elif replica in selected.get(lineage, ()):  # of a ledger that did not keep them all
+                elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
             (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
             return Commits(until, tuple(last.values()), desired)
@@ -245,7 +245,7 @@ class Ledger:
         return [Version(lineage, number, root) for lineage, number, root in rows]
 
     async def identities(self) -> list[Version]:
-        """Every version of which an intent is kept, the one that was installed longest ago first."""
+        """Every version with a stored intent, the one that was installed longest ago first."""
         rows = await self._run(
             lambda: self._connection.execute(
                 "SELECT lineage, version, root FROM intents GROUP BY lineage, version, root ORDER BY max(epoch)"
@@ -254,8 +254,8 @@ class Ledger:
         return [Version(lineage, number, root) for lineage, number, root in rows]
 
     async def last_update(self, lineage: str, version: int) -> Found:
-        """How the last update to a version ended, and to which versions of its lineage updates were last. What was
-        brought up late does not count."""
+        """How the last update to a version ended, and the versions of the lineage's last updates. Late replicas'
+        catch-ups do not count."""
 
         def statements() -> tuple[tuple[int, bytes | None] | None, list[tuple[int]]]:
             found = self._connection.execute(
@@ -272,12 +272,12 @@ class Ledger:
 
         found, last = await self._run(statements)
         epoch, report = (None, None) if found is None else found
-        ended = None if report is None else manager_pb2.UpdateReport.FromString(report)
-        return Found(epoch, ended, tuple(number for (number,) in last))
+        last_report = None if report is None else manager_pb2.UpdateReport.FromString(report)
+        return Found(epoch, last_report, tuple(number for (number,) in last))
 
     async def history(self, before: int | None = None, limit: int = 50, without: Collection[int] = ()) -> list[Record]:
-        """Updates, newest first. before: the lowest epoch of the page before this one. without: epochs whose report is
-        not wanted; it is left out, and not read."""
+        """Updates, newest first. before: the lowest epoch of the page before this one. without: epochs to return
+        without their report, which is not even read."""
         last = before if before is not None else (1 << 63) - 1
         return await self._records("WHERE i.epoch < ?", last, limit, without)
 
@@ -287,7 +287,7 @@ class Ledger:
         return records[0] if records else None
 
     async def close(self) -> None:
-        """Finishes what was asked for, closes the file and unlocks it."""
+        """Finishes pending calls, closes the file and unlocks it."""
 
         def statements() -> None:
             self._connection.close()
@@ -297,8 +297,8 @@ class Ledger:
         self._thread.shutdown(wait=False)
 
     def _spend(self, epoch: int) -> None:
-        """Spends epochs, on the ledger's thread, first in every writing transaction. Raises FAILED_PRECONDITION if
-        overtaken."""
+        """Spends epochs up to this one. Runs on the ledger's thread, first in every writing transaction. Raises
+        FAILED_PRECONDITION if this manager was overtaken."""
         if _file_at(self.path) != self._file:
             raise precondition(
                 f"the ledger {self.path} was removed or another file was put in its place while this manager ran: "
@@ -311,12 +311,13 @@ class Ledger:
             raise precondition(f"another manager has taken the ledger {self.path} over: stop one of the two")
 
     def _take_number(self, identity: Version) -> None:
-        """Remembers the highest number apart from intents, and compares roots with those that are still known."""
-        named = (identity.lineage, identity.number)
+        """Stores the highest number of the lineage, which outlives its intents. Raises FAILED_PRECONDITION if the
+        number is known with another root."""
+        key = (identity.lineage, identity.number)
         other = self._connection.execute(
             "SELECT root FROM (SELECT lineage, version, root FROM intents UNION SELECT * FROM highest) "
             "WHERE lineage = ? AND version = ? AND root != ?",
-            (*named, identity.root),
+            (*key, identity.root),
         ).fetchone()
         if other is not None:
             raise precondition(
@@ -326,11 +327,11 @@ class Ledger:
         self._connection.execute(
             "INSERT INTO highest VALUES (?, ?, ?) ON CONFLICT (lineage) DO UPDATE "
             "SET version = excluded.version, root = excluded.root WHERE excluded.version > version",
-            (*named, identity.root),
+            (*key, identity.root),
         )
 
     def _forget_old(self) -> None:
-        """Deletes reports beyond those that are kept, and their intents unless they are the last of a lineage, or
+        """Deletes the oldest reports beyond the limit, and their intents, except the last intent of a lineage and
         commits that are some replica's newest."""
         oldest = self._connection.execute(
             "SELECT epoch FROM outcomes ORDER BY epoch DESC LIMIT 1 OFFSET ?", (self._kept_reports,)
@@ -372,7 +373,7 @@ class Ledger:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file this is, None if there is none."""
+    """The device and inode of a file; None: it does not exist."""
     try:
         facts = os.stat(path)
     except OSError:
@@ -381,8 +382,8 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 
 
 def _check_parent(path: Path) -> None:
-    """A directory that is not there is more often a typing mistake than a place for a ledger: one that exists would
-    then be left behind, and with it the cluster and all numbers."""
+    """Raises FAILED_PRECONDITION unless the directory exists. A missing one is more often a typing mistake than the
+    place for a new ledger, which would leave the existing ledger behind, with the cluster and all numbers."""
     if not path.parent.is_dir():
         raise precondition(
             f"the ledger {path} cannot be made: there is no directory {path.parent}. Correct --ledger, or make the "
@@ -391,12 +392,12 @@ def _check_parent(path: Path) -> None:
 
 
 def _open(
-    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, named: bool
+    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, is_explicit: bool
 ) -> Ledger:
-    """Runs on the ledger's thread: the connection belongs to the thread that made it."""
+    """Opens the file. Runs on the ledger's thread, since a connection belongs to the thread that made it."""
     path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
     try:
-        if named:
+        if is_explicit:
             _check_parent(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = take_lock(path)

@@ -1,4 +1,4 @@
-"""The ledger's file: its lock, its schema, and what takes it from an older schema to this one."""
+"""The ledger's file: its lock, its schema, and the migrations from older schemas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MIGRATIONS = {
     5: "ALTER TABLE intents ADD COLUMN late INTEGER NOT NULL DEFAULT 0;",
     6: _HOLDS,
 }
-"""From a schema to the next one."""
+"""The script from each schema to the next one."""
 
 
 def take_lock(path: Path) -> int:
@@ -62,7 +62,8 @@ def take_lock(path: Path) -> int:
 
 
 def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
-    """Brings the file to this schema, and makes it what nobody else may write. Whether it is a new ledger."""
+    """Brings the file to this schema, and starts a new generation, so that no earlier opening can write any more.
+    Returns whether it is a new ledger."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -97,15 +98,16 @@ def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
     return fresh
 
 
-def _cluster_id(wanted: str) -> str:
-    """The id of a new cluster, as it goes into the schema's script: it must be a UUID and nothing else."""
+def _cluster_id(cluster: str) -> str:
+    """Checks the id of a new cluster; empty: makes one. It goes into the schema's script, so it must be a UUID."""
     try:
-        return str(uuid.UUID(wanted)) if wanted else str(uuid.uuid4())
+        return str(uuid.UUID(cluster)) if cluster else str(uuid.uuid4())
     except ValueError:
-        raise precondition(f"--cluster {wanted!r} is not a cluster's id, which is a UUID") from None
+        raise precondition(f"--cluster {cluster!r} is not a cluster's id, which is a UUID") from None
 
 
 def unusable(path: Path, error: Exception) -> CkptEngineError:
+    """The error for a file that cannot be used, with what to do."""
     if path.is_dir():
         return precondition(f"the ledger {path} is a directory: name a file in it with --ledger")
     advice = unwritable(path.parent, error) or "Free or repair its disk"

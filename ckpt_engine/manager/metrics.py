@@ -1,8 +1,8 @@
 """Prometheus metrics of one manager, in a registry of their own.
 
-Counters and histograms are fed from reports as updates end; gauges are read from the manager's status when somebody
-scrapes. Labels are closed sets. Lineages are none, since they grow without bound; the names of replicas are labels of
-gauges only, which end with the replica.
+Counters and histograms are fed from reports as updates end; gauges are read from the manager's status at each scrape.
+Labels are closed sets. Lineages are not labels, since they grow without bound. Names of replicas are labels of gauges
+only, which end with the replica.
 """
 
 from __future__ import annotations
@@ -118,17 +118,17 @@ class ManagerMetrics:
         GCCollector(registry=self.registry)
 
     def called(self, lineage: str) -> None:
-        """A rank calls an update of this run."""
+        """Notes that a rank calls an update of this run."""
         now = time.monotonic()
         first, _ = self._calls.get(lineage, (now, now))
         self._calls[lineage] = (first, now)
 
-    def left(self, lineage: str) -> None:
-        """No rank of this run calls any more."""
+    def forget_calls(self, lineage: str) -> None:
+        """Forgets the calls of a run, since none of its ranks is in a call any more."""
         self._calls.pop(lineage, None)
 
     def sealed(self, sealed: manager_pb2.Sealed) -> None:
-        """A rank has sealed its weights, or could not."""
+        """Records the times of a rank's seal, unless it failed."""
         if not sealed.HasField("problem"):
             self._seal_seconds.labels("copy").observe(sealed.copy_seconds)
             self._seal_seconds.labels("digest").observe(sealed.digest_seconds)
@@ -155,7 +155,7 @@ class ManagerMetrics:
                 self._bytes.labels(edge.transport).inc(edge.bytes)
 
     def succeeded(self, at: float) -> None:
-        """An update ended well at this Unix time; also one that the ledger tells of when the manager starts."""
+        """Notes that an update succeeded at this Unix time; also for one that the ledger has from before the start."""
         self._current.success = at
 
     def refused(self, problem: weights_pb2.Problem) -> None:
@@ -169,23 +169,22 @@ class ManagerMetrics:
 
 
 def reason_of(problem: weights_pb2.Problem) -> str:
-    """The word of a fixed list for a problem."""
+    """The label of a problem, from a fixed list."""
     return enum_label(weights_pb2.Problem.Code, problem.code)
 
 
 class _Current(Collector):
-    """What is true now, read at each scrape. success: when an update last ended well; replicas: when each of them took
-    a version; Unix seconds."""
+    """Gauges of the current state, read at each scrape."""
 
     def __init__(self, status: Callable[[], manager_pb2.GetStatusResponse], blobs: BlobStore) -> None:
         self._status = status
         self._blobs = blobs
-        self.success = 0.0
-        self.replicas: dict[str, float] = {}
+        self.success = 0.0  # when an update last succeeded, Unix seconds
+        self.replicas: dict[str, float] = {}  # when each replica last took a version, Unix seconds
 
     def took(self, names: Sequence[str]) -> None:
-        """These replicas have taken a version now. Whenever a new one comes, those that have gone are forgotten, since
-        nobody may ever scrape."""
+        """Notes that these replicas have taken a version now. If one of them is new, replicas that are gone are
+        forgotten, since there may never be a scrape."""
         if not self.replicas.keys() >= set(names):
             self._forget_gone(self._status())
         self.replicas |= dict.fromkeys(names, time.time())
@@ -195,7 +194,7 @@ class _Current(Collector):
         self.replicas = {name: at for name, at in self.replicas.items() if name in registered}
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry must not ask for a status before the manager runs."""
+        """Describes nothing: the registry must not ask for a status before the manager runs."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -232,7 +231,7 @@ class _Current(Collector):
         yield build
 
     def _of_replicas(self, status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
-        """One series for each replica that is registered now; they vanish with it."""
+        """One series for each registered replica, which vanishes with it."""
         state = GaugeMetricFamily("ckpt_engine_replica_state", "1 for its state now.", labels=("replica", "state"))
         version = GaugeMetricFamily(
             "ckpt_engine_replica_version", "What its workers hold; absent if they do not agree.", labels=("replica",)
@@ -271,7 +270,7 @@ class _Current(Collector):
 
 
 def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
-    """One series for each holder that can be filled; they vanish with it."""
+    """One series for each holder that can be filled, which vanishes with it."""
 
     def gauge(name: str, words: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"ckpt_engine_relay_{name}", words, labels=("relay",))
@@ -282,7 +281,7 @@ def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
     version = gauge("version", "The highest version that it holds; absent while it holds none.")
     size = gauge("filled_bytes", "Bytes of the version that was brought into it last; 0 if that failed.")
     seconds = gauge("fill_seconds", "What that took, without waiting for readers.")
-    missing = gauge("missing_cells", "Pieces of it that nobody could bring as they were sealed.")
+    missing = gauge("missing_cells", "Pieces of it that no source could bring as they were sealed.")
     for holder in status.holders:
         if not holder.HasField("filling"):
             continue

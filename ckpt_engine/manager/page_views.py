@@ -1,7 +1,7 @@
-"""What the page at `/` asks for (page.proto), made of what the manager knows: everything that is there in a line each,
-and every update in one. It decides what a line says; how the page shows it is the page's.
+"""Makes the messages of the page at `/` (page.proto) from the manager's state: each thing in a line, and each update in
+a line. It decides what a line says, but not how the page shows it.
 
-Small on purpose: it is asked for each second, of clusters with hundreds of replicas.
+Messages are small on purpose: the page asks each second, also in clusters with hundreds of replicas.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
 PROBLEMS_SHOWN = 4
-"""Replicas of an update whose problem its line names."""
+"""Replicas of which an update's line names the problem."""
 
 WAITED_SHOWN = 16
-"""Of those who are waited for; what is beyond is counted."""
+"""Of the members that are waited for; the rest is counted."""
 
 
 def asker_of(caller: Caller) -> page_pb2.PageAsker:
-    """The caller, as the page greets it."""
+    """The caller, for the page's heading."""
     return page_pb2.PageAsker(name=caller.who, operates=caller.may_any("operator"))
 
 
 def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: int) -> page_pb2.PageOverview:
-    """Everything that is there but replicas and holders, the same for every caller. status: without replicas. manager:
-    where members dial. refused: updates."""
+    """The overview without replicas and holders, the same for every caller. status: without replicas. manager: where
+    members dial. refused: how many updates were refused."""
     waited = list(status.waiting_for)
-    beyond = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
+    more = [f"and {len(waited) - WAITED_SHOWN} more"] if len(waited) > WAITED_SHOWN else []
     return page_pb2.PageOverview(
         cluster=status.fence.cluster,
         epoch=status.fence.epoch,
@@ -43,7 +43,7 @@ def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: in
         manager=manager,
         warnings=status.warnings,
         phase=status.phase,
-        waiting_for=[*waited[:WAITED_SHOWN], *beyond],
+        waiting_for=[*waited[:WAITED_SHOWN], *more],
         refused=refused,
         lineages=status.lineages,
     )
@@ -55,25 +55,31 @@ def replicas_of(
     drifts: Mapping[str, Drift],
     holds: Mapping[str, OperatorHold],
 ) -> list[page_pb2.PageReplica]:
-    """The replicas in a line each. They are read where they are: to copy them takes longer than all the rest."""
+    """The replicas in a line each. They are read in place: copying them would take longer than all the rest."""
     return [
-        _replica(replicas[name], seen, watched.latest.get(seen.identity.lineage), drifts.get(name), holds.get(name))
-        for name, seen in watched.replicas.items()
+        _replica(
+            replicas[name],
+            watched_replica,
+            watched.latest.get(watched_replica.identity.lineage),
+            drifts.get(name),
+            holds.get(name),
+        )
+        for name, watched_replica in watched.replicas.items()
     ]
 
 
 def _replica(
     replica: Replica,
-    seen: manager_pb2.WatchedReplica,
+    watched_replica: manager_pb2.WatchedReplica,
     latest: Version | None,
     drift: Drift | None,
     hold: OperatorHold | None,
 ) -> page_pb2.PageReplica:
     outcome, unfit = replica.last_outcome, replica.why_unfit()
-    left = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
+    was_quarantined = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
     line = page_pb2.PageReplica(
-        watched=seen,
-        quarantined=seen.state == manager_pb2.REPLICA_STATE_CLOSED and left and drift is not None,
+        watched=watched_replica,
+        quarantined=watched_replica.state == manager_pb2.REPLICA_STATE_CLOSED and was_quarantined and drift is not None,
         drift="" if drift is None else drift.reason,
         hold="" if hold is None else hold.told(replica.name),
         unfit="" if unfit is None else unfit.message,
@@ -81,15 +87,15 @@ def _replica(
         workers=len(replica.workers),
         pause_seconds=None if outcome is None else outcome.pause_seconds,
     )
-    if seen.HasField("identity") and latest is not None:
-        line.lag = latest.number - seen.identity.version
+    if watched_replica.HasField("identity") and latest is not None:
+        line.lag = latest.number - watched_replica.identity.version
     return line
 
 
 def update_line(record: Record) -> page_pb2.PageUpdate:
     """An update in a line."""
     report = record.report or manager_pb2.UpdateReport()
-    failed = [replica for replica in report.replicas if replica.HasField("problem")]
+    failures = [replica for replica in report.replicas if replica.HasField("problem")]
     line = page_pb2.PageUpdate(
         epoch=record.epoch,
         identity=record.identity.message(),
@@ -103,18 +109,18 @@ def update_line(record: Record) -> page_pb2.PageUpdate:
             for outcome, count in Counter(each.outcome for each in report.replicas).items()
         ],
         pauses=pauses_of([replica.pause_seconds for replica in report.replicas if replica.pause_seconds > 0]),
-        problems=[replica.problem for replica in failed[:PROBLEMS_SHOWN]],
+        problems=[replica.problem for replica in failures[:PROBLEMS_SHOWN]],
         warnings=report.warnings,
     )
     if record.report is not None:
         line.ok = report.ok
-    for problem, replica in zip(line.problems, failed, strict=False):
+    for problem, replica in zip(line.problems, failures, strict=False):
         problem.replica = replica.replica
     return line
 
 
 def pauses_of(seconds: Sequence[float]) -> page_pb2.PagePauses | None:
-    """How long the replicas of one update produced no token; None: none was paused."""
+    """Percentiles of the pauses of one update's replicas; None: no replica was paused."""
     ordered = sorted(seconds)
     if not ordered:
         return None
@@ -124,5 +130,5 @@ def pauses_of(seconds: Sequence[float]) -> page_pb2.PagePauses | None:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """The smallest of these ascending numbers that at least this part of them does not exceed."""
+    """The smallest of these ascending numbers such that at least this share of them is not above it."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]

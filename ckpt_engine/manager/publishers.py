@@ -1,6 +1,6 @@
-"""Updates from directories: one publishing process a lineage, started when it is needed and kept until others are.
+"""Updates from directories: one publishing process a lineage, started when needed and kept until others need its place.
 
-The manager touches no file of a checkpoint itself: one that is cut short while it is read ends whoever reads it. The
+The manager reads no checkpoint file itself: if a file is truncated while it is mapped, its reader is killed. The
 processes dial a socket of the manager's own, in a directory that only its user may enter.
 """
 
@@ -27,34 +27,32 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_KEPT = 4
-"""Processes: each has torch loaded. The one that was used longest ago gives way to another lineage's."""
+"""Processes, each of which has torch loaded. The least recently used one gives way to another lineage's."""
 
 ENDED_SECONDS = 0.5
-"""In which a process whose pipe broke is seen to have ended, so that its own status is told."""
+"""How long to wait for the exit status of a process with a broken pipe, before it is killed."""
 
 _MEMBERS = frozenset((AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE))
-"""Variables with which members reach a manager elsewhere."""
+"""Variables with which members reach a remote manager."""
 
 Request = manager_pb2.UpdateFromDirectoryRequest
-Said = asyncio.Queue[manager_pb2.UpdateEvent | CkptEngineError]
+EventQueue = asyncio.Queue[manager_pb2.UpdateEvent | CkptEngineError]
 
 log = logging.getLogger("ckpt_engine.manager")
 
 
 def lineage_of(request: Request) -> str:
-    """What the versions of a call count in."""
+    """The lineage of a call's versions."""
     return request.lineage or LINEAGE
 
 
 class Publishers:
-    """Runs the processes that publish directories, one a lineage.
-
-    roots: what may be published; none: nothing. Used on the manager's event loop thread.
-    """
+    """Runs the processes that publish directories, one a lineage. Used on the manager's event loop thread."""
 
     def __init__(self, roots: Sequence[Path], deadlines: Deadlines) -> None:
+        """roots: directories below which anything may be published; none: nothing may."""
         self._roots, self._deadlines = roots, deadlines
-        self._kept: dict[str, _Publisher] = {}
+        self._publishers: dict[str, _Publisher] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -67,11 +65,11 @@ class Publishers:
 
     @property
     def address(self) -> str:
-        """Where the processes dial the manager; empty: there will be none."""
+        """Where the processes dial the manager; empty: no directory may be published."""
         return "" if self._own is None else f"unix:{self._own.name}/manager"
 
     async def update(self, request: Request) -> AsyncIterator[manager_pb2.UpdateEvent]:
-        """What happens, at last the report. Goes on in its own time if the caller stops listening.
+        """Runs an update and yields its events, the report last. It continues if the caller stops listening.
 
         Raises CkptEngineError: FAILED_PRECONDITION if there are no roots, UNAVAILABLE if the process died or
         the manager is stopping, DEADLINE_EXCEEDED, and the problem with which the process refused the update.
@@ -88,12 +86,12 @@ class Publishers:
         if request.HasField("version"):
             checked_version(request.version)
         publisher = self._publisher(lineage)
-        said: Said = asyncio.Queue()
-        running = asyncio.ensure_future(self._run(publisher, request, seconds, said))
+        events: EventQueue = asyncio.Queue()
+        running = asyncio.ensure_future(self._run(publisher, request, seconds, events))
         self._running.add(running)
-        running.add_done_callback(lambda over: self._over(over, publisher))
+        running.add_done_callback(lambda task: self._end_run(task, publisher))
         while True:
-            event = await said.get()
+            event = await events.get()
             if isinstance(event, CkptEngineError):
                 raise event
             yield event
@@ -101,21 +99,21 @@ class Publishers:
                 return
 
     def refuse(self) -> None:
-        """Refuses updates with UNAVAILABLE from now on; those that run go on."""
+        """Refuses updates with UNAVAILABLE from now on; running ones continue."""
         self._stopping = True
 
     async def stop(self) -> None:
-        """Ends what runs, and the processes. No call may follow."""
+        """Ends running updates and the processes. No call may follow."""
         self.refuse()
         for running in tuple(self._running):
             running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         ends = await asyncio.gather(
-            *(each.end() for each in self._kept.values()), *self._ending, return_exceptions=True
+            *(each.end() for each in self._publishers.values()), *self._ending, return_exceptions=True
         )
-        for failed in (each for each in ends if isinstance(each, BaseException)):
-            log.error("a process for directories did not end: %r", failed)
-        self._kept.clear()
+        for error in (each for each in ends if isinstance(each, BaseException)):
+            log.error("a process for directories did not end: %r", error)
+        self._publishers.clear()
         if self._own is not None:
             self._own.cleanup()
 
@@ -125,42 +123,42 @@ class Publishers:
         return request.options.timeout_seconds or self._deadlines.update
 
     def _publisher(self, lineage: str) -> _Publisher:
-        """The process of a lineage, from now on the one that was used last, with one user more."""
-        found = self._kept.pop(lineage, None)
+        """The process of a lineage, which becomes the most recently used one, with one user more."""
+        found = self._publishers.pop(lineage, None)
         if found is None:
-            if len(self._kept) >= MOST_KEPT:
-                idle = next((name for name, each in self._kept.items() if not each.users), None)
+            if len(self._publishers) >= MOST_KEPT:
+                idle = next((name for name, each in self._publishers.items() if not each.users), None)
                 if idle is None:
                     raise unavailable(f"directories of {MOST_KEPT} lineages are published now: try again later")
-                ending = asyncio.ensure_future(self._kept.pop(idle).end())
+                ending = asyncio.ensure_future(self._publishers.pop(idle).end())
                 self._ending.add(ending)
-                ending.add_done_callback(self._ended)
+                ending.add_done_callback(self._end_process)
             found = _Publisher(self.address, lineage, self._roots, self._deadlines)
-        self._kept[lineage] = found
+        self._publishers[lineage] = found
         found.users += 1
         return found
 
-    def _over(self, running: asyncio.Task[None], publisher: _Publisher) -> None:
+    def _end_run(self, running: asyncio.Task[None], publisher: _Publisher) -> None:
         self._running.discard(running)
         publisher.users -= 1
 
-    def _ended(self, ending: asyncio.Task[None]) -> None:
+    def _end_process(self, ending: asyncio.Task[None]) -> None:
         self._ending.discard(ending)
-        if not ending.cancelled() and (failed := ending.exception()) is not None:
-            log.error("a process for directories did not end: %r", failed)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            log.error("a process for directories did not end: %r", error)
 
-    async def _run(self, publisher: _Publisher, request: Request, seconds: float, said: Said) -> None:
+    async def _run(self, publisher: _Publisher, request: Request, seconds: float, events: EventQueue) -> None:
         try:
-            await publisher.update(request, seconds, said)
+            await publisher.update(request, seconds, events)
         except CkptEngineError as error:
             log.warning("no update from directory=%r problem=%r", request.directory, error.problem.message)
-            said.put_nowait(error)
+            events.put_nowait(error)
         except asyncio.CancelledError:
-            said.put_nowait(stopping())
+            events.put_nowait(stopping())
             raise
         except Exception as error:
             log.exception("an update from a directory failed")
-            said.put_nowait(internal(f"the update from a directory failed: {type(error).__name__}: {error}"))
+            events.put_nowait(internal(f"the update from a directory failed: {type(error).__name__}: {error}"))
 
 
 class _Publisher:
@@ -171,13 +169,13 @@ class _Publisher:
         self._command = module_command("ckpt_engine.publishing.process", address, lineage, *map(str, roots))
         self._process: asyncio.subprocess.Process | None = None
         self._condemned = False
-        """Whether the process shall be killed, also if somebody was cut short who tried."""
+        """Whether the process must be killed, even if an earlier attempt was cancelled."""
         self._turn = asyncio.Lock()
         self.users = 0
-        """Calls that run, wait for their turn, or are about to. Counted by who gives them out."""
+        """Calls that run, wait for their turn, or are about to; counted by `Publishers`."""
 
-    async def update(self, request: Request, seconds: float, said: Said) -> None:
-        """Puts events into `said`, the report last. Raises CkptEngineError."""
+    async def update(self, request: Request, seconds: float, events: EventQueue) -> None:
+        """Runs an update and puts its events into the queue, the report last. Raises CkptEngineError."""
         try:
             async with asyncio.timeout(seconds):
                 await self._turn.acquire()
@@ -185,9 +183,9 @@ class _Publisher:
             raise deadline(f"other updates of lineage {self._lineage!r} took {seconds:g} s: try again later") from None
         limits = self._deadlines
         try:
-            # The process itself ends the update in time; this is for one that hangs.
+            # The process itself ends the update in time; this limit is for a process that hangs.
             async with asyncio.timeout(limits.start + seconds + 2 * limits.call_grace):
-                await self._answered(request, said)
+                await self._exchange(request, events)
         except TimeoutError:
             await self._kill()
             raise deadline(
@@ -200,7 +198,7 @@ class _Publisher:
             self._turn.release()
 
     async def end(self) -> None:
-        """Lets the process say goodbye, and kills it if it does not end."""
+        """Lets the process end its session, and kills it if it does not exit."""
         if (process := self._process) is None:
             return
         assert process.stdin is not None
@@ -211,8 +209,8 @@ class _Publisher:
         except TimeoutError:
             await self._kill()
 
-    async def _answered(self, request: Request, said: Said) -> None:
-        process = await self._started()
+    async def _exchange(self, request: Request, events: EventQueue) -> None:
+        process = await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -224,7 +222,7 @@ class _Publisher:
                 if kind != EVENT:
                     raise CkptEngineError(weights_pb2.Problem.FromString(body))
                 event = manager_pb2.UpdateEvent.FromString(body)
-                said.put_nowait(event)
+                events.put_nowait(event)
                 if event.HasField("report"):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -233,7 +231,7 @@ class _Publisher:
                 "in the status, and the next update repairs it"
             ) from None
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         if self._condemned:
             await self._kill()
         if self._process is None or self._process.returncode is not None:
@@ -256,7 +254,7 @@ class _Publisher:
         return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     async def _kill(self) -> None:
-        """Raises DEADLINE_EXCEEDED for a process that a signal does not end; the next call tries that again."""
+        """Ends the process. Raises DEADLINE_EXCEEDED if a signal does not end it; the next call tries again."""
         process = self._process
         self._condemned = process is not None
         if process is None:
@@ -279,8 +277,8 @@ class _Publisher:
 
 
 def _environment(deadlines: Deadlines) -> dict[str, str]:
-    """The environment of a process: it waits as the manager does, and shows nothing to the socket that only its user
-    can dial."""
+    """The environment of a process: with the manager's deadlines, and without credentials, since only its user can dial
+    the socket."""
     ours = {name: value for name, value in os.environ.items() if name not in _MEMBERS}
     return module_environment(ours) | {
         ENVIRONMENT: " ".join(f"{each.name}={getattr(deadlines, each.name)}" for each in fields(deadlines))

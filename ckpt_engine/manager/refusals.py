@@ -1,4 +1,4 @@
-"""The updates that were refused lately: they reach no ledger, and somebody will ask why."""
+"""The recently refused updates: the ledger does not have them, and their callers will ask why."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ KEPT = 100
 
 @dataclass(frozen=True)
 class Refusal:
-    """One update that ended before it had anything to install. time: Unix seconds. version: None: the next one."""
+    """One update that ended before it had anything to install."""
 
     lineage: str
-    version: int | None
+    version: int | None  # None: the next one
     problem: weights_pb2.Problem
-    time: float = field(default_factory=time.time)
+    time: float = field(default_factory=time.time)  # Unix seconds
 
 
 class Refusals:
-    """The last ones since the manager started. count: of all of them."""
+    """The last refusals since the manager started."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._kept: deque[Refusal] = deque(maxlen=KEPT)
+        self.count = 0  # of all refusals, also of those that were dropped
+        self._refusals: deque[Refusal] = deque(maxlen=KEPT)
 
     def add(self, refusal: Refusal) -> None:
-        """Forgets the oldest one where there are too many."""
-        self._kept.append(refusal)
+        """Adds a refusal, and drops the oldest one if there are too many."""
+        self._refusals.append(refusal)
         self.count += 1
 
     def newest_first(self, limit: int) -> Sequence[Refusal]:
-        """The latest refusals, at most so many."""
-        return [*reversed(self._kept)][:limit]
+        """The latest refusals, at most `limit`."""
+        return [*reversed(self._refusals)][:limit]

@@ -1,4 +1,4 @@
-"""The manager as a whole: starts and stops the gRPC server, the HTTP side and what stands behind them."""
+"""The manager as a whole: starts and stops the gRPC server, the HTTP side and everything behind them."""
 
 from __future__ import annotations
 
@@ -55,45 +55,36 @@ from ckpt_engine.v1 import manager_pb2
 SERVICES = tuple(service.full_name for service in manager_pb2.DESCRIPTOR.services_by_name.values())
 
 LOOKED_BACK = 20
-"""Updates among which the last success is looked for when the manager starts."""
+"""The last updates, among which the manager looks for a success when it starts."""
 
 RECEIVED_MESSAGE_BYTES = 4 * MEBIBYTE
-"""The largest message that members may send; what can grow travels as blobs."""
+"""The largest message that members may send; unbounded data travels as blobs."""
 
 log = logging.getLogger("ckpt_engine.manager")
 
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """How a manager runs.
-
-    listen: host:port of the gRPC server; port 0 takes a free one. An address that other machines reach is refused
-        unless `security` asks who calls, or says that nobody is asked.
-    http: host:port of the HTTP side; empty: none.
-    ledger: its file; None: ``ledger.default_path()``. cluster: the id of a new one, in place of a ledger that was lost;
-        empty: a random id.
-    advertise: the address that members on other hosts are told to use, for people; without a port it gets that of
-        listen; empty: what is bound.
-    http_names: further names under which browsers reach the HTTP side, without scheme and port.
-    security: how callers prove who they are; without it only this machine is served.
-    deadlines: every wait; the defaults are changed by CKPT_ENGINE_DEADLINES.
-    max_blob_bytes, max_total_bytes: limits of the content store, for one blob and all of them.
-    directories: below them anybody who may be a trainer can have checkpoints published; none: no directory.
-    stop_seconds: how long ``stop`` waits for a running update before it ends it with UNAVAILABLE.
-    """
+    """How a manager runs."""
 
     listen: str = MANAGER
-    http: str = "127.0.0.1:8080"
-    ledger: Path | None = None
-    cluster: str = ""
+    """host:port of the gRPC server; port 0 takes a free one. An address that other machines reach is refused unless
+    `security` asks callers for a proof, or says that none is needed."""
+    http: str = "127.0.0.1:8080"  # host:port of the HTTP side; empty: none
+    ledger: Path | None = None  # its file; None: `ledger.default_path()`
+    cluster: str = ""  # the id of a new ledger, in place of one that was lost; empty: a random id
     advertise: str = ""
-    http_names: tuple[str, ...] = ()
+    """The address that members on other hosts should use, for people. Without a port it gets that of `listen`; empty:
+    the bound address."""
+    http_names: tuple[str, ...] = ()  # further names of the HTTP side for browsers, without scheme and port
     security: ServerSecurity = field(default_factory=ServerSecurity)
+    """How callers prove their identity; without it only this machine is served."""
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
-    max_blob_bytes: int = 256 * MEBIBYTE
-    max_total_bytes: int = 2048 * MEBIBYTE
-    directories: tuple[Path, ...] = ()
-    stop_seconds: float = 30.0
+    """Every wait; the defaults are changed by CKPT_ENGINE_DEADLINES."""
+    max_blob_bytes: int = 256 * MEBIBYTE  # of one blob in the content store
+    max_total_bytes: int = 2048 * MEBIBYTE  # of all blobs
+    directories: tuple[Path, ...] = ()  # roots of checkpoints that callers with a trainer's grant may publish
+    stop_seconds: float = 30.0  # how long `stop` waits for a running update before it ends that with UNAVAILABLE
 
 
 class ManagerServer:
@@ -114,7 +105,7 @@ class ManagerServer:
         self._stopping = False
 
     async def start(self) -> None:
-        """Opens the ledger and both ports. Raises CkptEngineError when one cannot be had; then nothing stays open."""
+        """Opens the ledger and both ports. Raises CkptEngineError if one cannot be opened; then nothing stays open."""
         try:
             await self._start()
         except BaseException:
@@ -122,7 +113,7 @@ class ManagerServer:
             raise
 
     async def stop(self) -> None:
-        """Ends everything in bounded time: a running update may finish for ``stop_seconds``, then it is told so."""
+        """Ends everything in bounded time: a running update has ``stop_seconds`` to finish, then it is refused."""
         await self._undo.aclose()
 
     async def __aenter__(self) -> ManagerServer:
@@ -136,24 +127,24 @@ class ManagerServer:
 
     @property
     def refusals(self) -> Refusals:
-        """The updates that were refused lately."""
+        """The recently refused updates."""
         return self._shell.refusals
 
     @property
     def publishers(self) -> Publishers:
-        """What brings replicas to directories."""
+        """The processes that publish directories."""
         return self._publishers
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
+        """The answer of GetStatus. replicas: False leaves them out; they are nearly all of the work."""
         return self._shell.status(replicas=replicas)
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All of them by name, as they were heard of last. To be read only, and at once."""
+        """All replicas by name, as of their last message. Only read them, and at once."""
         return self._shell.replicas()
 
     def drifts(self) -> dict[str, Drift]:
-        """The replicas that do not hold what they are to serve, by name."""
+        """The replicas that do not hold what they should serve, by name."""
         return self._shell.drifts()
 
     def holds(self) -> Mapping[str, events.OperatorHold]:
@@ -162,7 +153,7 @@ class ManagerServer:
 
     @property
     def changes(self) -> int:
-        """A number that is the same as long as `status` and `watched` tell the same."""
+        """A number that changes whenever `status` or `watched` may have changed."""
         return self._shell.changes
 
     @property
@@ -172,11 +163,11 @@ class ManagerServer:
         return self._advertised(split_address(bound)[1]) or bound
 
     def _advertised(self, port: int) -> str:
-        """What other hosts are told, empty if nothing was said. Raises INVALID_ARGUMENT."""
+        """The configured address for other hosts; empty: none was configured. Raises INVALID_ARGUMENT."""
         return with_port(self.config.advertise, port, "--advertise") if self.config.advertise else ""
 
     def watched(self) -> Watched:
-        """What WatchReplicas tells."""
+        """The state that WatchReplicas sends."""
         return self._shell.watched()
 
     async def operate(self, request: OperatorRequest) -> OperatorResponse:
@@ -187,14 +178,14 @@ class ManagerServer:
         response = await self._shell.answer(kind, lambda call: events.OperatorCall(call, request))
         return cast(OperatorResponse, response)
 
-    async def serve(self, ended: asyncio.Event) -> None:
-        """Returns when ``ended`` is set; stop it then. Raises CkptEngineError (INTERNAL) once its state machine has
-        failed: everybody was told, nothing more is done, and it must be stopped and started again."""
-        waiting = [asyncio.ensure_future(event.wait()) for event in (ended, self._shell.failed)]
+    async def serve(self, stop_event: asyncio.Event) -> None:
+        """Serves until ``ended`` is set; stop the manager then. Raises CkptEngineError (INTERNAL) once its state
+        machine has failed: all callers have got the error, nothing more is done, and the manager must be restarted."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop_event, self._shell.failed)]
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in waiting:
+            for each in waits:
                 each.cancel()
         if self._shell.problem is not None:
             raise CkptEngineError(self._shell.problem)
@@ -206,9 +197,9 @@ class ManagerServer:
         for option, address in {"--listen": config.listen, "--http": config.http}.items():
             if address or option == "--listen":
                 check_reach(split_address(address, option)[0], config.security)
-        self._told = checked_names(config.http_names)
+        self._public_names = checked_names(config.http_names)
         if advertised := self._advertised(split_address(config.listen)[1]):
-            self._told.append(host_of(advertised))
+            self._public_names.append(host_of(advertised))
         self.ledger = await Ledger.open(config.ledger, config.deadlines.ledger_busy, config.cluster)
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
@@ -258,7 +249,8 @@ class ManagerServer:
             )
 
     async def _start_own(self, servicer: ManagerServicer, address: str) -> None:
-        """For processes of its own, which need no proof of who they are: only its user can enter the directory."""
+        """Serves the manager's own processes, which need no proof of identity: only its user can enter the
+        directory."""
         server = grpc.aio.server(options=_server_options(self.config.deadlines))
         add_to(server, servicer)
         server.add_insecure_port(address)
@@ -266,7 +258,7 @@ class ManagerServer:
         self._undo.push_async_callback(server.stop, 1.0)
 
     async def _start_grpc(self, servicers: Sequence[ManagerServicer]) -> str:
-        """servicers: all that shall be stopped; the last one is served here."""
+        """Starts the gRPC server. servicers: all that `stop` must stop; the last one is served here."""
         host, _ = split_address(self.config.listen)
         door = ServiceDoor(self._access, SERVICES)
         check_free(self.config.listen)
@@ -312,7 +304,7 @@ class ManagerServer:
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
                 "another port (--http; empty: no HTTP)"
             ) from error
-        application = HttpAccess(build_app(self), self._access, is_loopback(host), self._told)
+        application = HttpAccess(build_app(self), self._access, is_loopback(host), self._public_names)
         server = HttpServer(application, self.config.security)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
 
@@ -325,7 +317,7 @@ class ManagerServer:
 
 
 def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
-    """Small messages in, silent connections found out within a lease, and one server for a port."""
+    """Limits incoming messages, detects silent connections within a lease, and allows one server a port."""
     return [
         ("grpc.max_receive_message_length", RECEIVED_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -339,17 +331,18 @@ def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def running_manager(config: ManagerConfig) -> Iterator[str]:
-    """A manager on a background thread with an event loop of its own; gives its gRPC address. For tests and demos.
+    """Runs a manager on a background thread with an event loop of its own, and yields its gRPC address. For tests and
+    demos.
 
-    Raises what ``ManagerServer.start`` raises. Leaving it stops the manager.
+    Raises as ``ManagerServer.start``. The manager stops when the context ends.
     """
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
-        ended = asyncio.Event()
+        stop_event = asyncio.Event()
         async with ManagerServer(config) as server:
-            started.set_result((server.address, asyncio.get_running_loop(), ended))
-            await server.serve(ended)
+            started.set_result((server.address, asyncio.get_running_loop(), stop_event))
+            await server.serve(stop_event)
 
     def run() -> None:
         try:
@@ -362,9 +355,9 @@ def running_manager(config: ManagerConfig) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="manager", daemon=True)
     thread.start()
-    address, loop, ended = started.result(config.deadlines.start)
+    address, loop, stop_event = started.result(config.deadlines.start)
     try:
         yield address
     finally:
-        loop.call_soon_threadsafe(ended.set)
+        loop.call_soon_threadsafe(stop_event.set)
         thread.join(config.stop_seconds + config.deadlines.start)

@@ -23,14 +23,14 @@ from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.publishers import Publishers, lineage_of
 from ckpt_engine.manager.sessions import carry, first_message, write
 from ckpt_engine.manager.shell import Shell
-from ckpt_engine.manager.watchers import Told
+from ckpt_engine.manager.watchers import WatchOutbox
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 MEMBERS = ("trainer", "holder", "replica")
-"""Roles of those that may store and fetch blobs."""
+"""Roles that may store and fetch blobs."""
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -58,7 +58,7 @@ class ManagerServicer(
         self._stopping = False
 
     def stop(self) -> None:
-        """Refuses sessions and calls with UNAVAILABLE from now on; what runs goes on."""
+        """Refuses sessions and calls with UNAVAILABLE from now on; running ones continue."""
         self._stopping = True
 
     # -- sessions
@@ -82,20 +82,20 @@ class ManagerServicer(
                 return
             hello = unpack(first)
             if not isinstance(hello, hello_type):
-                came = "an unknown message" if hello is None else hello.DESCRIPTOR.name
-                raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {came} came first")
+                first_name = "an unknown message" if hello is None else hello.DESCRIPTOR.name
+                raise invalid(f"a session begins with {hello_type.DESCRIPTOR.name}, but {first_name} came first")
             caller.require(kind, _name_of(hello))
         except CkptEngineError as error:
             await refuse(context, error)
         await self._admit(context, kind)
         peer, outbox = self._shell.open_session(kind, envelope, hello)
-        member, who = _log_fields(hello)
-        log.info(f"session opened peer=%s {member} address=%s caller=%r", peer, *who, context.peer(), caller.who)
+        label, values = _log_fields(hello)
+        log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.who)
 
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
             if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
-                # The one that was checked; its rank is the machine's to compare.
+                # Only the first name was checked against the grant. The machine compares the rank.
                 outbox.close(invalid("one session speaks for one member, under one name").problem)
                 return
             if body is not None and not outbox.closed:
@@ -106,7 +106,7 @@ class ManagerServicer(
             reason = await carry(context, outbox, on_message, self._deadlines.write)
         finally:
             reason = outbox.problem.message if outbox.problem is not None else reason
-            log.info(f"session ended peer=%s {member} reason=%r", peer, *who, reason)
+            log.info(f"session ended peer=%s {label} reason=%r", peer, *values, reason)
             self._shell.end_session(peer, reason)
 
     # -- calls
@@ -147,7 +147,7 @@ class ManagerServicer(
     ) -> manager_pb2.UpdateRecord:
         await self._admit(context)
         try:
-            return update_records.message(await update_records.found(self._ledger, request))
+            return update_records.message(await update_records.find_update(self._ledger, request))
         except CkptEngineError as error:
             await refuse(context, error)
 
@@ -156,7 +156,7 @@ class ManagerServicer(
     ) -> manager_pb2.ListUpdatesResponse:
         await self._admit(context)
         try:
-            return await update_records.page(self._ledger, self._shell.refusals, request)
+            return await update_records.list_updates(self._ledger, self._shell.refusals, request)
         except CkptEngineError as error:
             await refuse(context, error)
 
@@ -214,7 +214,7 @@ class ManagerServicer(
     async def GetStatus(  # noqa: N802
         self, request: manager_pb2.GetStatusRequest, context: Context
     ) -> manager_pb2.GetStatusResponse:
-        await self._known(context)
+        await self._caller(context)
         return self._shell.status()
 
     async def LocateVersion(  # noqa: N802
@@ -234,7 +234,7 @@ class ManagerServicer(
             await refuse(context, error)
         log.info("watch began watcher=%r address=%s caller=%r", request.watcher, context.peer(), caller.who)
         try:
-            while (message := await self._told_or_beat(outbox)) is not None:
+            while (message := await self._news_or_beat(outbox)) is not None:
                 await write(context, message, self._deadlines.write)
         finally:
             self._shell.watchers.close(number)
@@ -242,8 +242,8 @@ class ManagerServicer(
         if outbox.problem is not None:
             await refuse(context, CkptEngineError(outbox.problem))
 
-    async def _told_or_beat(self, outbox: Told) -> manager_pb2.WatchReplicasResponse | None:
-        """What is told next; when that takes long, a message that only says that the manager lives."""
+    async def _news_or_beat(self, outbox: WatchOutbox) -> manager_pb2.WatchReplicasResponse | None:
+        """The next news; if that takes long, a message that only shows that the manager is alive."""
         try:
             async with asyncio.timeout(self._deadlines.lease / 2):
                 return await outbox.take()
@@ -251,7 +251,7 @@ class ManagerServicer(
             return self._shell.watchers.beat()
 
     async def _call(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> None:
-        """Writes what the machine says to this call until it finishes it, then ends with the machine's problem."""
+        """Writes the machine's messages to this call until the machine ends it, then ends with its problem."""
         call, outbox = self._shell.open_call(kind, event)
         try:
             while (message := await outbox.take()) is not None:
@@ -262,15 +262,15 @@ class ManagerServicer(
             await refuse(context, CkptEngineError(outbox.problem))
 
     async def _answer(self, kind: str, event: Callable[[Call], ManagerEvent], context: Context) -> ProtobufMessage:
-        """The one response of the machine to this call, or its problem as the call's status."""
+        """Returns the machine's response to this call, or ends the call with the machine's problem."""
         try:
             return await self._shell.answer(kind, event)
         except CkptEngineError as error:
             await refuse(context, error)
 
     async def _admit(self, context: Context, *roles: str) -> Caller:
-        """Lets a caller in that has one of these roles (none named: any grant), while the manager does not stop."""
-        caller = await self._known(context)
+        """Admits a caller with one of these roles (none named: any grant), unless the manager is stopping."""
+        caller = await self._caller(context)
         try:
             if roles:
                 caller.require_any(*roles)
@@ -280,7 +280,7 @@ class ManagerServicer(
             await refuse(context, stopping())
         return caller
 
-    async def _known(self, context: Context) -> Caller:
+    async def _caller(self, context: Context) -> Caller:
         try:
             return self._access.of_call(context)
         except CkptEngineError as error:
@@ -316,21 +316,21 @@ class ManagerServicer(
 
 
 def _name_of(hello: ProtobufMessage) -> str:
-    """What a member's grant must cover."""
+    """The name that a member's grant must cover."""
     if isinstance(hello, manager_pb2.TrainerHello):
         return hello.lineage
     return hello.name if isinstance(hello, manager_pb2.ReplicaHello | manager_pb2.HolderHello) else ""
 
 
 def _log_fields(hello: ProtobufMessage) -> tuple[str, tuple[object, ...]]:
-    """Who a session is of, for each of its lines."""
+    """The format and the values that name a session's member in the log."""
     if isinstance(hello, manager_pb2.TrainerHello):
         return "lineage=%r rank=%d world_size=%d", (hello.lineage, hello.rank, hello.world_size)
     return "replica=%r", (_name_of(hello),)
 
 
 def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
-    """One line a replica that sleeps or is awake now, or is not."""
+    """Logs for each replica whether it is now asleep, or awake, as was asked."""
     assert isinstance(response, manager_pb2.SleepResponse | manager_pb2.WakeResponse)
     for result in response.results:
         if result.HasField("problem"):
@@ -340,6 +340,6 @@ def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
 
 
 def add_to(server: grpc.aio.Server, servicer: ManagerServicer) -> None:
-    """Has a server answer the calls of both services."""
+    """Registers both services with a server."""
     manager_pb2_grpc.add_CheckpointEngineManagerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     manager_pb2_grpc.add_CheckpointEngineMembersServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """One session stream: an ordered way in, a bounded way out, and one reason why it ended.
 
-It carries messages and watches that the peer reads. What messages mean, and leases, are the state machine's affair.
-Runs on the manager's event loop thread.
+It carries messages, and checks that the peer reads them. It does not decide what messages mean, nor when a lease ends:
+the state machine does. Runs on the manager's event loop thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ async def carry(
     on_message: Callable[[Incoming], None],
     write_seconds: float,
 ) -> str:
-    """Carries messages both ways until either side ends the stream, and says why it ended, in words.
+    """Carries messages both ways until either side ends the stream, and returns why it ended, for people.
 
-    Ends with ``outbox.problem`` as the call's status when the manager closed it with one. A peer that takes no
-    message for ``write_seconds`` is cut off. What was queued when the peer ended its side is still sent. Whatever
+    Ends with ``outbox.problem`` as the call's status if the manager closed it with one. A peer that takes no message
+    for ``write_seconds`` is cut off. Messages that were queued when the peer ended its side are still sent. Whatever
     ``on_message`` raises is a defect and propagates.
     """
     reading = asyncio.ensure_future(_read(context, on_message))
@@ -43,7 +43,7 @@ async def carry(
     try:
         await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
         if not writing.done():
-            # What is being written must end first: a call takes no status while it takes a message.
+            # The current write must end first: a call takes no status while it takes a message.
             outbox.close()
             await asyncio.wait((writing,))
             reading.result()
@@ -62,8 +62,8 @@ async def carry(
 
 
 async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any, seconds: float) -> None:
-    """Writes one message. Raises CancelledError if the peer does not take it within ``seconds``: the call then ends
-    without a status, since none can be sent behind a message that does not leave."""
+    """Writes one message. Raises CancelledError if the peer does not take it within ``seconds``. The call then ends
+    without a status, since none can follow a message that is stuck."""
     writing = asyncio.ensure_future(context.write(message))
     writing.add_done_callback(lambda done: done.cancelled() or done.exception())
     done, _ = await asyncio.wait((writing,), timeout=seconds)
@@ -74,9 +74,9 @@ async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any, secon
 
 
 async def first_message(context: grpc.aio.ServicerContext[Incoming, Any], seconds: float) -> Incoming | None:
-    """The stream's first message, or None when the peer ended the stream before it.
+    """The stream's first message; None: the peer ended the stream before it.
 
-    Raises DEADLINE_EXCEEDED when it does not come within ``seconds``.
+    Raises DEADLINE_EXCEEDED if it does not come within ``seconds``.
     """
     try:
         message = await asyncio.wait_for(context.read(), seconds)

@@ -1,4 +1,4 @@
-"""The manager's streams and calls, around its state machine: what `shell/loop.py` has no name for.
+"""The manager's streams and calls, around its state machine; `shell/loop.py` has the rest of the loop.
 
 It decides nothing. All of it runs on the manager's event loop thread; only tasks leave it (see ``tasks``).
 """
@@ -39,7 +39,7 @@ CALL_QUEUE = 4096
 """Events that may wait for one caller; from half of it on, progress is dropped and only reports are kept."""
 
 BEATS = (manager_pb2.Heartbeat, manager_pb2.ReplicaHeartbeat, manager_pb2.Progress)
-"""Nearly all messages that there are."""
+"""Nearly all messages."""
 
 log = logging.getLogger("ckpt_engine.manager")
 
@@ -51,10 +51,10 @@ class _Session:
 
 
 class Shell:
-    """Streams and calls of one machine. failed: set once it has raised; then nothing more is done for anybody."""
+    """Streams and calls of one machine."""
 
     def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: ManagerMetrics) -> None:
-        self.failed = asyncio.Event()
+        self.failed = asyncio.Event()  # set once the machine has raised; then nothing more is done
         self._machine = machine
         self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled)
         self._blobs = blobs
@@ -65,9 +65,9 @@ class Shell:
         self._rollbacks: dict[Call, manager_pb2.RollbackRequest] = {}
         self.refusals = Refusals()
         self._pinned: dict[str, list[manager_pb2.BlobRef]] = {}
-        self._shown = 0
+        self._changes_shown = 0
         self._status: manager_pb2.GetStatusResponse | None = None
-        self._status_of = 0  # how many changes it knows of
+        self._status_of = 0  # the number of changes that it includes
         self._numbers = count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,7 +75,7 @@ class Shell:
 
     @property
     def problem(self) -> weights_pb2.Problem | None:
-        """Why the machine does not go on; None: it does."""
+        """Why the machine has stopped; None: it runs."""
         return self._loop.problem
 
     # -- what the servicer calls
@@ -83,7 +83,7 @@ class Shell:
     def open_session(
         self, kind: str, envelope: type[ProtobufMessage], hello: ProtobufMessage
     ) -> tuple[Peer, Outbox[Any]]:
-        """Makes a peer of a stream whose hello came. ``envelope`` is the message type of the way out."""
+        """Makes a peer of a stream after its hello. envelope: the type of outgoing messages."""
         peer = Peer(f"{kind}-{next(self._numbers)}")
         outbox: Outbox[Any] = Outbox(peer, SESSION_QUEUE)
         self._sessions[peer] = _Session(envelope, outbox)
@@ -98,7 +98,7 @@ class Shell:
             self.handle(events.PeerLost(peer, reason))
 
     def open_call(self, kind: str, event: Callable[[Call], ManagerEvent]) -> tuple[Call, Outbox[Any]]:
-        """Begins a call; its events and its response come out of the outbox, and its end closes that."""
+        """Begins a call. Its events and its response come out of the outbox, which its end closes."""
         call = Call(f"{kind}-{next(self._numbers)}")
         outbox: Outbox[Any] = Outbox(call, CALL_QUEUE)
         self._calls[call] = outbox
@@ -115,7 +115,7 @@ class Shell:
         return call, outbox
 
     async def answer(self, kind: str, event: Callable[[Call], ManagerEvent]) -> ProtobufMessage:
-        """The one response of the machine to a call. Raises CkptEngineError with the machine's problem."""
+        """Returns the machine's response to a call. Raises CkptEngineError with the machine's problem."""
         call, outbox = self.open_call(kind, event)
         try:
             response: ProtobufMessage | None = await outbox.take()
@@ -126,7 +126,7 @@ class Shell:
         return response
 
     def end_call(self, call: Call) -> None:
-        """The handler of a call returns; the machine hears of it unless it finished the call itself."""
+        """Ends a call whose handler returns, and tells the machine unless it finished the call itself."""
         outbox = self._calls.pop(call, None)
         self._rollbacks.pop(call, None)
         if not self._calls:
@@ -135,16 +135,16 @@ class Shell:
             self.handle(events.CallCancelled(call))
         request = self._updates.pop(call, None)
         if request is not None and not any(each.lineage == request.lineage for each in self._updates.values()):
-            self._metrics.left(request.lineage)
+            self._metrics.forget_calls(request.lineage)
 
     @property
     def changes(self) -> int:
-        """How many events were taken that may have changed what is shown."""
+        """How many events so far may have changed the status."""
         return self._machine.changes
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers. replicas: False leaves them out. To be read only: while nothing changes it is the
-        same message, in which only the times of drifts are new."""
+        """The answer of GetStatus. replicas: False leaves them out. Only read it: while nothing changes it is the same
+        message, in which only the times of drifts are new."""
         if not replicas:
             return self._machine.status(replicas=False)
         if self._status is None or self._status_of != self._machine.changes:
@@ -156,11 +156,11 @@ class Shell:
         return self._status
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All of them by name. To be read only, and at once."""
+        """All replicas by name. Only read them, and at once."""
         return self._machine.replicas()
 
     def drifts(self) -> dict[str, Drift]:
-        """The replicas that do not hold what they are to serve, by name."""
+        """The replicas that do not hold what they should serve, by name."""
         return self._machine.drifts()
 
     def holds(self) -> Mapping[str, events.OperatorHold]:
@@ -168,15 +168,15 @@ class Shell:
         return self._machine.holds()
 
     def watched(self) -> Watched:
-        """What WatchReplicas tells."""
+        """The state that WatchReplicas sends."""
         return self._machine.watched()
 
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
-        """What LocateVersion answers. Raises CkptEngineError."""
+        """The answer of LocateVersion. Raises CkptEngineError."""
         return self._machine.located(request)
 
     async def quiet(self, seconds: float) -> bool:
-        """Waits until no call runs any more, at most so long; whether that came true."""
+        """Waits until no call runs any more, for at most `seconds`. Returns whether that was reached."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -184,9 +184,9 @@ class Shell:
         return True
 
     async def stop(self, problem: weights_pb2.Problem, seconds: float) -> None:
-        """Ends all calls and sessions with this problem, then timers and tasks. Nothing reaches the machine after.
+        """Ends all calls and sessions with this problem, then timers and tasks. Nothing reaches the machine afterwards.
 
-        Tasks get so many ``seconds``, so that the report of what just ended is still stored.
+        seconds: for tasks, so that the report of an update that just ended is still stored.
         """
         for outbox in self._calls.values():
             outbox.close(problem)
@@ -199,22 +199,23 @@ class Shell:
     # -- the loop
 
     def handle(self, event: ManagerEvent) -> None:
-        """One event into the machine, and everything out of it that it commands."""
+        """Feeds one event to the machine, and performs its commands."""
         if isinstance(event, events.Message) and isinstance(event.body, manager_pb2.Sealed):
             self._metrics.sealed(event.body)
         self._loop.feed(event)
 
     def _handled(self, event: object, commands: Sequence[object]) -> None:
         self._count_refusal(commands)
-        if self._machine.changes == self._shown:
+        if self._machine.changes == self._changes_shown:
             return
-        self._shown = self._machine.changes
+        self._changes_shown = self._machine.changes
         if not _claims_no_blobs(event):
             self._pin()
         self.watchers.changed(beat=isinstance(event, events.Message) and isinstance(event.body, BEATS))
 
     def _fail(self, event: object, problem: weights_pb2.Problem) -> None:
-        """Tells everybody who waits for the machine. Whose message it was is not to send it again; the others are."""
+        """Ends all sessions and calls. The peer that sent the failing message gets the problem itself, so that it does
+        not send it again; the others may try again."""
         if isinstance(event, events.Message):
             self._close(event.peer, problem)
         for peer in tuple(self._sessions):
@@ -257,37 +258,37 @@ class Shell:
             if not isinstance(command, events.FinishCall) or not command.problem:
                 continue
             problem = command.problem
-            if (back := self._rollbacks.get(command.call)) is not None:
-                asked = (back.lineage, back.version)
-                log.warning("rollback refused lineage=%r version=%d problem=%r", *asked, problem.message)
-                self.refusals.add(Refusal(*asked, problem))
+            if (rollback := self._rollbacks.get(command.call)) is not None:
+                target = (rollback.lineage, rollback.version)
+                log.warning("rollback refused lineage=%r version=%d problem=%r", *target, problem.message)
+                self.refusals.add(Refusal(*target, problem))
                 self._metrics.refused(problem)
             elif (request := self._updates.get(command.call)) is not None and request.lineage not in counted:
                 counted.add(request.lineage)
                 version = request.version if request.HasField("version") else None
-                who = (request.lineage, request.rank)
-                log.warning("update refused lineage=%r rank=%d problem=%r", *who, problem.message)
+                lineage, rank = request.lineage, request.rank
+                log.warning("update refused lineage=%r rank=%d problem=%r", lineage, rank, problem.message)
                 self.refusals.add(Refusal(request.lineage, version, problem))
                 self._metrics.refused(problem)
 
     def _pin(self) -> None:
-        wanted = self._machine.blobs_in_use()
-        for owner, refs in wanted.items():
+        in_use = self._machine.blobs_in_use()
+        for owner, refs in in_use.items():
             if self._pinned.get(owner) != refs:
                 self._blobs.pin(owner, refs)
-        for owner in self._pinned.keys() - wanted.keys():
+        for owner in self._pinned.keys() - in_use.keys():
             self._blobs.unpin(owner)
-        self._pinned = wanted
+        self._pinned = in_use
 
 
 def _claims_no_blobs(event: object) -> bool:
-    """Whether nothing that must stay can begin with it. Those that come from each replica in each update are spared the
-    look at what all of them need; what ends with one is let go of at the next other event."""
+    """Whether an event cannot start to use a blob. Such events come from each replica in each update, so they skip the
+    check of all blobs in use; a blob that is no longer used is unpinned at the next other event."""
     if isinstance(event, events.TimerFired):
         return isinstance(event.key, LeaseEnd)
     return isinstance(event, events.Message) and isinstance(event.body, (*BEATS, manager_pb2.ReplicaOutcome))
 
 
 def _ending(problem: weights_pb2.Problem) -> weights_pb2.Problem:
-    """What is told to whoever is not to blame: it may try again when the manager was started again."""
+    """The problem for members that are not to blame: they may try again when the manager was restarted."""
     return unavailable(f"the manager ends: {problem.message}").problem

@@ -1,7 +1,7 @@
-"""Carries out what the manager's machine asks for: ledger entries, and the heavy work on tables and plans.
+"""Carries out the tasks of the manager's machine: ledger entries, and the heavy work on tables and plans.
 
-Heavy work runs on one thread of its own, so sessions stay alive meanwhile, and its results are kept by the digests of
-what went in, so an update that changes nothing compiles nothing.
+Heavy work runs on one thread of its own, so sessions stay alive meanwhile. Its results are cached by the digests of its
+input, so an update that changes nothing compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Tasks:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compiler")
 
     async def run(self, key: Key, task: events.Task) -> Done:
-        """Carries out one task and says how it ended, at the latest after ``task.seconds``. Raises nothing."""
+        """Carries out one task and returns how it ended, at the latest after ``task.seconds``. Raises nothing."""
         done = await carry_out("manager", key, task, self._work)
         if done.problem is not None:
             log.warning("task failed task=%s problem=%r", type(task).__name__, done.problem.message)
         return done
 
     def close(self) -> None:
-        """Drops heavy work that has not begun; what runs ends by itself."""
+        """Drops heavy work that has not begun; running work ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _work(self, task: events.Task) -> object:
@@ -85,7 +85,7 @@ class Tasks:
                         problem = outcome.problem.message
                         log.warning("replica not updated name=%s outcome=%s problem=%r", outcome.replica, name, problem)
                 self._metrics.report(report)
-                # It is written also when that is late: the update happened.
+                # It is written even after the deadline: the update happened.
                 await asyncio.shield(self._ledger.record_outcome(report))
             case events.CorrectOutcome(report, replica):
                 (became,) = (each.outcome for each in report.replicas if each.replica == replica)

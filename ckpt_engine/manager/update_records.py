@@ -1,5 +1,5 @@
-"""Updates of the ledger as messages, found by epoch, or by lineage and version. It decides which update is meant, and
-what is said of one that is not kept; gRPC, HTTP and traces ask it.
+"""Finds updates of the ledger by epoch, or by lineage and version, and returns them as messages. It decides which
+update a request means, and what the error for an unknown one says. gRPC, HTTP and traces use it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from ckpt_engine.manager.refusals import Refusal, Refusals
 from ckpt_engine.v1 import manager_pb2
 
 NAMED = 4
-"""Updates that are named to a caller which asks for one that is not kept."""
+"""Updates that are named to a caller that asks for an unknown one."""
 
 EPOCHS = 1 << 62
-"""Epochs and versions are below it; the ledger could not be asked for greater ones."""
+"""Epochs and versions are below it; SQLite's integers could not hold much greater ones."""
 
 PAGE = 50
 MOST = 200
-"""Updates in one answer: unless the caller says, and at most."""
+"""Updates in one answer: by default, and at most."""
 
 
 PAGE_BYTES = 16 << 20
-"""Of one answer, unless a single update has more: clients accept a few times as much in a message."""
+"""Of one answer, unless a single update has more: clients accept messages a few times as large."""
 
 
-async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
-    """The update that a request names. Raises INVALID_ARGUMENT for a request that names none or several; NOT_FOUND,
-    which names what is kept, for one that is not kept."""
+async def find_update(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:
+    """Finds the update that a request names. Raises INVALID_ARGUMENT for a request that names none or several, and
+    NOT_FOUND, naming known updates, for an unknown one."""
     if request.HasField("epoch") == request.HasField("version"):
         raise invalid("name an update by its epoch, or by its version (and lineage): one of the two")
     if request.HasField("version"):
@@ -36,17 +36,17 @@ async def found(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record
         raise invalid(f"an epoch names its update alone: leave the lineage {request.lineage!r} out")
     record = await ledger.record(request.epoch) if request.epoch < EPOCHS else None
     if record is None:
-        last = [named(each) for each in await ledger.history(None, NAMED)]
-        kept = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
-        raise not_found(f"no update with epoch {request.epoch} is kept: {kept}")
+        last = [describe_update(each) for each in await ledger.history(None, NAMED)]
+        newest = f"the last ones are {'; '.join(last)}" if last else "none is, since none has come so far"
+        raise not_found(f"no update with epoch {request.epoch} is kept: {newest}")
     return record
 
 
-async def page(
+async def list_updates(
     ledger: Ledger, refusals: Refusals, request: manager_pb2.ListUpdatesRequest
 ) -> manager_pb2.ListUpdatesResponse:
-    """Whole reports, newest first, fewer than the limit if these are large. Raises INVALID_ARGUMENT for a limit that is
-    too high."""
+    """Lists whole reports, newest first, fewer than the limit if they are large. Raises INVALID_ARGUMENT for a limit
+    that is too high."""
     limit = request.limit or PAGE
     if limit > MOST:
         raise invalid(f"an answer has at most {MOST} updates, not {limit}: ask for the next ones with before")
@@ -54,11 +54,11 @@ async def page(
     records = await ledger.history(before, limit + 1)
     answer, size = manager_pb2.ListUpdatesResponse(), 0
     for record in records[:limit]:
-        told = message(record)
-        size += told.ByteSize()
+        update = message(record)
+        size += update.ByteSize()
         if answer.updates and size > PAGE_BYTES:
             break
-        answer.updates.append(told)
+        answer.updates.append(update)
     if len(records) > len(answer.updates):
         answer.next_before = answer.updates[-1].epoch
     if before is None:
@@ -67,39 +67,40 @@ async def page(
 
 
 def message(record: Record) -> manager_pb2.UpdateRecord:
-    """As it travels."""
+    """A record as a message."""
     return manager_pb2.UpdateRecord(
         epoch=record.epoch, identity=record.identity.message(), time=record.time, report=record.report
     )
 
 
 def refusal_message(refusal: Refusal) -> manager_pb2.UpdateRefusal:
-    """As it travels."""
+    """A refusal as a message."""
     return manager_pb2.UpdateRefusal(
         lineage=refusal.lineage, version=refusal.version, time=refusal.time, problem=refusal.problem
     )
 
 
-def named(record: Record) -> str:
-    """An update in a sentence."""
+def describe_update(record: Record) -> str:
+    """An update as messages name it."""
     return f"epoch {record.epoch} (version {record.identity.number} of lineage {record.identity.lineage!r})"
 
 
 def no_report(ledger: Ledger, record: Record) -> CkptEngineError:
-    """Why an update has no report: it runs, or the manager ended in the middle."""
+    """The error for an update without a report: it runs, or the manager ended during it."""
     if record.epoch <= ledger.epoch:
-        return aborted(f"the manager ended during {named(record)}, so there is no report of it to draw")
-    return precondition(f"{named(record)} has no report yet: ask again when it is over")
+        return aborted(f"the manager ended during {describe_update(record)}, so there is no report of it to draw")
+    return precondition(f"{describe_update(record)} has no report yet: ask again when it is over")
 
 
 async def _newest_to(ledger: Ledger, version: int, lineage: str) -> Record:
-    """The newest update to a version that was not for a late replica. lineage: empty: the only one that has it."""
-    kept = await ledger.identities()
-    having = [lineage] if lineage else sorted({each.lineage for each in kept if each.number == version})
-    if len(having) > 1:
-        raise invalid(f"version {version} is one of several lineages: name one of {', '.join(having)} as lineage")
+    """Finds the newest update to a version, without late replicas' catch-ups. lineage: empty: the only one that has
+    the version."""
+    versions = await ledger.identities()
+    lineages = [lineage] if lineage else sorted({each.lineage for each in versions if each.number == version})
+    if len(lineages) > 1:
+        raise invalid(f"version {version} is one of several lineages: name one of {', '.join(lineages)} as lineage")
     unknown = []
-    for each in having or list(dict.fromkeys(each.lineage for each in reversed(kept)))[:NAMED]:
+    for each in lineages or list(dict.fromkeys(each.lineage for each in reversed(versions)))[:NAMED]:
         last = await ledger.last_update(each, version if 0 <= version < EPOCHS else -1)
         record = None if last.epoch is None else await ledger.record(last.epoch)
         if record is not None:

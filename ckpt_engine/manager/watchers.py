@@ -1,7 +1,7 @@
-"""Sends news of replicas to those who watch them: each gets a snapshot, then what changes, gathered for some
+"""Sends news of replicas to the streams that watch them: each gets a snapshot, then changes, gathered for some
 milliseconds.
 
-Runs on the manager's event loop thread. What is told is decided in ``machines/manager/status.py``.
+Runs on the manager's event loop thread. The content is decided in ``machines/manager/status.py``.
 """
 
 from __future__ import annotations
@@ -17,58 +17,57 @@ from ckpt_engine.shell.outbox import Outbox
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 GATHER_SECONDS = 0.005
-"""Changes of so long travel together: an update changes all replicas within milliseconds. Longer ones would hide that a
-replica was updated at all."""
+"""How long changes are gathered before they are sent together: an update changes all replicas within milliseconds. A
+longer time would hide that a replica was updated at all."""
 
 BEAT_SECONDS = 0.1
-"""The same for heartbeats: of many replicas there are many, and hardly one changes anything."""
+"""The same after a heartbeat: there are many, and hardly any changes something."""
 
 WATCHERS = 256
-"""So many streams at most."""
+"""Streams at most."""
 
 QUEUE = 256
 """Messages that may wait for one watcher before it counts as stuck."""
 
-Told = Outbox[manager_pb2.WatchReplicasResponse]
+WatchOutbox = Outbox[manager_pb2.WatchReplicasResponse]
 
 
 class Watchers:
-    """Tells all who watch replicas what has changed.
-
-    look: what is to be told now.
-    """
+    """Sends all streams that watch replicas what has changed."""
 
     def __init__(self, look: Callable[[], Watched]) -> None:
+        """look: returns the state to send now."""
         self._look = look
         self._run = uuid.uuid4().hex
         self._sequence = 0
-        self._outboxes: dict[int, Told] = {}
+        self._outboxes: dict[int, WatchOutbox] = {}
         self._numbers = count(1)
-        self._told: Watched | None = None
+        self._last_watched: Watched | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._problem: weights_pb2.Problem | None = None
 
-    def open(self, watcher: str) -> tuple[int, Told]:
-        """Begins a stream; its first message waits already. Raises UNAVAILABLE when too many watch."""
+    def open(self, watcher: str) -> tuple[int, WatchOutbox]:
+        """Begins a stream, with its first message queued. Raises UNAVAILABLE if there are too many."""
         if len(self._outboxes) >= WATCHERS:
             raise unavailable(f"{WATCHERS} streams watch the replicas already, and this manager carries no more")
         self._tell()
-        self._told = self._told or self._look()
+        self._last_watched = self._last_watched or self._look()
         number, outbox = next(self._numbers), Outbox[manager_pb2.WatchReplicasResponse](f"watcher {watcher!r}", QUEUE)
-        outbox.put(self._numbered(snapshot(self._told)))
+        outbox.put(self._numbered(snapshot(self._last_watched)))
         if self._problem is not None:
             outbox.close(self._problem)
         self._outboxes[number] = outbox
         return number, outbox
 
     def close(self, number: int) -> None:
-        """The stream has ended."""
+        """Ends a stream."""
         self._outboxes.pop(number, None)
         if not self._outboxes:
-            self._told = None
+            self._last_watched = None
 
     def changed(self, beat: bool) -> None:
-        """Something happened that may be worth telling; it costs nothing while nobody watches. beat: a heartbeat."""
+        """Schedules a message, since something may have changed. It costs nothing without streams. beat: because of a
+        heartbeat."""
         if not self._outboxes:
             return
         loop = asyncio.get_running_loop()
@@ -80,13 +79,13 @@ class Watchers:
 
     def beat(self) -> manager_pb2.WatchReplicasResponse:
         """A message without news."""
-        assert self._told is not None
-        told = self._told
+        assert self._last_watched is not None
+        watched = self._last_watched
         return self._numbered(
             manager_pb2.WatchReplicasResponse(
-                fence=told.fence.message(),
-                settling=told.settling,
-                latest=[each.message() for each in told.latest.values()],
+                fence=watched.fence.message(),
+                settling=watched.settling,
+                latest=[each.message() for each in watched.latest.values()],
             )
         )
 
@@ -102,10 +101,10 @@ class Watchers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._told is None:
+        if self._last_watched is None:
             return
-        before, self._told = self._told, self._look()
-        message = changes(before, self._told)
+        before, self._last_watched = self._last_watched, self._look()
+        message = changes(before, self._last_watched)
         if message is not None:
             self._sequence += 1
             for outbox in self._outboxes.values():

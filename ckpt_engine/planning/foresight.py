@@ -1,4 +1,4 @@
-"""How long a planned update would take: its bytes, over rates that were measured (core/prediction.py). Pure."""
+"""How long a planned update would take: its bytes over measured rates (core/prediction.py). Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,23 @@ SOURCE = "H200 and two processors of an EPYC, docs/performance.md"
 
 
 CONTROL, CONTROL_REPLICA = 0.009, 0.0036
-"""Seconds of an update without weights, and for each replica (benchmarks/results/control_plane.json)."""
+"""Seconds of an update without weights, and more for each replica (benchmarks/results/control_plane.json)."""
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Seconds that a planned update would take.
+class Forecast:
+    """Predicted seconds of a planned update, for any update but the first."""
 
-    stages: in their order. pause: of the slowest replica. call: from the last rank's call to the report, or, if it
-    returns when relays hold the version, to that. All but the first update; None: nothing is known of a transport, or
-    no worker is reached, and then there are no stages. unknown: those transports. unmeasured: the engine, if nobody has
-    measured how long an update of it takes beside its bytes; then pause and call are None, too.
-    """
-
-    stages: Mapping[str, Expected]
-    pause: float | None
-    call: float | None
-    unknown: tuple[str, ...] = ()
-    unmeasured: str = ""
+    stages: Mapping[str, Expected]  # in their order; none if no worker is reached
+    pause: float | None  # of the slowest replica; None: it cannot be predicted
+    call: float | None  # from the last rank's call to its return; None: it cannot be predicted
+    unknown: tuple[str, ...] = ()  # transports of unknown rate, because of which pause and call are None
+    unmeasured: str = ""  # an engine of which only bytes can be predicted, because of which pause and call are None
 
 
-def rates_of(told: object | None, engine: str, network: float | None, replicas: int) -> Rates:
-    """Rates that were measured, changed by what a file tells. network: bytes a second of each host's card."""
+def rates_of(content: object | None, engine: str, network: float | None, replicas: int) -> Rates:
+    """The measured rates, changed by those of a file. content: the file's JSON; None: there is none. network: bytes a
+    second of each host's network card; None: unknown."""
     seconds, own = {"plan": CONTROL + CONTROL_REPLICA * replicas}, engine_kind(engine).seconds
     if own is not None:
         seconds |= {"quiesce": own.quiesce, "resume": own.resume}
@@ -43,24 +38,24 @@ def rates_of(told: object | None, engine: str, network: float | None, replicas: 
     if network is not None:
         cards = {name: {"host": network} for name, kind in transport_kinds().items() if kind.over_network}
         rates = replace(rates, links={**rates.links, **cards})
-    return rates if told is None else Rates.of(told, rates)
+    return rates if content is None else Rates.of(content, rates)
 
 
-def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Foreseen:
-    """Predicts a planned update. held: the call returns when relays hold the version."""
+def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> Forecast:
+    """Predicts a planned update. until_held: the call returns when relays hold the version."""
     question, offers = answer.question, answer.offered
     if offers is None or not answer.installs:
-        return Foreseen({}, None, None)
+        return Forecast({}, None, None)
     memory: Memory = "gpu" if question.holding == "gpu" else "host"
     hosts = question.cluster.hosts
     sealed = [
         ProcessWork(f"rank {rank}", offers.held(rank), hosts[place.host], memory)
         for rank, place in enumerate(question.cluster.ranks)
     ]
-    needed = [offers.needed(worker) for worker in range(question.replica.count)]
+    needs = [offers.needed(worker) for worker in range(question.replica.count)]
     served = {(line.replica, line.worker) for line in answer.installs}
     verified = [
-        ProcessWork(f"{name} worker {worker}", needed[worker], hosts[place.host], question.readers)
+        ProcessWork(f"{name} worker {worker}", needs[worker], hosts[place.host], question.readers)
         for name, places in zip(question.names, question.cluster.workers, strict=True)
         for worker, place in enumerate(places)
         if (name, worker) in served
@@ -79,7 +74,7 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, held: bool) -> Forese
     )
     own = engine_kind(engine).seconds
     if unknown or own is None:
-        return Foreseen(stages, None, None, unknown, engine if own is None else "")
+        return Forecast(stages, None, None, unknown, engine if own is None else "")
     paused = pause(stages) + own.calls
     before = own.around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
-    return Foreseen(stages, paused, before if held else before + paused)
+    return Forecast(stages, paused, before if until_held else before + paused)

@@ -1,5 +1,5 @@
-"""A model, as files that are at hand tell it: config.json, the headers of safetensors files, or an index beside a
-config. Reads no weights, and needs no torch."""
+"""Reads a model's shapes from its files: config.json, the headers of safetensors files, or an index beside a config. It
+reads no weights, and needs no torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ _LARGEST = 64 << 20  # bytes of a JSON file: an index of 100,000 tensors has ten
 
 
 class Tensor(NamedTuple):
-    """One tensor of a model.
-
-    dtype: as it is served.
-    """
+    """One tensor of a model."""
 
     name: str
-    dtype: str
+    dtype: str  # as it is served
     shape: tuple[int, ...]
 
     @property
@@ -39,31 +36,26 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers that tensor and expert parallelism have to divide. experts: 0: there are none."""
+    """Numbers that tensor and expert parallelism must divide."""
 
     attention: int
-    pairs: int
-    experts: int
+    pairs: int  # key-value heads
+    experts: int  # 0: there are none
     layers: int
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's tensors, and what is known of how they may be split.
+    """A model's tensors, and what is known of how they may be split."""
 
-    name: for people. heads: None: no config says. tied: there is no output head besides the embedding. notes: what
-    is to be known of how it was read. by_dtype: bytes. architecture: as config.json names it; empty: none says.
-    quantised: how the checkpoint is whose config.json alone was read; empty: it is not, or headers were read.
-    """
-
-    name: str
+    name: str  # for people
     tensors: tuple[Tensor, ...]
-    heads: Heads | None
-    tied: bool
-    notes: tuple[str, ...] = ()
-    by_dtype: Mapping[str, int] = field(default_factory=dict)
-    architecture: str = ""
-    quantised: str = ""
+    heads: Heads | None  # None: there is no config with them
+    tied: bool  # there is no output head besides the embedding
+    notes: tuple[str, ...] = ()  # for people, on how it was read
+    by_dtype: Mapping[str, int] = field(default_factory=dict)  # bytes
+    architecture: str = ""  # as config.json names it; empty: unknown
+    quantised: str = ""  # the checkpoint's method, if only its config.json was read; empty: none, or headers were read
 
     @property
     def bytes(self) -> int:
@@ -72,10 +64,10 @@ class Model:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """The model of a directory, a config.json, a safetensors file or an index. dtype: as it is served, for floating
-    point of two bytes or more; None: as the files say.
+    """Reads the model of a directory, a config.json, a safetensors file or an index. dtype: the served dtype of tensors
+    in floating point of two bytes or more; None: as the files say.
 
-    Raises INVALID_ARGUMENT for what does not say a model's shapes, NOT_FOUND for what is not there.
+    Raises INVALID_ARGUMENT for files that do not give a model's shapes, NOT_FOUND for a path that does not exist.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise invalid(f"--dtype {dtype!r}: weights are served as bfloat16, float16 or float32")
@@ -94,25 +86,25 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
     if files and all(file.exists() for file in files):
         return _from_headers(folder, files, config, dtype)
     if config is None:
-        absent = next((file.name for file in files if not file.exists()), "")
-        lacks = f"it names {absent}, which is not there" if absent else "there are no safetensors files"
+        missing_file = next((file.name for file in files if not file.exists()), "")
+        lacks = f"it names {missing_file}, which is not there" if missing_file else "there are no safetensors files"
         raise invalid(
             f"{path} does not say any shapes: {lacks}, and {folder / CONFIG} is not there; put the model's config.json "
             "there"
         )
     model = _from_config(folder, config, dtype)
     index = path if path.name.endswith(".safetensors.index.json") else folder / INDEX
-    beside = path.is_dir() or path.name in (CONFIG, index.name)
-    return _compared(model, index) if beside and index.exists() else model
+    index_applies = path.is_dir() or path.name in (CONFIG, index.name)
+    return _compared(model, index) if index_applies and index.exists() else model
 
 
 def _from_config(folder: Path, config: Config, dtype: str | None) -> Model:
-    named = config.get("architectures")
-    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise invalid("config.json names no architecture (`architectures`); is it that of a model?")
-    found = shapes_of(named[0], config)
+    found = shapes_of(architectures[0], config)
     named_dtype = config.get("dtype") or config.get("torch_dtype")
-    said = str(named_dtype or "bfloat16").removeprefix("torch.")
+    stated_dtype = str(named_dtype or "bfloat16").removeprefix("torch.")
     notes = []
     if not named_dtype and dtype is None:
         notes.append("config.json names no dtype, and this counts bfloat16: name another one with --dtype")
@@ -121,16 +113,16 @@ def _from_config(folder: Path, config: Config, dtype: str | None) -> Model:
     if quantised:
         method = str(quantised.get("quant_method", "?")) if isinstance(quantised, dict) else "?"
         notes.append(
-            f"config.json is of a checkpoint that is quantised ({method}), and this counts {dtype or said}, as a "
-            "trainer publishes it; give the safetensors files to count those"
+            f"config.json is of a checkpoint that is quantised ({method}), and this counts {dtype or stated_dtype}, as "
+            "a trainer publishes it; give the safetensors files to count those"
         )
     if _predicts_further(config):
         notes.append("layers that predict further tokens (num_nextn_predict_layers) are left out")
-    served = dtype or said
+    served = dtype or stated_dtype
     if served not in ITEMSIZES:
-        raise invalid(f"config.json: dtype {said!r} is not known; name the served one with --dtype")
+        raise invalid(f"config.json: dtype {stated_dtype!r} is not known; name the served one with --dtype")
     tensors = [Tensor(each.name, each.dtype or served, each.shape) for each in found]
-    model = _model(f"{named[0]} ({folder.resolve().name or folder})", tensors, config, notes)
+    model = _model(f"{architectures[0]} ({folder.resolve().name or folder})", tensors, config, notes)
     return replace(model, quantised=method)
 
 
@@ -145,9 +137,9 @@ def _from_headers(folder: Path, files: list[Path], config: Config | None, dtype:
         for each in read_header(file).tensors:
             cast = dtype if dtype and each.dtype in ("bfloat16", "float16", "float32", "float64") else each.dtype
             tensors.append(Tensor(each.name, cast, each.shape))
-    twice = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
-    if twice:
-        raise invalid(f"two of the files of {folder} have a tensor {twice[0]!r}")
+    duplicates = [name for name, count in Counter(tensor.name for tensor in tensors).items() if count > 1]
+    if duplicates:
+        raise invalid(f"two of the files of {folder} have a tensor {duplicates[0]!r}")
     notes = [f"shapes from the headers of {len(files)} safetensors file{'s' * (len(files) > 1)}"]
     return _model(str(folder.resolve().name or folder), tensors, config, notes)
 
@@ -165,20 +157,23 @@ def _model(name: str, tensors: list[Tensor], config: Config | None, notes: list[
         experts = optional(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
         heads = Heads(config["num_attention_heads"], key_value_heads(config), experts, config["num_hidden_layers"])
     tied = not any(tensor.name.split(".")[-2:-1] == ["lm_head"] for tensor in tensors)
-    named = (config or {}).get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    architectures = (config or {}).get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     by_name = dict(sorted(by_dtype.items()))
     return Model(name, tuple(sorted(tensors)), heads, tied, tuple(notes), by_name, architecture)
 
 
 def _compared(model: Model, index: Path) -> Model:
-    """An index has names and no shapes: what the rule says is compared with them."""
+    """Compares the tensors that a rule gives with the names of an index, which has no shapes. Raises INVALID_ARGUMENT
+    if the index lacks some."""
     names = set(_weight_map(index))
-    known = {tensor.name for tensor in model.tensors}
-    extra, missing = sorted(names - known), sorted(known - names)
+    rule_names = {tensor.name for tensor in model.tensors}
+    extra, missing = sorted(names - rule_names), sorted(rule_names - names)
     if missing:
-        said = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
-        raise invalid(f"{said}: the two are of different models; give the safetensors files, whose headers have shapes")
+        mismatch = f"{index.name} lacks {len(missing)} tensors that config.json implies, such as {missing[0]}"
+        raise invalid(
+            f"{mismatch}: the two are of different models; give the safetensors files, whose headers have shapes"
+        )
     notes = [*model.notes, f"names agree with {index.name}"]
     if extra:
         notes[-1] = f"{index.name} has {len(extra)} tensors more, such as {extra[0]}, which are not counted"
@@ -192,7 +187,7 @@ def _indexed(index: Path) -> list[Path]:
 def _weight_map(index: Path) -> Mapping[str, str]:
     found = _json(index).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise invalid(f"{index} is no index of safetensors files: it has no weight_map from tensors to files")
+        raise invalid(f"{index} is not an index of safetensors files: it has no weight_map from tensors to files")
     return found
 
 

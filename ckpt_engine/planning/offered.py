@@ -1,8 +1,8 @@
-"""What a trainer would publish and what workers would need, as the tables and needs that the manager's own planner
-takes. Pure.
+"""Makes the tables that a trainer would publish and the needs that workers would have, for the manager's own planner.
+Pure.
 
 Tensors that are split alike are planned once: one of them stands for all, and its bytes count as often as there are
-such tensors. What the planner chooses depends on boxes, hosts and holders, which are the same for all of them.
+such tensors. The planner's choices depend on boxes, hosts and holders, which are the same for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.cells import Wanted
+from ckpt_engine.core.cells import NeededBoxes
 from ckpt_engine.core.chunk_sizes import chunk_bytes
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.offers import rank_id
@@ -26,13 +26,10 @@ from ckpt_engine.v1.weights_pb2 import Host, Need, Offer, OfferedRegion, Shard, 
 
 
 class TensorKind(NamedTuple):
-    """Tensors that are split alike.
+    """Tensors that are split alike."""
 
-    tensor: one of `many` tensors that are split alike.
-    """
-
-    tensor: Tensor
-    many: int
+    tensor: Tensor  # one of them
+    many: int  # how many there are
 
 
 def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[TensorKind, ...]:
@@ -48,19 +45,15 @@ def kinds_of(model: Model, trainer: Split, replica: Split) -> tuple[TensorKind, 
 
 @dataclass(frozen=True, eq=False)
 class PlannedOffer:
-    """What a trainer would publish, and what the workers of a replica would need of it.
-
-    publication: of one tensor of each kind, in the order of `kinds`. needs: of each worker of a replica. model:
-    bytes of one copy of the weights.
-    """
+    """What a trainer would publish, and what the workers of a replica would need of it."""
 
     kinds: tuple[TensorKind, ...]
-    publication: Publication
-    needs: tuple[WorkerNeeds, ...]
-    model: int
+    publication: Publication  # of one tensor of each kind, in the order of `kinds`
+    needs: tuple[WorkerNeeds, ...]  # of each worker of a replica
+    model: int  # bytes of one copy of the weights
 
     @cached_property
-    def wanted(self) -> tuple[Wanted, ...]:
+    def needed_boxes(self) -> tuple[NeededBoxes, ...]:
         """The needs of each worker, as boxes."""
         return tuple(
             tuple((need.tensor, Box(tuple(need.start), tuple(need.stop))) for need in each.needs) for each in self.needs
@@ -68,12 +61,12 @@ class PlannedOffer:
 
     @cached_property
     def record(self) -> tuple[Partition, ...]:
-        """The cut of each kind's tensors when they are sealed: along all needs, and no cell larger than what
+        """How each kind's tensors are cut when they are sealed: along all needs, and into cells no larger than what
         travels at a time."""
         found: dict[tuple[int, frozenset[Box], int], Partition] = {}
         partitions = []
         for number, partition in enumerate(self.publication.partitions):
-            boxes = frozenset(box for wanted in self.wanted for tensor, box in wanted if tensor == number)
+            boxes = frozenset(box for needs in self.needed_boxes for tensor, box in needs if tensor == number)
             most = chunk_bytes(self.model) // self.width(number)
             key = id(partition), boxes, most
             if key not in found:
@@ -82,11 +75,11 @@ class PlannedOffer:
         return tuple(partitions)
 
     def width(self, kind: int) -> int:
-        """Bytes of an element."""
+        """Bytes of an element of a kind."""
         return itemsize(self.kinds[kind].tensor.dtype)
 
     def weight(self, kind: int) -> int:
-        """Bytes that one element of its box stands for: as many as there are tensors of this kind."""
+        """Bytes that one element of a kind's box stands for, over all tensors of the kind."""
         return self.width(kind) * self.kinds[kind].many
 
     def held(self, source: int) -> int:
@@ -102,14 +95,14 @@ class PlannedOffer:
 
     def needed(self, worker: int) -> int:
         """Bytes that a worker needs."""
-        return sum(box.volume * self.weight(kind) for kind, box in self.wanted[worker])
+        return sum(box.volume * self.weight(kind) for kind, box in self.needed_boxes[worker])
 
 
-def offered(
+def planned_offer(
     model: Model, trainer: Split, replica: Split, hosts: Sequence[Host], transports: Sequence[str], stays: bool
 ) -> PlannedOffer:
-    """What a trainer publishes whose ranks are on these hosts and lend over these transports. stays: what it publishes
-    stays sealed. Raises as `merge_tables`."""
+    """Makes the offer of a trainer. hosts: of its ranks. transports: over which they lend. stays: its weights stay
+    sealed. Raises as `merge_tables`."""
     kinds = kinds_of(model, trainer, replica)
     tables = [_table(kinds, trainer, rank, host, transports, stays) for rank, host in enumerate(hosts)]
     publication = merge_tables(tables)

@@ -1,8 +1,7 @@
-"""Where trainer ranks and workers run: made-up hosts that say of themselves what real ones would. Pure.
+"""Places trainer ranks and workers on made-up hosts, which report the same facts as real ones would. Pure.
 
-The rules of reach (core/reach.py) then find the same transports as on such a cluster: each process has a GPU of its
-own, all processes of a host share its process ids, its network and its directory of relays, and each host has an
-address.
+So the rules of reach (core/reach.py) find the same transports as on a real cluster. Each process has a GPU of its own;
+all processes of a host share its PID and network namespaces and its directory of relays; each host has an address.
 """
 
 from __future__ import annotations
@@ -20,38 +19,31 @@ LINKS = {"nvlink": GpuReach.NVLINK, "pcie": GpuReach.PCIE, "none": GpuReach.NONE
 
 
 class Spot(NamedTuple):
-    """Where one process runs.
+    """Where one process runs."""
 
-    host: its number. gpu: on that host; None: the process uses none.
-    """
-
-    host: int
-    gpu: int | None
+    host: int  # its number
+    gpu: int | None  # on that host; None: the process uses none
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which process runs on which host.
+    """Which process runs on which host."""
 
-    hosts: names. gpus: of each host. link: one of LINKS. ranks: where each trainer rank is. workers: of each replica
-    where each worker is.
-    """
-
-    hosts: tuple[str, ...]
-    gpus: int
-    link: str
-    ranks: tuple[Spot, ...]
-    workers: tuple[tuple[Spot, ...], ...]
+    hosts: tuple[str, ...]  # names
+    gpus: int  # of each host
+    link: str  # between GPUs of a host: one of LINKS
+    ranks: tuple[Spot, ...]  # of the trainer
+    workers: tuple[tuple[Spot, ...], ...]  # of each replica
 
     def host(self, place: Spot) -> Host:
-        """What a process there tells of where it runs."""
+        """The facts that a process there reports of where it runs."""
         found = self.relay_host(place.host)
         if place.gpu is not None:
             found.gpus.append(self._gpu(place.host, place.gpu))
         return found
 
     def relay_host(self, host: int) -> Host:
-        """What a host's relay tells."""
+        """The facts that a host's relay reports."""
         name = self.hosts[host]
         return Host(
             boot_id=name,
@@ -90,86 +82,90 @@ def place(
 ) -> Cluster:
     """Deals processes to hosts.
 
-    workers: of each replica. gpus: of a host. trainer_hosts, replica_hosts: how many; None: as few as hold them, and
-    replicas beside the trainer where its hosts have GPUs left. shared_gpus: workers are on the ranks' GPUs. rank_gpus,
-    worker_gpus: whether each has a GPU.
+    workers: of each replica. gpus: of a host. trainer_hosts, replica_hosts: how many; None: as few as possible, with
+    replicas on the trainer's hosts if these have GPUs left. shared_gpus: workers are on the ranks' GPUs. rank_gpus,
+    worker_gpus: whether each rank or worker has a GPU.
 
-    Raises INVALID_ARGUMENT where they do not fit.
+    Raises INVALID_ARGUMENT if they do not fit.
     """
-    known = trainer_hosts if trainer_hosts is not None else (-(-ranks // gpus) if rank_gpus else 1)
-    if known > ranks:
-        raise invalid(f"--trainer-hosts {known}: the trainer has {ranks} rank{'s' * (ranks > 1)}, fewer than hosts")
-    per_host = -(-ranks // known)
+    trainer_count = trainer_hosts if trainer_hosts is not None else (-(-ranks // gpus) if rank_gpus else 1)
+    if trainer_count > ranks:
+        raise invalid(
+            f"--trainer-hosts {trainer_count}: the trainer has {ranks} rank{'s' * (ranks > 1)}, fewer than hosts"
+        )
+    per_host = -(-ranks // trainer_count)
     if rank_gpus and per_host > gpus:
         raise invalid(
-            f"--trainer-hosts {known}: {ranks} ranks are {per_host} a host, and a host has {gpus} GPUs "
+            f"--trainer-hosts {trainer_count}: {ranks} ranks are {per_host} a host, and a host has {gpus} GPUs "
             "(--gpus-per-host): name more hosts"
         )
-    placed = [divmod(rank, per_host) for rank in range(ranks)]
-    trainer = tuple(Spot(host, gpu if rank_gpus else None) for host, gpu in placed)
+    rank_seats = [divmod(rank, per_host) for rank in range(ranks)]
+    trainer = tuple(Spot(host, gpu if rank_gpus else None) for host, gpu in rank_seats)
     total = replicas * workers
-    names = [f"trainer-{host}" for host in range(known)]
+    names = [f"trainer-{host}" for host in range(trainer_count)]
     if shared_gpus:
-        found = _on_ranks(placed, total)
+        found = _on_ranks(rank_seats, total)
     elif replica_hosts is None and (
-        beside := _beside(placed, known, gpus if worker_gpus else max(total, gpus), replicas, workers, rank_gpus)
-    ):
-        found = beside
-    else:
-        found = _apart(known, replicas, workers, gpus, replica_hosts, worker_gpus)
-        names += [f"rollout-{host}" for host in range(1 + max(host for host, _ in found) - known)]
-    seats = [Spot(host, gpu if worker_gpus else None) for host, gpu in found]
-    dealt = tuple(tuple(seats[first : first + workers]) for first in range(0, total, workers))
-    return Cluster(tuple(names), gpus, link, trainer, dealt)
-
-
-def _on_ranks(placed: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
-    if total > len(placed):
-        raise invalid(
-            f"--same-gpus: {total} workers in all, and the trainer is on {len(placed)}: name fewer replicas, or leave "
-            "--same-gpus out"
+        near_trainer := _on_trainer_hosts(
+            rank_seats, trainer_count, gpus if worker_gpus else max(total, gpus), replicas, workers, rank_gpus
         )
-    return list(placed[:total])
+    ):
+        found = near_trainer
+    else:
+        found = _apart(trainer_count, replicas, workers, gpus, replica_hosts, worker_gpus)
+        names += [f"rollout-{host}" for host in range(1 + max(host for host, _ in found) - trainer_count)]
+    seats = [Spot(host, gpu if worker_gpus else None) for host, gpu in found]
+    workers_by_replica = tuple(tuple(seats[first : first + workers]) for first in range(0, total, workers))
+    return Cluster(tuple(names), gpus, link, trainer, workers_by_replica)
 
 
-def _beside(
-    placed: Sequence[tuple[int, int]], hosts: int, gpus: int, replicas: int, workers: int, rank_gpus: bool
+def _on_ranks(rank_seats: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    if total > len(rank_seats):
+        raise invalid(
+            f"--same-gpus: {total} workers in all, and the trainer is on {len(rank_seats)}: name fewer replicas, or "
+            "leave --same-gpus out"
+        )
+    return list(rank_seats[:total])
+
+
+def _on_trainer_hosts(
+    rank_seats: Sequence[tuple[int, int]], hosts: int, gpus: int, replicas: int, workers: int, rank_gpus: bool
 ) -> list[tuple[int, int]] | None:
-    """Places on GPUs that the trainer's hosts have left, each replica on one host; None where they have too few."""
-    used = [sum(host == each for host, _ in placed) if rank_gpus else 0 for each in range(hosts)]
+    """Places each replica on the free GPUs of one of the trainer's hosts; None: there are too few."""
+    used_gpus = [sum(host == each for host, _ in rank_seats) if rank_gpus else 0 for each in range(hosts)]
     found: list[tuple[int, int]] = []
     for host in range(hosts):
-        while used[host] + workers <= gpus and len(found) < replicas * workers:
-            found += [(host, used[host] + gpu) for gpu in range(workers)]
-            used[host] += workers
+        while used_gpus[host] + workers <= gpus and len(found) < replicas * workers:
+            found += [(host, used_gpus[host] + gpu) for gpu in range(workers)]
+            used_gpus[host] += workers
     return found if len(found) == replicas * workers else None
 
 
 def _apart(
     first: int, replicas: int, workers: int, gpus: int, hosts: int | None, worker_gpus: bool
 ) -> list[tuple[int, int]]:
-    """Places on hosts of their own, numbered from `first`: as many replicas a host as it has room for, or one over
-    several."""
+    """Places replicas on hosts of their own, numbered from `first`: as many on a host as fit, or each over several
+    hosts."""
     room = gpus if worker_gpus else max(gpus, workers)
-    spanned = -(-workers // room)
-    least = replicas * spanned if spanned > 1 else -(-replicas // (room // workers))
+    hosts_per_replica = -(-workers // room)
+    least = replicas * hosts_per_replica if hosts_per_replica > 1 else -(-replicas // (room // workers))
     count = least if hosts is None else hosts
     if count < least:
         raise invalid(
             f"--hosts {count}: {replicas} replicas of {workers} worker{'s' * (workers > 1)} take {least} hosts of "
             f"{gpus} GPUs (--gpus-per-host)"
         )
-    if spanned == 1 and count > replicas:
+    if hosts_per_replica == 1 and count > replicas:
         if workers == 1 or count % replicas or workers % (count // replicas):
             raise invalid(
                 f"--hosts {count}: {replicas} replica{'s' * (replicas > 1)} of {workers} worker{'s' * (workers > 1)} "
                 f"cannot be spread evenly over so many hosts; name {least}, or leave it out"
             )
-        spanned = count // replicas
-    if spanned > 1:
-        each = -(-workers // spanned)
+        hosts_per_replica = count // replicas
+    if hosts_per_replica > 1:
+        each = -(-workers // hosts_per_replica)
         return [
-            (first + replica * spanned + worker // each, worker % each)
+            (first + replica * hosts_per_replica + worker // each, worker % each)
             for replica in range(replicas)
             for worker in range(workers)
         ]

@@ -1,4 +1,4 @@
-"""A plan for programs: every edge, as JSON. Pure."""
+"""A plan for programs: every edge as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_engine.core.relay_layout import SLOTS
-from ckpt_engine.planning.foresight import Foreseen
+from ckpt_engine.planning.foresight import Forecast
 from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 
 
-def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that is known of a plan. Bytes and seconds are numbers."""
+def as_json(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) -> dict[str, Any]:
+    """A whole plan as JSON, with bytes and seconds as numbers."""
     model, relays = answer.question.model, answer.relays
     edges = [_edge(line, wave) for wave, lines in enumerate(answer.fills) for line in lines]
     edges += [_edge(line, None) for line in answer.installs]
@@ -43,19 +43,19 @@ def as_json(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) 
         "time": {
             "stages": {
                 stage: {"seconds": expected.seconds, "because": expected.because}
-                for stage, expected in foreseen.stages.items()
+                for stage, expected in forecast.stages.items()
             },
-            "pause_seconds": foreseen.pause,
-            "call_seconds": foreseen.call,
-            "unknown": list(foreseen.unknown),
-            "unmeasured": foreseen.unmeasured or None,
+            "pause_seconds": forecast.pause,
+            "call_seconds": forecast.call,
+            "unknown": list(forecast.unknown),
+            "unmeasured": forecast.unmeasured or None,
         },
         "impossible": list(answer.impossible),
     }
 
 
 def _edge(line: Line, wave: int | None) -> dict[str, Any]:
-    """wave: of relays' filling; None: it is read in the pause."""
+    """An edge as JSON. wave: in which a relay reads it; None: a worker reads it in the pause."""
     edge = line.edge
     return {
         "source": edge.source,

@@ -1,7 +1,8 @@
-"""What relays would do in an update: the manager's own rules, asked about relays that are not there. Pure.
+"""What relays would do in an update: the manager's own rules, applied to planned relays. Pure.
 
-Whether a relay is filled (machines/manager/relay_or_collective.py), from what (core/relay_routes.py), and which relay
-passes on to which (machines/manager/relay_filling.py) is decided there. Here the bytes of that are counted.
+Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what
+(core/relay_routes.py), and which relay passes on to which (machines/manager/relay_filling.py). This one counts the
+bytes.
 """
 
 from __future__ import annotations
@@ -25,45 +26,42 @@ from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFil
 from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.planning.offered import PlannedOffer
 from ckpt_engine.planning.places import Cluster
-from ckpt_engine.planning.slots import Slot, brought, slot_of
+from ckpt_engine.planning.slots import Slot, bytes_by_source, slot_of
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
 class RelayRead:
-    """Bytes that a relay reads. source: a rank's id or another relay."""
+    """Bytes that a relay reads from one source."""
 
-    source: str
+    source: str  # a rank's id, or another relay
     choice: Choice
     bytes: int
 
 
 @dataclass(frozen=True)
 class Relay:
-    """One that is filled. replicas: that are installed from it. wave: 0: it begins at once. ahead: what its own sources
-    bring comes in the first wave. passes_to: relays that read it meanwhile."""
+    """A relay that is filled."""
 
     name: str
     host: int
-    replicas: tuple[str, ...]
+    replicas: tuple[str, ...]  # that install from it
     slot: Slot
-    wave: int
-    ahead: bool
+    wave: int  # 0: it begins at once
+    ahead: bool  # it reads its own sources in the first wave
     reads: tuple[RelayRead, ...]
 
 
 @dataclass(frozen=True)
 class Relays:
-    """What all relays would do.
+    """What all relays would do."""
 
-    filled: by name. why: a sentence for each relay. unreached: why some that replicas wait for cannot be filled.
-    trees: of relays that are filled together, by relay, whom it asks in each of them and for which share.
-    """
-
-    filled: Mapping[str, Relay]
-    why: Mapping[str, str]
-    unreached: Mapping[str, str]
+    filled: Mapping[str, Relay]  # by name
+    why: Mapping[str, str]  # for each relay a sentence: why it is filled, or not
+    unreached: Mapping[str, str]  # why relays that replicas wait for cannot be filled
     trees: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
+    """Of relays that are filled together: in each tree the peer that a relay asks, as `_Deciding._trees` returns it,
+    and its share of the bytes."""
 
 
 def relay_name(host: str) -> str:
@@ -72,7 +70,7 @@ def relay_name(host: str) -> str:
 
 
 def decide(
-    offered: PlannedOffer,
+    offer: PlannedOffer,
     cluster: Cluster,
     distances: Mapping[str, int | None],
     workers: Mapping[str, Sequence[int]],
@@ -80,8 +78,11 @@ def decide(
     until: manager_pb2.Until,
     everything: bool,
 ) -> Relays:
-    """Decides which relays are filled, with one on each host. distances: of each replica the farthest source that it
-    reads by itself; None: there is one that it does not reach. workers: by replica, the host of each of its workers."""
+    """Decides which relays are filled, if there is one on each host.
+
+    distances: of each replica, to the farthest source that it reads by itself; None: it does not reach one. workers: by
+    replica, the host of each of its workers.
+    """
     names = [relay_name(host) for host in cluster.hosts]
     why: dict[str, str] = {}
     fillings: dict[str, PlannedFilling] = {}
@@ -91,32 +92,32 @@ def decide(
         why[name] = decision.why
         if decision.replicas:
             fillings[name] = PlannedFilling(name, decision.replicas)
-    deciding = _Deciding(offered, cluster, names, fillings, workers, everything)
+    deciding = _Deciding(offer, cluster, names, fillings, workers, everything)
     return deciding.relays(why)
 
 
 class _Deciding:
     def __init__(
         self,
-        offered: PlannedOffer,
+        offer: PlannedOffer,
         cluster: Cluster,
         names: Sequence[str],
         fillings: dict[str, PlannedFilling],
         workers: Mapping[str, Sequence[int]],
         everything: bool,
     ) -> None:
-        self._offered = offered
+        self._offered = offer
         self._cluster = cluster
         self._host = {name: host for host, name in enumerate(names)}
         self._fillings = fillings
         self._workers = workers
         self._everything = everything
-        self._tables = {table.id: table for table in offered.publication.tables}
+        self._tables = {table.id: table for table in offer.publication.tables}
         self._slot = cache(self._slot_of)
         self._choice = cache(self._choice_of)
 
     def relays(self, why: dict[str, str]) -> Relays:
-        """All that is to be known of them."""
+        """Decides for all relays. why: the reasons so far, which are extended."""
         routes = self._routes()
         for name, route in routes.by_relay.items():
             filling = self._fillings.setdefault(name, PlannedFilling(name, ()))
@@ -126,11 +127,11 @@ class _Deciding:
             elif route.upstream:
                 why[name] += "; " + by_way_of(route.upstream, "the trainer", bool(route.sources))
         filled = {name: self._fillings[name] for name in routes.by_relay}
-        together = self._together(filled)
-        for name, words in together.why.items():
+        shared = self._shared_filling(filled)
+        for name, words in shared.why.items():
             why[name] += f"; {words}"
         near = {name: self._near(filling) for name, filling in filled.items()}
-        trees = {name: self._trees(name, order) for name, order in together.orders.items()}
+        trees = {name: self._trees(name, order) for name, order in shared.orders.items()}
         found = {}
         for name, filling in filled.items():
             reads = self._reads(name, filling.route, near, trees.get(name))
@@ -155,17 +156,17 @@ class _Deciding:
         ]
         sets = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
         parts = frozenset(frozenset(publication.tables[source].id for source in each) for each in sets)
-        over = passing_transport()
-        lends = frozenset({relay_transport(), over})
+        transport = passing_transport()
+        lends = frozenset({relay_transport(), transport})
         stations = [
-            Station(name, self._cluster.relay_host(host), (*reading_kinds(), over), lends)
+            Station(name, self._cluster.relay_host(host), (*reading_kinds(), transport), lends)
             for name, host in self._host.items()
         ]
-        wanted = [name for name, filling in self._fillings.items() if filling.replicas]
-        return relay_routes(origins, parts, stations, wanted, {})
+        targets = [name for name, filling in self._fillings.items() if filling.replicas]
+        return relay_routes(origins, parts, stations, targets, {})
 
-    def _together(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
-        """Fills relays together, as if all of a stage were told at one time."""
+    def _shared_filling(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
+        """Plans relays that are filled together, as if all of a stage got their orders at one time."""
         holders = {name: self._holder(name) for name in filled}
         stages = sorted({filling.route.stage for filling in filled.values()})
         orders: dict[str, manager_pb2.FanOut] = {}
@@ -194,7 +195,7 @@ class _Deciding:
     # -- bytes
 
     def _needs(self, name: str, route: Route) -> tuple[int, ...]:
-        """The workers, by their numbers in a replica, whose needs it holds."""
+        """The workers, by number in a replica, whose needs a relay holds."""
         hosts = {self._host[each] for each in (name, *route.feeds)}
         found = {worker for own in self._workers.values() for worker, host in enumerate(own) if host in hosts}
         return tuple(sorted(found))
@@ -212,7 +213,9 @@ class _Deciding:
             # Files that another host may have are read last of all.
             return None if found >= Distance.SHARED_FILE and filling.route.upstream else found
 
-        return brought(self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance)
+        return bytes_by_source(
+            self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance
+        )
 
     def _choice_of(self, source: str, relay: str) -> Choice:
         """The nearest way from a source to a relay."""
@@ -224,17 +227,17 @@ class _Deciding:
                     choose_transport(table.host, offer.transport, as_reader(host, table.host), reading_kinds())
                 )
             except CkptEngineError:
-                continue  # another way leads there, or it would not be among its sources
+                continue  # another way leads there, or this would not be among the relay's sources
         best = min(found, key=lambda choice: choice.distance)
         return best._replace(reason="the relay copies from the GPUs of its host") if table.host.gpus else best
 
-    def _over(self, upstream: str, relay: str) -> Choice:
+    def _passing_choice(self, upstream: str, relay: str) -> Choice:
         source, reader = (self._cluster.relay_host(self._host[each]) for each in (upstream, relay))
-        over = passing_transport()
-        return choose_transport(source, over, reader, [over])
+        transport = passing_transport()
+        return choose_transport(source, transport, reader, [transport])
 
     def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
-        """Whom a relay asks in each tree, empty: those who hold the version; and for which share of all."""
+        """In each tree the peer that a relay asks (empty: the version's holders), and its share of the bytes."""
         whole = sum(tree.share for tree in order.trees)
         peers = [order.peers[tree.ask[0]].relay if tree.ask else "" for tree in order.trees]
         return [(peer, tree.share / whole) for peer, tree in zip(peers, order.trees, strict=True)]
@@ -251,28 +254,30 @@ class _Deciding:
         upstream: Counter[str] = Counter()
         for holders, size in far.items():
             has = (each for each in route.upstream if holders & near[each][0].keys())
-            chosen = next(has, route.upstream[0] if route.upstream else "")
-            upstream[chosen] += size
+            lender = next(has, route.upstream[0] if route.upstream else "")
+            upstream[lender] += size
         lacking = upstream.pop("", 0)
         total = sum(upstream.values())
         assert not lacking or route.lacks
         found: Counter[str] = Counter()
-        left = total
+        remaining = total
         for peer, share in (trees or ())[1:]:
             size = round(total * share)
-            left -= size
-            _dealt(found, size, peer, upstream)
-        _dealt(found, left, trees[0][0] if trees else "", upstream)
-        return reads + [RelayRead(other, self._over(other, name), size) for other, size in found.items() if size]
+            remaining -= size
+            _deal(found, size, peer, upstream)
+        _deal(found, remaining, trees[0][0] if trees else "", upstream)
+        return reads + [
+            RelayRead(other, self._passing_choice(other, name), size) for other, size in found.items() if size
+        ]
 
 
-def _dealt(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
-    """Counts bytes that come from one relay, or, if it is empty, from those who hold the version."""
+def _deal(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
+    """Counts bytes that come from a peer; empty: from the upstream relays, each by its part."""
     if peer:
         found[peer] += size
         return
-    total, left = sum(upstream.values()), size
+    total, remaining = sum(upstream.values()), size
     for number, (name, own) in enumerate(sorted(upstream.items())):
-        part = left if number + 1 == len(upstream) else size * own // max(total, 1)
+        part = remaining if number + 1 == len(upstream) else size * own // max(total, 1)
         found[name] += part
-        left -= part
+        remaining -= part

@@ -1,6 +1,6 @@
-"""What a tensor is to whoever splits a model, read off its checkpoint name. Pure.
+"""How a tensor may be split, read off its checkpoint name. Pure.
 
-The names are those of the architectures in shapes.py, which Megatron-like trainers and engines split alike: linear
+The names are those of the architectures in shapes.py. Megatron-like trainers and engines split them alike: linear
 layers by their outputs or their inputs, the vocabulary by its rows, experts one by one or each like a linear layer.
 """
 
@@ -21,23 +21,17 @@ _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.|(gate_up_proj|down_proj)$)")
 
 
 class Role(NamedTuple):
-    """What a tensor is in its model.
+    """A tensor's role in its model."""
 
-    axis: along which tensor parallelism splits it; None: everybody has it whole. vocabulary: its rows are tokens.
-    pairs: its rows are key-value heads. layer: None: it is of no layer. first: before all layers, or after them.
-    expert: its number; None: of none. fused: all experts of a layer in one tensor. halves: its axis has two parts,
-    each of which is split. known: False: nothing is known of this name, and it is as large as a matrix.
-    """
-
-    axis: int | None = None
-    vocabulary: bool = False
-    pairs: bool = False
-    layer: int | None = None
-    first: bool = False
-    expert: int | None = None
-    fused: bool = False
-    halves: bool = False
-    known: bool = True
+    axis: int | None = None  # along which tensor parallelism splits it; None: every worker has it whole
+    vocabulary: bool = False  # its rows are tokens
+    pairs: bool = False  # its rows are key-value heads
+    layer: int | None = None  # None: it belongs to no layer
+    first: bool = False  # if it belongs to no layer: it comes before all layers, not after them
+    expert: int | None = None  # its number; None: it belongs to no expert
+    fused: bool = False  # it has all experts of a layer
+    halves: bool = False  # its axis has two parts, each of which is split
+    known: bool = True  # False: a matrix of unknown name
 
 
 def role_of(name: str, dimensions: int) -> Role:

@@ -1,7 +1,7 @@
-"""What a relay would hold of a version, and from whom its bytes would come. Pure.
+"""What a relay would hold of a version, and from which sources its bytes would come. Pure.
 
-A slot is laid out as core/relay_layout.py does it, kind by kind: atoms begin at multiples of 64 bytes, and what the
-same workers read lies together in groups that begin at multiples of 2 MiB.
+A slot is laid out as core/relay_layout.py does it, kind by kind: atoms begin at multiples of 64 bytes, and atoms with
+the same readers lie together in groups that begin at multiples of 2 MiB.
 """
 
 from __future__ import annotations
@@ -17,31 +17,27 @@ from ckpt_engine.planning.offered import PlannedOffer
 
 @dataclass(frozen=True)
 class Slot:
-    """What a relay's memory would hold of one version.
+    """What a relay's memory would hold of one version."""
 
-    bytes: of weights. size: gaps included. cells: bytes by kind and by the number of the part of the publication
-    that they lie in.
-    """
-
-    bytes: int
-    size: int
-    cells: Mapping[tuple[int, int], int]
+    bytes: int  # of weights
+    size: int  # gaps included
+    cells: Mapping[tuple[int, int], int]  # bytes by kind and by number of the publication's part
 
 
 def slot_of(
-    offered: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
+    offer: PlannedOffer, workers: Sequence[int], everything: bool = False, within: Collection[str] = ()
 ) -> Slot:
-    """The slot of a relay that is read by these workers of a replica. everything: it holds the whole model. within: ids
-    of the sources of whose boxes alone it holds something; none: of all."""
-    readers = list(dict.fromkeys(offered.wanted[worker] for worker in workers))
+    """The slot of a relay that these workers of a replica read. everything: it holds the whole model. within: ids of
+    sources, if it holds only these sources' boxes; none: no limit."""
+    readers = list(dict.fromkeys(offer.needed_boxes[worker] for worker in workers))
     groups: Counter[tuple[int, ...]] = Counter()
     cells: Counter[tuple[int, int]] = Counter()
     total = 0
-    for kind, record in enumerate(offered.record):
-        width, count = offered.width(kind), offered.kinds[kind].many
-        needs = [(number, box) for number, wanted in enumerate(readers) for tensor, box in wanted if tensor == kind]
-        part_of = [offered.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
-        for piece in cut_pieces(record, needs, everything, _held_by(offered, kind, within) if within else None):
+    for kind, record in enumerate(offer.record):
+        width, count = offer.width(kind), offer.kinds[kind].many
+        needs = [(number, box) for number, boxes in enumerate(readers) for tensor, box in boxes if tensor == kind]
+        part_of = [offer.publication.partitions[kind].hits(box)[0].part for box in record.boxes]
+        for piece in cut_pieces(record, needs, everything, _held_by(offer, kind, within) if within else None):
             size = piece.volume * width
             groups[piece.readers] += -(-size // ATOM_BYTES) * ATOM_BYTES * count
             cells[kind, part_of[piece.cell]] += size * count
@@ -49,22 +45,24 @@ def slot_of(
     return Slot(total, sum(-(-size // GROUP_BYTES) * GROUP_BYTES for size in groups.values()), cells)
 
 
-def _held_by(offered: PlannedOffer, kind: int, sources: Collection[str]) -> Partition:
-    publication = offered.publication
+def _held_by(offer: PlannedOffer, kind: int, sources: Collection[str]) -> Partition:
+    publication = offer.publication
     names = [table.id for table in publication.tables]
-    held = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
-    return Partition(tuple(part.box for part in held))
+    parts = (part for part in publication.parts[kind] if any(names[each.source] in sources for each in part.holders))
+    return Partition(tuple(part.box for part in parts))
 
 
 Distance = Callable[[str], int | None]
 """Of a source from a relay, by the source's id; None: it is out of reach."""
 
 
-def brought(offered: PlannedOffer, slot: Slot, distance: Distance) -> tuple[Counter[str], Counter[frozenset[str]]]:
-    """Bytes that a relay reads from each source itself, and those that it does not reach, by who holds them."""
+def bytes_by_source(
+    offer: PlannedOffer, slot: Slot, distance: Distance
+) -> tuple[Counter[str], Counter[frozenset[str]]]:
+    """Bytes that a relay reads from each source itself; and by their holders, the bytes that it does not reach."""
     near: Counter[str] = Counter()
     far: Counter[frozenset[str]] = Counter()
-    publication = offered.publication
+    publication = offer.publication
     for (kind, part), size in slot.cells.items():
         names = [publication.tables[holder.source].id for holder in publication.parts[kind][part].holders]
         reached = [(way, place) for place, name in enumerate(names) if (way := distance(name)) is not None]

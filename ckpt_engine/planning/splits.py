@@ -1,7 +1,7 @@
-"""How trainers and engines split a model's tensors: who holds, or needs, which boxes. Pure.
+"""How trainers and engines split a model's tensors: which rank holds, or which worker needs, which boxes. Pure.
 
 A split gives each tensor a key: tensors of one dtype, shape and key are split alike, so that one of them stands for
-all. That keeps a terabyte on 256 ranks a matter of seconds.
+all. So a plan for a terabyte on 256 ranks takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 class Split(ABC):
-    """Who of several processes has which boxes of each tensor."""
+    """Which boxes of each tensor each of several processes has."""
 
     @property
     @abstractmethod
@@ -33,19 +33,19 @@ class Split(ABC):
 
     @abstractmethod
     def boxes(self, tensor: Tensor, rank: int) -> Sequence[Box]:
-        """What this rank holds or needs of a tensor; none: nothing."""
+        """The boxes of a tensor that this rank holds or needs."""
 
     @abstractmethod
     def impossible(self, model: Model) -> Iterator[str]:
-        """Why a model cannot be split so, a sentence each."""
+        """Yields the reasons why a model cannot be split so, each a sentence."""
 
 
 @dataclass(frozen=True)
 class Fsdp(Split):
-    """FSDP2: each tensor in `shards` parts of its rows, as even as whole rows allow; the ranks `copies` times."""
+    """FSDP2: the rows of each tensor in as even parts as whole rows allow."""
 
-    shards: int
-    copies: int = 1
+    shards: int  # parts of each tensor
+    copies: int = 1  # of each part
 
     @property
     def count(self) -> int:
@@ -70,23 +70,20 @@ class Fsdp(Split):
 
 @dataclass(frozen=True)
 class Parallel(Split):
-    """Tensor, pipeline and expert parallelism. who: for messages. padded: rows of the vocabulary are padded to a
-    multiple of this before they are split. repeats: key-value heads are repeated where there are fewer than workers.
-    copies: of all of it. pairs,
-    routed (experts), layers, tied: of the model. everywhere: each stage has what is before and behind all layers."""
+    """Tensor, pipeline and expert parallelism."""
 
-    who: str
+    label: str  # for messages
     tensor: int
     pipeline: int = 1
     experts: int = 1
-    copies: int = 1
-    padded: int = VOCABULARY_MULTIPLE
-    repeats: bool = True
-    pairs: int = 0
-    routed: int = 0
-    layers: int = 0
-    tied: bool = False
-    everywhere: bool = False
+    copies: int = 1  # of the whole model
+    padded: int = VOCABULARY_MULTIPLE  # rows of the vocabulary are padded to a multiple of this before they are split
+    repeats: bool = True  # key-value heads are repeated if there are fewer than workers
+    pairs: int = 0  # key-value heads of the model
+    routed: int = 0  # experts of the model
+    layers: int = 0  # of the model
+    tied: bool = False  # the model has no output head besides the embedding
+    everywhere: bool = False  # each stage has the tensors before and after all layers
 
     @property
     def count(self) -> int:
@@ -118,14 +115,15 @@ class Parallel(Split):
 
     def impossible(self, model: Model) -> Iterator[str]:
         if self.experts > 1 and not self.routed:
-            yield f"{self.who}: ep={self.experts}, and the model has no experts"
+            yield f"{self.label}: ep={self.experts}, and the model has no experts"
         elif self.routed % self.experts:
-            yield f"{self.who}: the model's {self.routed} experts do not divide by ep={self.experts}"
+            yield f"{self.label}: the model's {self.routed} experts do not divide by ep={self.experts}"
         if self.tensor % self.experts:
-            yield f"{self.who}: ep={self.experts} does not divide tp={self.tensor}, whose workers experts are dealt to"
+            workers = f"tp={self.tensor}, whose workers experts are dealt to"
+            yield f"{self.label}: ep={self.experts} does not divide {workers}"
             return
         if self.pipeline > 1 and self.layers < self.pipeline:
-            yield f"{self.who}: the model's {self.layers} layers are fewer than pp={self.pipeline} stages"
+            yield f"{self.label}: the model's {self.layers} layers are fewer than pp={self.pipeline} stages"
         if self.tensor == 1:
             return
         if model.heads is not None:
@@ -134,13 +132,13 @@ class Parallel(Split):
 
     def _heads(self, heads: int) -> Iterator[str]:
         if heads % self.tensor:
-            yield f"{self.who}: the model's {heads} attention heads do not divide by tp={self.tensor}"
+            yield f"{self.label}: the model's {heads} attention heads do not divide by tp={self.tensor}"
         elif self.pairs % self.tensor and not (self.repeats and self.tensor % self.pairs == 0):
-            yield f"{self.who}: the model's {self.pairs} key-value heads do not divide by tp={self.tensor}"
+            yield f"{self.label}: the model's {self.pairs} key-value heads do not divide by tp={self.tensor}"
 
     def _uneven(self, model: Model) -> Iterator[str]:
-        """Tensors that do not divide, one for each name without its layer and expert."""
-        said: set[str] = set()
+        """Yields tensors that do not divide evenly, one for each name without layer and expert."""
+        kinds: set[str] = set()
         for tensor in model.tensors:
             role = role_of(tensor.name, len(tensor.shape))
             if role.axis is None or role.pairs:
@@ -150,14 +148,14 @@ class Parallel(Split):
             if role.vocabulary:
                 size = -(-size // self.padded) * self.padded
             kind = ".".join(part for part in tensor.name.split(".") if not part.isdecimal())
-            if size % parts and kind not in said:
-                said.add(kind)
+            if size % parts and kind not in kinds:
+                kinds.add(kind)
                 padding = f" (padded to {size})" if role.vocabulary else ""
                 what = f"{tensor.name}, of shape {list(tensor.shape)}{padding}"
-                yield f"{self.who}: {what}, does not divide by {parts} along axis {role.axis}"
+                yield f"{self.label}: {what}, does not divide by {parts} along axis {role.axis}"
 
     def _group(self, expert: int) -> int:
-        """The workers that have an expert: groups of them, in the order of the experts."""
+        """The group of workers that has an expert; groups take experts in order."""
         return expert * self.experts // self.routed if self.routed else 0
 
     def _stages(self, role: Role) -> tuple[int, ...]:
@@ -171,9 +169,10 @@ class Parallel(Split):
         return (last,)
 
     def _stage_of_layer(self, layer: int) -> int:
-        """Layers that are left over go one each to the stages before the last, as vLLM deals them."""
-        each, left = divmod(self.layers, self.pipeline)
-        sizes = [each + (self.pipeline - 1 - left <= stage < self.pipeline - 1) for stage in range(self.pipeline)]
+        """The stage of a layer. If layers do not divide evenly, the last stages before the final one get one more each,
+        as in vLLM."""
+        each, remainder = divmod(self.layers, self.pipeline)
+        sizes = [each + (self.pipeline - 1 - remainder <= stage < self.pipeline - 1) for stage in range(self.pipeline)]
         edges = list(pairwise([0, *(sum(sizes[: stage + 1]) for stage in range(self.pipeline))]))
         return next((stage for stage, (first, stop) in enumerate(edges) if first <= layer < stop), self.pipeline - 1)
 
@@ -199,12 +198,14 @@ def _along(box: Box, axis: int, start: int, stop: int) -> Box:
 
 
 def parallel(
-    who: str, model: Model, tensor: int, pipeline: int, experts: int, copies: int, padded: int, repeats: bool
+    label: str, model: Model, tensor: int, pipeline: int, experts: int, copies: int, padded: int, repeats: bool
 ) -> Parallel:
-    """A parallel split of a model. Without a config, heads and experts are read off the tensors."""
+    """Makes a parallel split of a model. Layers and experts are counted by the tensors' names."""
     roles = [role_of(each.name, len(each.shape)) for each in model.tensors]
     layers = 1 + max((role.layer for role in roles if role.layer is not None), default=-1)
     routed = 1 + max((role.expert for role in roles if role.expert is not None), default=-1)
     fused = max((each.shape[0] for each, role in zip(model.tensors, roles, strict=True) if role.fused), default=0)
     pairs = model.heads.pairs if model.heads is not None else 0
-    return Parallel(who, tensor, pipeline, experts, copies, padded, repeats, pairs, routed or fused, layers, model.tied)
+    return Parallel(
+        label, tensor, pipeline, experts, copies, padded, repeats, pairs, routed or fused, layers, model.tied
+    )

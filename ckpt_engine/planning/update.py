@@ -1,6 +1,6 @@
-"""One update as the manager would plan it: every edge with its bytes and its transport, relays, and what cannot be.
+"""Plans one update as the manager would: every edge with its bytes and its transport, relays, and what is impossible.
 
-Everything is decided by the manager's own planner and rules, over tables and needs made up from a layout. Pure.
+Everything is decided by the manager's own planner and rules, for tables and needs that are made up from a layout. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_engine.core.transports import (
     relay_transport,
 )
 from ckpt_engine.planning.model import Model
-from ckpt_engine.planning.offered import PlannedOffer, offered
+from ckpt_engine.planning.offered import PlannedOffer, planned_offer
 from ckpt_engine.planning.places import Cluster, Spot
 from ckpt_engine.planning.relays import Relay, Relays, decide, relay_name
 from ckpt_engine.planning.splits import Split
@@ -44,25 +44,21 @@ LENT = {"gpu": GPU_MEMORY, "host": HOST_MEMORY, "files": FILES}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is to be planned.
-
-    holding: where the trainer's weights lie. readers: where the workers'. relays: whether each host has one;
-    everything: they hold the whole model. relay_memory: bytes of each; host_memory: of a host; None: not limited.
-    """
+    """The update to plan."""
 
     model: Model
     trainer: Split
     replica: Split
     replicas: int
     cluster: Cluster
-    holding: Holding
-    readers: Memory
-    relays: bool = True
-    everything: bool = False
+    holding: Holding  # where the trainer's weights lie
+    readers: Memory  # where the workers' weights lie
+    relays: bool = True  # whether each host has one
+    everything: bool = False  # relays hold the whole model
     prefetch: manager_pb2.Prefetch = manager_pb2.PREFETCH_AUTO
     until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED
-    relay_memory: int | None = None
-    host_memory: int | None = None
+    relay_memory: int | None = None  # bytes of each relay; None: no limit
+    host_memory: int | None = None  # bytes of each host; None: no limit
 
     @property
     def names(self) -> list[str]:
@@ -71,33 +67,32 @@ class PlanQuestion:
 
 
 class Line(NamedTuple):
-    """An edge. replica: empty if a relay reads. worker: its rank in the replica. choice: the transport and why."""
+    """An edge and its reader."""
 
     edge: PredictedEdge
-    choice: Choice
-    replica: str = ""
-    worker: int = 0
+    choice: Choice  # the transport and why
+    replica: str = ""  # empty: a relay reads
+    worker: int = 0  # its rank in the replica
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """What would happen. installs: into workers. fills: into relays, wave by wave. impossible: sentences; if there are
-    any, the rest is of what is possible nevertheless."""
+    """What would happen."""
 
     question: PlanQuestion
-    offered: PlannedOffer | None
-    installs: tuple[Line, ...]
-    fills: tuple[tuple[Line, ...], ...]
+    offered: PlannedOffer | None  # None: the model cannot be split so
+    installs: tuple[Line, ...]  # into workers
+    fills: tuple[tuple[Line, ...], ...]  # into relays, wave by wave
     relays: Relays
-    impossible: tuple[str, ...]
+    impossible: tuple[str, ...]  # sentences; the rest of the answer has what is possible nevertheless
 
 
-def planned(question: PlanQuestion) -> PlanAnswer:
-    """Plans an update. What cannot be is in the answer, in words."""
+def plan_update(question: PlanQuestion) -> PlanAnswer:
+    """Plans an update. The answer says what is impossible."""
     trainer, replica, model = question.trainer, question.replica, question.model
-    wrong = [*trainer.impossible(model), *replica.impossible(model)]
-    if wrong:
-        return PlanAnswer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(wrong)))
+    reasons = [*trainer.impossible(model), *replica.impossible(model)]
+    if reasons:
+        return PlanAnswer(question, None, (), (), Relays({}, {}, {}), tuple(dict.fromkeys(reasons)))
     return _Planning(question).answer()
 
 
@@ -109,7 +104,7 @@ class _Planning:
         hosts = [cluster.host(place) for place in cluster.ranks]
         sealed = question.holding == "files"
         transports = [kind.name for kind in kinds]
-        self._offered = offered(question.model, question.trainer, question.replica, hosts, transports, sealed)
+        self._offered = planned_offer(question.model, question.trainer, question.replica, hosts, transports, sealed)
         self._reads = [name for name in reading_kinds() if question.readers == "gpu" or not is_of_gpus(name)]
         self._workers = {
             (name, worker): place
@@ -121,10 +116,10 @@ class _Planning:
         }
 
     def answer(self) -> PlanAnswer:
-        """Everything."""
+        """Makes the whole plan."""
         question, impossible = self._question, list[str]()
         refused: dict[object, CkptEngineError] = {}
-        plans = self._compiled(refused)
+        plans = self._compile(refused)
         unfit = self._unfit(refused)
         relays = self._relays(plans) if question.relays else Relays({}, {}, {})
         by_relay = {name for relay in relays.filled.values() for name in relay.replicas}
@@ -136,16 +131,17 @@ class _Planning:
                 installs += self._direct(name, worker, place, plans.workers[name, worker])
         for relay, why in relays.unreached.items():
             impossible.append(f"{relay} cannot be filled: {why}")
-        without = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
+        unserved = {unfit[name] for name in question.names if name in unfit and name not in by_relay}
         never = question.relays and question.prefetch == manager_pb2.PREFETCH_NEVER
-        said = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
-        impossible += [] if relays.unreached else [words + said for words in sorted(without)]
+        note = "; relays are there, and bring nothing, since prefetch is 'never'" if never else ""
+        impossible += [] if relays.unreached else [words + note for words in sorted(unserved)]
         impossible += self._too_large(relays)
         fills = self._fills(relays)
         return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
 
-    def _compiled(self, refused: dict[object, CkptEngineError]) -> Plans:
-        """The manager's plan of what workers read from the trainer by themselves."""
+    def _compile(self, refused: dict[object, CkptEngineError]) -> Plans:
+        """Compiles the manager's plans for workers that read the trainer by themselves. refused: is filled with the
+        workers that cannot."""
         offers = self._offered
         check_complete(offers.publication.manifest, offers.needs, "replica-0")
         requests = [
@@ -171,8 +167,8 @@ class _Planning:
         distances: dict[str, int | None] = {}
         hosts: dict[str, list[int]] = {}
         for key, place in self._workers.items():
-            own, known = plans.distances.get(key), distances.get(key[0], 0)
-            distances[key[0]] = None if own is None or known is None else max(own, known)
+            own, farthest = plans.distances.get(key), distances.get(key[0], 0)
+            distances[key[0]] = None if own is None or farthest is None else max(own, farthest)
             hosts.setdefault(key[0], []).append(place.host)
         return decide(
             self._offered, self._cluster, distances, hosts, question.prefetch, question.until, question.everything
@@ -182,7 +178,7 @@ class _Planning:
         """The edges of a compiled plan, with the bytes of all tensors that are split alike."""
         offers = self._offered
         sizes = Counter[int]()
-        needs = offers.wanted[worker]
+        needs = offers.needed_boxes[worker]
         for piece in plan.pieces:
             kind, _ = needs[piece.need]
             volume = 1
@@ -242,20 +238,20 @@ class _Planning:
 
     def _no_room(self, relay: Relay) -> list[str]:
         question, name = self._question, self._cluster.hosts[relay.host]
-        needed = SLOTS * relay.slot.size
+        memory = SLOTS * relay.slot.size
         if question.relay_memory is not None:
             try:
                 check_memory(relay.slot.size, question.relay_memory // SLOTS, "a version")
             except CkptEngineError as error:
                 return [f"{relay.name}: {error.problem.message}"]
-        if question.host_memory is not None and needed > question.host_memory:
+        if question.host_memory is not None and memory > question.host_memory:
             advice = ", or spread each replica over several (--hosts)"
             if any(place.host == relay.host for place in self._cluster.ranks):
                 advice = ", or spread the trainer over more (--trainer): it passes on what ranks there have"
                 if relay.replicas:
                     advice = ", or name hosts of the replicas' own (--hosts)"
             return [
-                f"{relay.name} keeps two versions, {human_bytes(needed)}, and host {name} has "
+                f"{relay.name} keeps two versions, {human_bytes(memory)}, and host {name} has "
                 f"{human_bytes(question.host_memory)} (--host-memory): give hosts more{advice}"
             ]
         return []
@@ -278,8 +274,8 @@ class _Planning:
 
 
 def traffic(answer: PlanAnswer) -> dict[str, Counter[str]]:
-    """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", or the
-    transport."""
+    """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", "same
+    GPU" or "TRANSPORT on the host"."""
     found: dict[str, Counter[str]] = {host: Counter() for host in answer.question.cluster.hosts}
     lines: Sequence[Line] = [*answer.installs, *(line for wave in answer.fills for line in wave)]
     for edge, choice, *_ in lines:

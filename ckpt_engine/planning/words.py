@@ -1,4 +1,4 @@
-"""A plan for people: what is alike is told once. Pure."""
+"""A plan as a text for people, in which equal things are grouped. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ckpt_engine.core.relay_layout import SLOTS
-from ckpt_engine.planning.foresight import SOURCE, Foreseen
+from ckpt_engine.planning.foresight import SOURCE, Forecast
 from ckpt_engine.planning.relays import Relay
 from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 from ckpt_engine.report import human_bytes
@@ -19,26 +19,26 @@ _NUMBER = re.compile(r"\d+")
 COLUMNS = 100
 
 
-def told(answer: PlanAnswer, foreseen: Foreseen, setting: Mapping[str, str]) -> str:
-    """The whole plan. setting: what was asked for, by what it is about."""
+def as_text(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) -> str:
+    """The whole plan. setting: what was asked for, by topic."""
     sections = [
         _model(answer, setting),
         _edges(answer),
         _hosts(answer),
         _relays(answer),
-        _time(answer, foreseen),
+        _time(answer, forecast),
         _impossible(answer),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def several(names: Iterable[str]) -> str:
-    """Names that differ in their numbers, as one: "replica-0..3 worker 0..1"."""
-    return ", ".join(merged(names))
+    """Joins names that differ only in their numbers: "replica-0..3 worker 0..1"."""
+    return ", ".join(merge_numbers(names))
 
 
-def merged(texts: Iterable[str]) -> list[str]:
-    """Texts that differ in their numbers only, each once, with all numbers."""
+def merge_numbers(texts: Iterable[str]) -> list[str]:
+    """Merges texts that differ only in their numbers into one text with all numbers."""
     forms: dict[str, list[tuple[int, ...]]] = {}
     for text in dict.fromkeys(texts):
         forms.setdefault(_NUMBER.sub("\0", text), []).append(tuple(map(int, _NUMBER.findall(text))))
@@ -107,7 +107,7 @@ def _alike(lines: Sequence[Line], when: str) -> Iterator[str]:
         more = ", and the others likewise" if len(alike) > 1 else ""
         yield from _wrapped("    ", f"{between}: {each}, by {choice.transport}: {choice.reason}{more}")
     if len(groups) > _SHOWN:
-        yield f"    and {len(groups) - _SHOWN} more kinds of edges, of which --json tells each"
+        yield f"    and {len(groups) - _SHOWN} more kinds of edges, each of which is in --json"
 
 
 _SHOWN = 12
@@ -119,13 +119,13 @@ def _hosts(answer: PlanAnswer) -> list[str]:
         if ways:
             by_way.setdefault(tuple(f"{way} {human_bytes(ways[way])}" for way in sorted(ways)), []).append(host)
     lines = ["Hosts: bytes over each link"] if by_way else []
-    for said, hosts in by_way.items():
-        lines += _wrapped("  ", f"{several(hosts)}: {', '.join(said)}{' each' if len(hosts) > 1 else ''}")
+    for flows, hosts in by_way.items():
+        lines += _wrapped("  ", f"{several(hosts)}: {', '.join(flows)}{' each' if len(hosts) > 1 else ''}")
     trees = answer.relays.trees
     if trees:
-        share = Counter(peer for asked in trees.values() for peer, _ in asked)
+        share = Counter(peer for tree_peers in trees.values() for peer, _ in tree_peers)
         words = (
-            f"{several(trees)} are filled together: each reads a part from those who hold the version and the rest "
+            f"{several(trees)} are filled together: each reads a part from the version's holders and the rest "
             f"from each other, in {max(map(len, trees.values()))} trees; {len(share.keys() - {''})} of them pass on"
         )
         lines += _wrapped("  ", words)
@@ -144,19 +144,19 @@ def _relays(answer: PlanAnswer) -> list[str]:
     for alike in groups.values():
         relay = alike[0]
         size, brings = relay.slot.size, sum(read.bytes for read in relay.reads)
-        whom = f"for {several(chain(*(each.replicas for each in alike)))}" if relay.replicas else "a step in between"
+        readers = f"for {several(chain(*(each.replicas for each in alike)))}" if relay.replicas else "a step in between"
         gaps = human_bytes(size - relay.slot.bytes)
         takes, all_of_it = human_bytes(size), human_bytes(SLOTS * size)
         words = (
-            f"{several(each.name for each in alike)}: {whom}; brings {human_bytes(brings)} and takes {takes} of memory "
-            f"a version ({gaps} of it gaps), so --memory of {all_of_it} or more for {SLOTS}"
+            f"{several(each.name for each in alike)}: {readers}; brings {human_bytes(brings)} and takes {takes} of "
+            f"memory a version ({gaps} of it gaps), so --memory of {all_of_it} or more for {SLOTS}"
         )
         lines += _wrapped("  ", words)
-    said: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, why in relays.why.items():
         if name not in relays.filled:
-            said.setdefault(why.removeprefix(name), []).append(name)
-    for why, names in said.items():
+            names_by_reason.setdefault(why.removeprefix(name), []).append(name)
+    for why, names in names_by_reason.items():
         lines += _wrapped("  ", f"{several(names)}{_short(why)}")
     return lines
 
@@ -165,34 +165,34 @@ def _short(text: str, most: int = 240) -> str:
     return text if len(text) <= most else f"{text[:most]}… (--json has all of it)"
 
 
-def _time(answer: PlanAnswer, foreseen: Foreseen) -> list[str]:
-    if not foreseen.stages:
+def _time(answer: PlanAnswer, forecast: Forecast) -> list[str]:
+    if not forecast.stages:
         return []
     lines = ["Time: at the rates of each link, of any update but the first"]
-    for stage, expected in foreseen.stages.items():
+    for stage, expected in forecast.stages.items():
         because = f"  {expected.because}" if expected.because else "  measured, whatever the bytes"
         lines.append(f"  {stage:<10}{seconds(expected.seconds):>9}{because}")
-    if foreseen.unknown:
-        names = ", ".join(foreseen.unknown)
+    if forecast.unknown:
+        names = ", ".join(forecast.unknown)
         lines += _wrapped("  ", f"nothing is known of the rate of {names}, so neither is the pause: give it in --rates")
-    if foreseen.unmeasured:
-        words = f"nobody has measured an update of engine {foreseen.unmeasured}, so the pause is not known"
+    if forecast.unmeasured:
+        words = f"nobody has measured an update of engine {forecast.unmeasured}, so the pause is not known"
         lines += _wrapped("  ", words)
-    if foreseen.pause is not None and foreseen.call is not None:
-        call = f"the whole call: {seconds(foreseen.call)}"
-        lines.append(f"  pause of the slowest replica: {seconds(foreseen.pause)}; {call}")
+    if forecast.pause is not None and forecast.call is not None:
+        call = f"the whole call: {seconds(forecast.call)}"
+        lines.append(f"  pause of the slowest replica: {seconds(forecast.pause)}; {call}")
     lines += _wrapped("  ", f"rates: {SOURCE}, unless --network or --rates says another")
     return lines
 
 
 def seconds(value: float) -> str:
-    """Seconds as people read them: "43 ms", "3.3 s"."""
+    """Formats seconds for people: "43 ms", "3.3 s"."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 
 def _impossible(answer: PlanAnswer) -> list[str]:
     if not answer.impossible:
         return []
-    said = merged(answer.impossible)
-    lines = ["Impossible", *(line for why in said[:_SHOWN] for line in _wrapped("  - ", why))]
-    return [*lines, *([f"  and {len(said) - _SHOWN} more, in --json"] if len(said) > _SHOWN else [])]
+    reasons = merge_numbers(answer.impossible)
+    lines = ["Impossible", *(line for why in reasons[:_SHOWN] for line in _wrapped("  - ", why))]
+    return [*lines, *([f"  and {len(reasons) - _SHOWN} more, in --json"] if len(reasons) > _SHOWN else [])]

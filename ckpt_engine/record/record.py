@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.core.boxes import Box, remainder, whole
-from ckpt_engine.core.kept import kept_of
+from ckpt_engine.core.kept import kept_dtypes
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
@@ -213,7 +213,7 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
         f"{'; '.join(said)}. Publish with dtype={wanted}",
         tensors=[name for name, _, _ in casts],
     )
-    found.problem.kept.update(kept_of(casts))
+    found.problem.kept.update(kept_dtypes(casts))
     return found
 
 

@@ -17,10 +17,10 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate, rate_of
-from ckpt_engine.core.relay_chunks import chunks_of, dealt, filling_key
+from ckpt_engine.core.relay_chunks import chunks_of, deal_chunks, filling_key
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
-from ckpt_engine.core.transports import made, transport_kinds
+from ckpt_engine.core.transports import make, transport_kinds
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.fill import NAMED, FillResult, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
@@ -163,7 +163,7 @@ class _Trees:
         self._direct: list[int] = []  # chunks that are read from holders of the version
         self._whole = {cell: number for number, chunk in enumerate(slot.chunks) for cell in chunk.cells}
         self._missing = [len(chunk.cells) for chunk in slot.chunks]
-        by_tree = dealt(slot.chunks, _shares(fan_out))
+        by_tree = deal_chunks(slot.chunks, _shares(fan_out))
         self._threads: list[threading.Thread] = []
         for number, (tree, chunks) in enumerate(zip(fan_out.trees, by_tree, strict=True)):
             if not tree.ask:
@@ -366,5 +366,5 @@ def _connection(region: Region, owner: str, key: bytes, stop_at: float) -> Passe
             f"{owner} passes on over {region.transport or 'no transport'!r}, and this relay does not know how to read "
             "that; bring both to one version"
         )
-    connection: PassedOn = made(kind.passed, region, owner, key, stop_at)
+    connection: PassedOn = make(kind.passed, region, owner, key, stop_at)
     return connection

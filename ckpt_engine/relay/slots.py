@@ -21,9 +21,9 @@ from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import aborted, deadline, precondition
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
-from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, wanted_of
+from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, needed_boxes
 from ckpt_engine.core.sealed_record import ProvenRecord, read_record
-from ckpt_engine.core.transports import arena_kinds, made
+from ckpt_engine.core.transports import arena_kinds, make
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.contents import Contents, contents_of
@@ -125,7 +125,7 @@ class Slots:
         self._transports = dict(transports)
         self._lock = threading.Lock()
         kinds = [kind for kind in arena_kinds() if kind.name in transports] if network is not None else []
-        self._arena = Arena(memory, writers=[partial(made, kind.writer) for kind in kinds if kind.writer is not None])
+        self._arena = Arena(memory, writers=[partial(make, kind.writer) for kind in kinds if kind.writer is not None])
         try:
             self._ways = Ways(self._arena, self._transports, slot_grace, users, network)
         except BaseException:
@@ -391,4 +391,4 @@ class Slots:
 
 def _layout(wish: FillWish, recorded: ProvenRecord) -> SlotLayout:
     within = join_sources(recorded.record.manifest, wish.within).partitions if wish.within else None
-    return lay_out(recorded, [wanted_of(needs, recorded) for needs in wish.needs], wish.everything, within)
+    return lay_out(recorded, [needed_boxes(needs, recorded) for needs in wish.needs], wish.everything, within)

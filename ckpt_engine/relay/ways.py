@@ -12,7 +12,7 @@ from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import Group
-from ckpt_engine.core.transports import arena_kinds, made, relay_transport
+from ckpt_engine.core.transports import arena_kinds, make, relay_transport
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import ArenaDoor
 from ckpt_engine.transport.base import ArenaLender, Network, PassesOn, Passing
@@ -43,7 +43,7 @@ class Ways:
             for kind in arena_kinds() if network is not None else ():
                 if kind.name in transports:
                     assert kind.arena is not None, kind.name
-                    self._lenders.append(made(kind.arena, arena.lendable(), network))
+                    self._lenders.append(make(kind.arena, arena.lendable(), network))
                     self.names = (*self.names, kind.name)
         except BaseException:
             self.close()

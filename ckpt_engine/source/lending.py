@@ -14,7 +14,7 @@ import time
 
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.problems import CkptEngineError, error, invalid, unavailable
-from ckpt_engine.core.transports import GPU_MEMORY, TransportKind, collective_kinds, lending, made
+from ckpt_engine.core.transports import GPU_MEMORY, TransportKind, collective_kinds, lending, make
 from ckpt_engine.security.client import AUTHORITY
 from ckpt_engine.transport.base import Lender, Memory
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
@@ -133,7 +133,7 @@ class Lending:
             assert kind.lender is not None, kind.name
             given = (self._advertise,) if kind.collective else ()
             try:
-                found = self._lenders[kind.name] = made(kind.lender, *given)
+                found = self._lenders[kind.name] = make(kind.lender, *given)
             except CkptEngineError as refused:
                 self._unmade[kind.name] = refused.problem
                 raise

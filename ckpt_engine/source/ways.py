@@ -9,7 +9,7 @@ import torch
 
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
-from ckpt_engine.core.kept import Kept, narrowed
+from ckpt_engine.core.kept import Kept, narrow_dtype
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, lending
 from ckpt_engine.source.held import HeldBox
@@ -50,7 +50,7 @@ def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtyp
         if dtype not in CASTABLE:
             dtype_name(dtype)
             return dtype
-        return wish.dtype or torch_dtype(narrowed(name, dtype_name(dtype), wish.kept))
+        return wish.dtype or torch_dtype(narrow_dtype(name, dtype_name(dtype), wish.kept))
     except UnsupportedDtypeError as error:
         raise invalid(f"{name!r} cannot be published: {error.problem.message}", tensors=[name]) from error
 

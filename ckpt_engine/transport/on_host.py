@@ -14,7 +14,7 @@ from ckpt_engine.core.transports import (
     Availability,
     Maker,
     TransportKind,
-    made,
+    make,
     relay_transport,
     transport_kinds,
     worker_kinds,
@@ -47,7 +47,7 @@ def try_load(kind: TransportKind, maker: Maker) -> Any:
     """Calls a maker; on failure logs it and returns an Availability that says why: a third-party transport must not
     stop a worker or an agent."""
     try:
-        return made(maker)
+        return make(maker)
     except Exception as error:
         log.exception("ckpt-engine: transport %s cannot be loaded", kind.name)
         return Availability(False, f"it cannot be loaded: {type(error).__name__}: {error}")

@@ -151,7 +151,7 @@ def test_what_cannot_tell_versions_apart_proves_nothing() -> None:
     assert "different numbers" in failure([none] * len(ROUNDS))
     scores = _scores()
     scores[1] = replace(scores[1], prompt=(float("nan"), -1.0, -1.0))
-    assert "no numbers" in failure(scores)
+    assert "not numbers" in failure(scores)
 
 
 def test_tokens_that_part_are_compared_up_to_there() -> None:

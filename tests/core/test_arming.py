@@ -129,11 +129,11 @@ def test_a_connection_that_ends_before_its_vote_or_after_all_is_over() -> None:
     made.vote(A, 10.0, 0.0)
     made.lost(A)
     assert made.word is Word.NO
-    assert gone(A).behind == (B, C)
+    assert gone(A).unfinished == (B, C)
     over = gone(A, B, C)
     over.lost(B)
     over.look(100.0)
-    assert over.over
+    assert over.finished
     assert not over.aborted
 
 

@@ -175,7 +175,7 @@ def test_wants_come_from_the_edges_of_plans() -> None:
     both, one = 16, 64 + 12  # one: a, what aligns b, and b
     assert [schedule.sent(number) for number in (0, 1)] == [both + one, 32]
     assert not wants_of(plans.workers[asked[0].key], asked[0].needs, 2, sources, "shared_memory")
-    with pytest.raises(CkptEngineError, match="rank 1 is read over file, but is no member"):
+    with pytest.raises(CkptEngineError, match="rank 1 is read over file, but is not a member"):
         wants_of(plans.workers[asked[0].key], asked[0].needs, 2, {"rank 0": 0}, "file")
 
 

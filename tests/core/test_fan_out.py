@@ -160,7 +160,7 @@ def test_each_trainers_host_sends_by_its_rate_what_several_hold_and_all_send_all
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     one = [HostRate("a")]
     for found, members, trainers, why in (
-        ([], [*one, HostRate("a")], one, "'a' is there twice"),
+        ([], [*one, HostRate("a")], one, "'a' is listed twice"),
         ([], [HostRate("b", 0.0)], one, r"'b' has a rate of 0.0"),
         ([], one, [HostRate("t", float("nan"))], r"'t' has a rate of nan"),
         ([Chunk(1, (0,), ())], one, one, "no trainers' host holds chunk 0"),

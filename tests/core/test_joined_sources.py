@@ -70,7 +70,7 @@ def test_a_need_that_nobody_holds_whole_is_refused_naming_what_is_missing() -> N
         sealed.root()
     for need, said in ((0, r"\[5:8, 0:6\]"), (1, r"\[0:5\]")):
         beyond = request("w", joined.manifest_digest, [(need, whole(((8, 6), (5,))[need]))])
-        with pytest.raises(CkptEngineError, match=f"nobody holds {said} of it any more .*source relay h1"):
+        with pytest.raises(CkptEngineError, match=f"no source holds {said} of it any more .*source relay h1"):
             compile_plans(joined, joined.table_digests, [beyond])
 
 

@@ -274,5 +274,5 @@ def test_one_worker_is_not_planned_for_twice() -> None:
     weights = some_weights(a=(2,))
     publication = merge_tables([table(0, weights, everything(weights))])
     asked = request("w", publication.manifest_digest, [(0, whole((2,)))])
-    with pytest.raises(CkptEngineError, match="worker w is to be planned for twice"):
+    with pytest.raises(CkptEngineError, match="worker w is in the request twice"):
         compile_plans(publication, publication.table_digests, [asked, asked])

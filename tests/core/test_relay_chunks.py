@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.core import relay_chunks
-from ckpt_engine.core.chunk_sizes import LEAST_BYTES, joined
+from ckpt_engine.core.chunk_sizes import LEAST_BYTES, join_pieces
 from ckpt_engine.core.fan_out_orders import SHARES, fan_out_orders
-from ckpt_engine.core.relay_chunks import SlotChunk, dealt
+from ckpt_engine.core.relay_chunks import SlotChunk, deal_chunks
 from ckpt_engine.v1.manager_pb2 import FanOut
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -22,7 +22,7 @@ def orders(count: int, about: bytes = b"1") -> dict[str, FanOut]:
 
 @given(st.lists(st.integers(1, LEAST_BYTES), max_size=40), st.sampled_from([LEAST_BYTES, 2 * LEAST_BYTES]))
 def test_runs_cover_all_and_none_is_twice_as_large_as_it_should_be(sizes: list[int], least: int) -> None:
-    runs = joined(sizes, least)
+    runs = join_pieces(sizes, least)
     assert [at for first, last in runs for at in range(first, last)] == list(range(len(sizes)))
     assert all(first < last and sum(sizes[first:last]) <= 2 * least for first, last in runs)
     assert all(sum(sizes[first:last]) >= min(least, sum(sizes)) for first, last in runs[:-1])
@@ -30,8 +30,8 @@ def test_runs_cover_all_and_none_is_twice_as_large_as_it_should_be(sizes: list[i
 
 def test_a_small_rest_travels_with_the_chunk_before_it() -> None:
     mebibyte = 1 << 20
-    assert joined([2 * mebibyte] * 3, LEAST_BYTES) == [(0, 3)]
-    assert joined([2 * mebibyte] * 4, LEAST_BYTES) == [(0, 2), (2, 4)]
+    assert join_pieces([2 * mebibyte] * 3, LEAST_BYTES) == [(0, 3)]
+    assert join_pieces([2 * mebibyte] * 4, LEAST_BYTES) == [(0, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 12, 40])
@@ -60,11 +60,11 @@ def test_all_are_told_the_same_shares_and_the_same_name_of_the_plan() -> None:
 def test_chunks_are_dealt_by_their_bytes() -> None:
     sizes = [300, 1, 1, 1, 50, 50, 50, 50, 50, 50]
     chunks = [SlotChunk((number,), (number,), ((0, size),), size) for number, size in enumerate(sizes)]
-    found = dealt(chunks, [1, 1])
+    found = deal_chunks(chunks, [1, 1])
     assert sorted(number for tree in found for number in tree) == list(range(len(sizes)))
     assert found[0] == [0]
-    assert dealt(chunks, [1]) == [list(range(len(sizes)))]
-    assert [len(tree) for tree in dealt(chunks[4:], [2, 1])] == [4, 2]
+    assert deal_chunks(chunks, [1]) == [list(range(len(sizes)))]
+    assert [len(tree) for tree in deal_chunks(chunks[4:], [2, 1])] == [4, 2]
 
 
 def test_what_lies_elsewhere_or_is_another_plan_has_another_key() -> None:

@@ -20,7 +20,7 @@ from ckpt_engine.core.relay_layout import (
     check_memory,
     check_room,
     lay_out,
-    wanted_of,
+    needed_boxes,
 )
 from ckpt_engine.v1.weights_pb2 import Need, Problem, WorkerNeeds
 from tests.core.relay_records import in_one, part_of, recorded
@@ -167,7 +167,7 @@ def test_needs_are_of_the_record_or_refused_by_name() -> None:
     def needs(tensor: int, *stop: int, of: bytes = own) -> WorkerNeeds:
         return WorkerNeeds(manifest_digest=of, needs=[Need(tensor=tensor, start=[0] * len(stop), stop=stop)])
 
-    assert wanted_of(needs(0, 2, 4), record) == [(0, Box((0, 0), (2, 4)))]
+    assert needed_boxes(needs(0, 2, 4), record) == [(0, Box((0, 0), (2, 4)))]
     for wrong, why in (
         (needs(0, 2, 4, of=b"other"), "has to prepare again"),
         (needs(1, 2, 4), "needs tensor 1"),
@@ -175,4 +175,4 @@ def test_needs_are_of_the_record_or_refused_by_name() -> None:
         (needs(0, 2), "t000000"),
     ):
         with pytest.raises(CkptEngineError, match=why):
-            wanted_of(wrong, record)
+            needed_boxes(wrong, record)

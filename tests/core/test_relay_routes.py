@@ -96,8 +96,8 @@ def test_a_relay_with_replicas_waits_for_the_rest_of_the_version() -> None:
     routes = routed([rank(0, "A"), rank(1, "B")], [relay("a", "A"), relay("b", "B"), relay("c", "C")], "a c")
     assert (routes.by_relay["a"].stage, routes.by_relay["a"].sources) == (1, ("rank 0",))
     assert routes.by_relay["a"].upstream == ("b",)
-    assert routes.by_relay["a"].over == (), "it reads a part of it on its host"
-    assert routes.by_relay["c"].over == ("wire",)
+    assert routes.by_relay["a"].transports == (), "it reads a part of it on its host"
+    assert routes.by_relay["c"].transports == ("wire",)
     assert (routes.by_relay["c"].stage, routes.by_relay["c"].upstream) == (2, ("a",))
 
 
@@ -136,9 +136,9 @@ def test_files_that_another_host_may_have_are_the_last_resort() -> None:
     reads = "memory wire file"
     routes = routed([files], [relay("a", "A", reads), relay("b", "B", reads)], "b")
     assert (routes.by_relay["b"].upstream, routes.by_relay["b"].sources) == (("a",), ("rank 0",))
-    assert routes.by_relay["b"].over == ("wire",), "such files are no reason to be filled apart"
+    assert routes.by_relay["b"].transports == ("wire",), "such files are no reason to be filled apart"
     routes = routed([files], [relay("b", "B", reads)], "b")
-    assert routes.by_relay["b"].over == ()
+    assert routes.by_relay["b"].transports == ()
     assert (routes.by_relay["b"].stage, routes.by_relay["b"].sources) == (0, ("rank 0",))
 
 

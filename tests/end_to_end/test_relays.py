@@ -19,8 +19,8 @@ import torch
 
 from ckpt_engine import Client, Trainer, UpdateReport
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.planning.asked import PlanOptions, question_of
-from ckpt_engine.planning.update import planned
+from ckpt_engine.planning.question import PlanOptions, question_of
+from ckpt_engine.planning.update import plan_update
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import Cluster, Relay, Replica, eventually, generate, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
@@ -130,7 +130,7 @@ def test_replicas_read_one_union_after_the_trainer_changed_its_weights(world: Wo
         asked = PlanOptions(
             tmp_path / "1", replicas=2, engine="reference", cpu=True, trainer_memory="host", until="held"
         )
-        (foretold,) = planned(question_of(asked)).relays.filled.values()
+        (foretold,) = plan_update(question_of(asked)).relays.filled.values()
         assert {each.source: each.bytes for each in foretold.reads} == {"rank 0": relay.filled.bytes}
         for replica in world.cluster.replicas:
             replica.serving(1)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.cli import app_for
-from ckpt_engine.planning.asked import PlanOptions, question_of
-from ckpt_engine.planning.update import planned
+from ckpt_engine.planning.question import PlanOptions, question_of
+from ckpt_engine.planning.update import plan_update
 from tests.cluster import Cluster, corrupt_after_sealing, generate, outcomes
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.timeline.trace_format import read
@@ -81,7 +81,7 @@ def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) 
         report = trainer.update_weights(version=1)
     assert report.ok, report
     for replica, workers in zip(sorted(report.replicas, key=lambda each: each.name), (1, 2), strict=True):
-        foretold = planned(
+        foretold = plan_update(
             question_of(PlanOptions(tmp_path / "98", engine="reference", tp=workers, cpu=True, trainer_memory="host"))
         )
         found = [(edge.source, edge.worker_rank, edge.transport, edge.bytes) for edge in replica.message.edges]

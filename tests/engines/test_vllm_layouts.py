@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_engine import CkptEngineError, Trainer
-from ckpt_engine.planning.asked import PlanOptions, question_of
-from ckpt_engine.planning.update import planned
+from ckpt_engine.planning.question import PlanOptions, question_of
+from ckpt_engine.planning.update import plan_update
 from tests.cluster import running_cluster
 from tests.engines.serving import model_of
 from tests.engines.test_vllm_models import build, qwen3_mixture
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[list[str], int, str]] = {
 def foretold(config: Path, layout: str) -> list[int]:
     """What `ckpt-engine plan` says that each worker reads, by a rule for names instead of vLLM's loader."""
     parallel = {"pp": 2} if layout == "pipeline" else {"tp": 2, "ep": 2}
-    answer = planned(question_of(PlanOptions(config, "files", engine="vllm", cpu=True, **parallel)))
+    answer = plan_update(question_of(PlanOptions(config, "files", engine="vllm", cpu=True, **parallel)))
     assert not answer.impossible
     return [line.edge.bytes for line in sorted(answer.installs, key=lambda line: line.worker)]
 

@@ -13,7 +13,7 @@ from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFil
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 FENCE = Fence("cluster", 7)
-ROUTE = Route(1, (), upstream=("relay t",), over=("tcp",))
+ROUTE = Route(1, (), upstream=("relay t",), transports=("tcp",))
 NEEDS = (b"rank 0", b"rank 1")
 
 
@@ -66,7 +66,7 @@ def test_who_cannot_pass_on_is_filled_as_ever() -> None:
 
 
 def test_who_reads_over_another_network_says_so() -> None:
-    ucx = replace(ROUTE, over=("ucx",))
+    ucx = replace(ROUTE, transports=("ucx",))
     found = together(A, B, routes={"relay a": ucx, "relay b": ucx})
     assert not found.orders
     assert found.why["relay b"] == "who reads over ucx passes nothing on meanwhile"

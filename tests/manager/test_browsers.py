@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine.addresses import with_port
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.manager.browsers import check_host, check_origin, names_beside
+from ckpt_engine.manager.browsers import check_host, check_origin, names_of_host
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 
 
@@ -89,8 +89,8 @@ def test_a_page_behind_a_proxy_has_a_name_that_the_manager_was_told(origin: str,
 
 def test_names_of_this_host_are_those_beside_its_own() -> None:
     hosts = "127.0.0.1 localhost\n10.0.0.7 Node7.hpc.uni.edu node7 # its own\n10.0.0.8 node8.hpc.uni.edu node8\n\n::1\n"
-    assert names_beside("node7", hosts) == {"node7", "node7.hpc.uni.edu"}
-    assert names_beside("Alone", "") == {"alone"}
+    assert names_of_host("node7", hosts) == {"node7", "node7.hpc.uni.edu"}
+    assert names_of_host("Alone", "") == {"alone"}
 
 
 @pytest.mark.parametrize("name", ["", "https://a.example", "a.example:80", "a.example/", "[::1]", "a b", "*.example"])

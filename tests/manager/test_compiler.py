@@ -124,7 +124,7 @@ def test_lost_and_meaningless_blobs_are_told_apart() -> None:
     compiler = Compiler(blobs)
     for ref, code, words in (
         (manager_pb2.BlobRef(digest=bytes(32), size=1), weights_pb2.Problem.NOT_FOUND, "put it again"),
-        (blobs.put(b"\xff\xff\xff"), weights_pb2.Problem.INVALID_ARGUMENT, "table of rank 0 .* is no SourceTable"),
+        (blobs.put(b"\xff\xff\xff"), weights_pb2.Problem.INVALID_ARGUMENT, "table of rank 0 .* is not a SourceTable"),
     ):
         with pytest.raises(CkptEngineError, match=words) as caught:
             compiler.merge(MergeTables("run", (ref,), SECONDS))

@@ -139,7 +139,7 @@ def test_no_lineage_is_a_label() -> None:
     manager.metrics.called("run")
     manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND))
     assert not [labels for _, labels in manager.samples() if "run" in labels]
-    manager.metrics.left("run")
+    manager.metrics.forget_calls("run")
     assert not manager.metrics._calls
 
 

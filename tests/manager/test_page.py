@@ -370,7 +370,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
     overviews = kept_views.Overviews(manager, lambda: now[0])
 
     def told(caller: Caller) -> dict[str, Any]:
-        overview: dict[str, Any] = json.loads(overviews.told(caller))
+        overview: dict[str, Any] = json.loads(overviews.text(caller))
         asker = overview.pop("asker")
         assert (asker["name"], asker["operates"]) == (caller.who, caller.may_any("operator"))
         return overview
@@ -476,7 +476,7 @@ async def test_the_times_of_drifts_go_on_while_nothing_changes(
     lists = kept_views.ReplicaLists(manager, lambda: now[0])
     for passed, expected in ((0.0, 100.0), (0.4, 100.0), (0.2, 100.6)):
         now[0] += passed
-        (listed,) = json.loads(await lists.told())["replicas"]
+        (listed,) = json.loads(await lists.text())["replicas"]
         assert listed["drift"]["seconds"] == pytest.approx(expected)
         (told,) = manager.status().replicas
         assert (told.drift.seconds, told.drift.next_attempt_seconds) == pytest.approx((now[0], 200 - now[0]))

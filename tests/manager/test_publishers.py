@@ -36,7 +36,7 @@ async def test_one_that_gives_way_is_waited_for_and_one_in_use_does_not_give_way
         first, second = await asyncio.gather(refused(found, "a"), refused(found, "b"))
         assert "is not there" in first
         assert "try again later" in second, "the process of a is about to be used"
-        process = found._kept["a"]._process
+        process = found._publishers["a"]._process
         assert process is not None
         assert "is not there" in await refused(found, "b")
     finally:

@@ -113,7 +113,7 @@ def test_what_a_relay_has_of_a_damaged_chunk_is_named_and_goes_no_further(
 ) -> None:
     """The first chunk that `a` has verified is damaged in its memory before anybody reads it."""
     orders = world.orders()
-    first = relay_chunks.dealt(_chunks(world), [tree.share for tree in orders["a"].trees])
+    first = relay_chunks.deal_chunks(_chunks(world), [tree.share for tree in orders["a"].trees])
     (own,) = [number for number, tree in enumerate(orders["a"].trees) if not tree.ask]
     damaged = first[own][0]
     verified = passing.TcpPassing.verified
@@ -175,7 +175,7 @@ def test_what_a_relay_cannot_bring_is_not_waited_for(world: World, monkeypatch: 
     orders = world.orders()
     chunks = _chunks(world)
     for told in orders.values():
-        shares = relay_chunks.dealt(chunks, [tree.share for tree in told.trees])
+        shares = relay_chunks.deal_chunks(chunks, [tree.share for tree in told.trees])
         (own,) = [number for number, tree in enumerate(told.trees) if not tree.ask]
         world.near._arena.tensor(0, chunks[shares[own][0]].runs[0][0], (1,), torch.uint8).add_(1)
     held = {name: world.fill(name, orders[name], seconds=3600.0) for name in NAMES}

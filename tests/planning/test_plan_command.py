@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ckpt_engine.cli import app_for
 from ckpt_engine.planning import shapes
-from ckpt_engine.planning.words import merged, seconds
+from ckpt_engine.planning.words import merge_numbers, seconds
 from tests.planning.known_models import QWEN3_8B
 
 DEEPSEEK_V3 = {
@@ -179,14 +179,14 @@ def test_a_config_that_names_no_dtype_is_counted_with_a_note(run: Run, tmp_path:
         ("qwen --cpu", "add --trainer-memory host, or leave --cpu out"),
         ("qwen --same-gpus --replicas 2", "2 workers in all, and the trainer is on 1: name fewer replicas"),
         ("qwen --same-gpus --hosts 2", "leave out --hosts and --cpu"),
-        ("qwen --network 100", "--network '100' is no rate: write a number and a unit, such as 100Gbit/s"),
-        ("qwen --network 0GB/s", "--network '0GB/s' is no rate"),
-        ("qwen --host-memory lots", "--host-memory 'lots' is no amount of memory"),
+        ("qwen --network 100", "--network '100' is not a rate: write a number and a unit, such as 100Gbit/s"),
+        ("qwen --network 0GB/s", "--network '0GB/s' is not a rate"),
+        ("qwen --host-memory lots", "--host-memory 'lots' is not an amount of memory"),
         ("qwen --hosts 1 --replicas 9", "--hosts 1: 9 replicas of 1 worker take 2 hosts of 8 GPUs"),
         ("qwen --hosts 2", "cannot be spread evenly over so many hosts; name 1, or leave it out"),
         ("qwen --trainer-hosts 4", "the trainer has 1 rank, fewer than hosts"),
         ("qwen --trainer fsdp=16 --trainer-hosts 1", "16 ranks are 16 a host, and a host has 8 GPUs"),
-        ("qwen --rates none.json", "none.json is no file"),
+        ("qwen --rates none.json", "none.json is not a file"),
         ("qwen --rates broken.json", "cannot be read as JSON"),
         ("qwen --rates rates.json", "digest, host: 0 is not a number above 0"),
     ],
@@ -243,6 +243,6 @@ def test_rates_that_were_measured_elsewhere(run: Run, tmp_path: Path) -> None:
 
 
 def test_names_that_differ_in_numbers_are_told_once() -> None:
-    assert merged(["a-1 b 2", "a-2 b 2", "a-4 b 2", "c"]) == ["a-1..2,4 b 2", "c"]
-    assert merged(["{0} of 3", "{0} of 4"]) == ["{0} of 3..4"]
+    assert merge_numbers(["a-1 b 2", "a-2 b 2", "a-4 b 2", "c"]) == ["a-1..2,4 b 2", "c"]
+    assert merge_numbers(["{0} of 3", "{0} of 4"]) == ["{0} of 3..4"]
     assert [seconds(value) for value in (0.0431, 3.27, 240.5, 1234.5)] == ["43.1 ms", "3.27 s", "240 s", "1234 s"]

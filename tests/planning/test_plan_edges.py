@@ -17,11 +17,11 @@ from ckpt_engine.core.relay_layout import lay_out
 from ckpt_engine.core.sealed import Sealed
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.planning import update
-from ckpt_engine.planning.asked import PlanOptions, question_of
 from ckpt_engine.planning.model import Tensor
+from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.slots import slot_of
 from ckpt_engine.planning.splits import Fsdp, Parallel
-from ckpt_engine.planning.update import PlanAnswer, planned, traffic
+from ckpt_engine.planning.update import PlanAnswer, plan_update, traffic
 from tests.sealing import record_of
 
 CONFIG = {
@@ -76,11 +76,11 @@ def test_one_tensor_stands_for_those_that_are_split_alike(
     model: Path, asked: PlanOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question = question_of(replace(asked, model=model))
-    few = planned(question)
+    few = plan_update(question)
     assert not few.impossible
     assert few.offered is not None
     monkeypatch.setattr(type(question.trainer), "key", lambda self, tensor: tensor.name)
-    all_of_them = planned(question)
+    all_of_them = plan_update(question)
     assert all_of_them.offered is not None
     assert len(all_of_them.offered.kinds) == len(question.model.tensors) > 2 * len(few.offered.kinds)
     assert edges(few) == edges(all_of_them)
@@ -91,7 +91,7 @@ def test_one_tensor_stands_for_those_that_are_split_alike(
 @pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: f"{asked.trainer} to tp={asked.tp}")
 def test_every_worker_gets_what_it_needs_and_nothing_twice(model: Path, asked: PlanOptions) -> None:
     question = question_of(replace(asked, model=model))
-    answer = planned(question)
+    answer = plan_update(question)
     assert answer.offered is not None
     got: Counter[tuple[str, int]] = Counter()
     for line in answer.installs:
@@ -110,23 +110,23 @@ def test_a_slot_is_laid_out_as_a_relay_does(tmp_path: Path) -> None:
     larger = {**CONFIG, "vocab_size": 9001, "hidden_size": 1024, "moe_intermediate_size": 129 * 4}
     (tmp_path / "config.json").write_text(json.dumps(larger))
     question = question_of(PlanOptions(tmp_path, "fsdp=3", tp=4))
-    answer = planned(question)
+    answer = plan_update(question)
     offered = answer.offered
     assert offered is not None
-    apart = planned(replace(question, trainer=EachFsdp(3))).offered
+    apart = plan_update(replace(question, trainer=EachFsdp(3))).offered
     assert apart is not None
-    cells = cut(apart.publication, apart.wanted, chunk_bytes(question.model.bytes))
+    cells = cut(apart.publication, apart.needed_boxes, chunk_bytes(question.model.bytes))
     zeros = np.zeros(len(cells), dtype=np.uint64)
     sealed = Sealed(apart.publication, cells, zeros, np.ones(len(cells), dtype=np.bool_))
     recorded = read_record(record_of(sealed), sealed.root())
     for workers in ([0], [1, 2], [0, 1, 2, 3]):
-        laid = lay_out(recorded, [apart.wanted[worker] for worker in workers])
+        laid = lay_out(recorded, [apart.needed_boxes[worker] for worker in workers])
         slot = slot_of(offered, workers)
         assert (slot.bytes, slot.size) == (laid.bytes, laid.size)
 
 
 def test_a_step_in_between_takes_memory_for_what_its_host_has(model: Path) -> None:
-    answer = planned(question_of(PlanOptions(model, "fsdp=32", replicas=4, tp=2, hosts=4)))
+    answer = plan_update(question_of(PlanOptions(model, "fsdp=32", replicas=4, tp=2, hosts=4)))
     assert answer.offered is not None
     ranks = answer.question.cluster.ranks
     for name, relay in answer.relays.filled.items():
@@ -138,7 +138,7 @@ def test_a_step_in_between_takes_memory_for_what_its_host_has(model: Path) -> No
 
 
 def test_hosts_of_a_network_get_each_byte_once_from_the_trainer(model: Path) -> None:
-    answer = planned(question_of(PlanOptions(model, "fsdp=8", replicas=8, tp=2, hosts=8)))
+    answer = plan_update(question_of(PlanOptions(model, "fsdp=8", replicas=8, tp=2, hosts=8)))
     assert answer.offered is not None
     assert len(answer.relays.trees) == 8
     sent = traffic(answer)["trainer-0"]["network out"]
@@ -147,11 +147,11 @@ def test_hosts_of_a_network_get_each_byte_once_from_the_trainer(model: Path) -> 
 
 def test_files_of_another_host_are_read_last(model: Path) -> None:
     """A relay there is nearer than a directory that both hosts may have."""
-    answer = planned(question_of(PlanOptions(model, "files", hosts=1)))
+    answer = plan_update(question_of(PlanOptions(model, "files", hosts=1)))
     (first,), (second,) = answer.fills
     assert (first.edge.source, first.edge.transport) == ("rank 0", "file")
     assert (second.edge.source, second.edge.transport) == ("relay trainer-0", "tcp")
-    without = planned(question_of(PlanOptions(model, "files", hosts=1, relays=False)))
+    without = plan_update(question_of(PlanOptions(model, "files", hosts=1, relays=False)))
     assert [line.edge.transport for line in without.installs] == ["file"]
 
 

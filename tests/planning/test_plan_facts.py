@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckpt_engine.core.prediction import FILL
-from ckpt_engine.planning.asked import PlanOptions, question_of, rates_of
-from ckpt_engine.planning.foresight import Foreseen, foresee
-from ckpt_engine.planning.update import planned
+from ckpt_engine.planning.foresight import Forecast, foresee
+from ckpt_engine.planning.question import PlanOptions, question_of, rates_of
+from ckpt_engine.planning.update import plan_update
 from ckpt_engine.planning.words import seconds
 from tests.planning.known_models import QWEN3_8B
 
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     what: str
     asked: PlanOptions
-    predicted: Callable[[Foreseen], float]
+    predicted: Callable[[Forecast], float]
     fact: float
     rates: dict[str, Any] | None = None
     held: bool = False
@@ -56,22 +56,22 @@ def without_load(what: str) -> float:
     return float(json.loads((RESULTS / "gpu_under_load.json").read_text())["ours"]["idle"][what]["median"])
 
 
-def transfer(foreseen: Foreseen) -> float:
-    return foreseen.stages["transfer"].seconds
+def transfer(forecast: Forecast) -> float:
+    return forecast.stages["transfer"].seconds
 
 
-def pause(foreseen: Foreseen) -> float:
-    assert foreseen.pause is not None
-    return foreseen.pause
+def pause(forecast: Forecast) -> float:
+    assert forecast.pause is not None
+    return forecast.pause
 
 
-def call(foreseen: Foreseen) -> float:
-    assert foreseen.call is not None
-    return foreseen.call
+def call(forecast: Forecast) -> float:
+    assert forecast.call is not None
+    return forecast.call
 
 
-def fill(foreseen: Foreseen) -> float:
-    return foreseen.stages[FILL].seconds
+def fill(forecast: Forecast) -> float:
+    return forecast.stages[FILL].seconds
 
 
 NOWHERE = Path()
@@ -115,23 +115,23 @@ def others() -> Iterator[Row]:
     yield Row("CPU trainer of 16 processors, default rates (2 processors): whole call", host, call, slow)
 
 
-def foreseen(row: Row, tmp_path: Path) -> Foreseen:
+def forecast(row: Row, tmp_path: Path) -> Forecast:
     (tmp_path / "config.json").write_text(json.dumps(NEWER))
     (tmp_path / "rates.json").write_text(json.dumps(row.rates))
     asked = replace(row.asked, model=tmp_path, rates=tmp_path / "rates.json" if row.rates else None)
-    answer = planned(question_of(asked))
+    answer = plan_update(question_of(asked))
     assert not answer.impossible
     return foresee(answer, rates_of(asked), asked.engine, row.held)
 
 
 def written(row: Row, tmp_path: Path) -> str:
-    predicted = row.predicted(foreseen(row, tmp_path))
+    predicted = row.predicted(forecast(row, tmp_path))
     return f"| {row.what} | {seconds(predicted)} | {seconds(row.fact)} | {100 * (predicted / row.fact - 1):+.0f} % |"
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.what)
 def test_predictions_are_near_what_was_measured(row: Row, tmp_path: Path) -> None:
-    predicted = row.predicted(foreseen(row, tmp_path))
+    predicted = row.predicted(forecast(row, tmp_path))
     assert abs(predicted / row.fact - 1) < WITHIN, (predicted, row.fact)
 
 

@@ -135,5 +135,5 @@ def test_what_a_relay_lacks_is_named_when_a_plan_is_made(tmp_path: Path) -> None
         filled = relay.fill(0, wish(recorded, 1, tables(checkpoint), [replica]))
         (why,) = filled["missing"]
         assert why.startswith("[0:24] of tensor norm.weight as rank 0 has it is not what was sealed"), why
-        with pytest.raises(CkptEngineError, match=r"of tensor norm.weight, and nobody holds"):
+        with pytest.raises(CkptEngineError, match=r"of tensor norm.weight, and no source holds"):
             replica.install(filled["table"], recorded, 1)

@@ -33,7 +33,7 @@ def test_memory_is_written_with_a_unit(text: str, size: int) -> None:
     "text", ["", "0", "200", "50%", "lots", "-1GiB", "1e3GiB", "nanGiB", "200Gi", "9" * 400 + "GiB"]
 )
 def test_what_is_no_memory_says_what_is(text: str) -> None:
-    with pytest.raises(CkptEngineError, match=r"is no amount of memory: write a number and a unit, such as 200GiB"):
+    with pytest.raises(CkptEngineError, match=r"is not an amount of memory: write a number and a unit, such as 200GiB"):
         bytes_of(text)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt_engine.core.relay_chunks import SlotChunk, dealt
+from ckpt_engine.core.relay_chunks import SlotChunk, deal_chunks
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.weights import SLICES, HeldSource
 from tests.simulation.world import BrokenPromiseError, Steps
@@ -62,7 +62,7 @@ class Passing:
 def asked_for(told: manager_pb2.FanOut) -> dict[int, list[manager_pb2.FanOut.Peer]]:
     """By slice, whom a relay asks, in this order; nobody: it reads those who hold the version."""
     chunks = [SlotChunk((index,), (), (), 1) for index in range(SLICES)]
-    trees = zip(told.trees, dealt(chunks, [tree.share for tree in told.trees]), strict=True)
+    trees = zip(told.trees, deal_chunks(chunks, [tree.share for tree in told.trees]), strict=True)
     return {index: [told.peers[number] for number in tree.ask] for tree, own in trees for index in own}
 
 

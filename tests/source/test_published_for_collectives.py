@@ -76,6 +76,6 @@ def test_a_worker_of_another_host_needs_an_address_that_leads_there() -> None:
     for told, where in (("", "at no address of its network"), ("127.0.0.1", "at 127.0.0.1 only")):
         verdict = by_collective(host("a", told), worker)
         assert not verdict.ok
-        assert f"the trainer on host a is reached {where}, so nobody on host b finds" in verdict.reason
+        assert f"the trainer on host a is reached {where}, so no worker on host b finds" in verdict.reason
         assert "CKPT_ENGINE_ADVERTISE" in verdict.reason
     assert not by_collective(host("b", network="another"), worker).ok

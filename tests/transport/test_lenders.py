@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending, made, transport_kinds
+from ckpt_engine.core.transports import FILES, GPU_MEMORY, HOST_MEMORY, lending, make, transport_kinds
 from ckpt_engine.cuda.driver import Allocation
 from ckpt_engine.source.lending import Lending
 from ckpt_engine.transport.base import FileMemory, GpuMemory, Lender, Memory
@@ -94,7 +94,7 @@ def test_every_lender_has_all_of_its_side() -> None:
         if kind.lender is None:
             assert kind.name == "relay_memory" or kind.arena, "what relays lend is lent on no source's side"
             continue
-        lender: Lender = made(kind.lender)
+        lender: Lender = make(kind.lender)
         assert lender.unchanged()
         lender.withdraw(1.0)
         lender.close()

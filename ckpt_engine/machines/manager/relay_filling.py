@@ -140,12 +140,12 @@ def filled_together(
         holder, route = holders.get(filling.relay), filling.route
         if holder is None or holder.peer is None or holder.filling is None:
             continue
-        if not route.over or route.ahead:
+        if not route.transports or route.ahead:
             continue
         # One that is reached on its own host only is no step for others.
         is_step = holder.filling.HasField("passes_on") and by_network(holder.host, weights_pb2.Host()).ok
-        if not all(map(passes_on, route.over)) or not is_step:
-            others.setdefault(route.over, []).append(filling.relay)
+        if not all(map(passes_on, route.transports)) or not is_step:
+            others.setdefault(route.transports, []).append(filling.relay)
             continue
         command = command_of(filling)
         identity = Version.of(command.identity)

@@ -101,13 +101,13 @@ class Meeting:
             found = self._ballots.find(epoch)
             if isinstance(found, Ballot):
                 found.look(now)
-            return not isinstance(found, Ballot) or found.over
+            return not isinstance(found, Ballot) or found.finished
 
     def behind(self, epoch: int) -> tuple[str, ...]:
         """The members of an epoch that are not done."""
         with self._lock:
             found = self._ballots.find(epoch)
-        return found.behind if isinstance(found, Ballot) else ()
+        return found.unfinished if isinstance(found, Ballot) else ()
 
     def failed(self, epoch: int) -> str:
         """Why an epoch that began was aborted; empty: it was not."""
