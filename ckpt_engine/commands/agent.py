@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOLD = HoldLimits()
 
 
-class Beside(StrEnum):
+class RelayPolicy(StrEnum):
     """Whether a relay is started beside the agent."""
 
     AUTO = "auto"
@@ -48,25 +48,25 @@ EVICTED = 3
 """The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
 
 
-def _known(transports: list[str] | None) -> list[str] | None:
+def _check_transports(transports: list[str] | None) -> list[str] | None:
     for name in transports or ():
         if name not in worker_kinds():
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
     return transports
 
 
-def _engine(given: Engine | None, command: Sequence[str]) -> Engine:
+def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
     """The kind that was given, or that the command behind -- starts. Raises typer.BadParameter if there is none, or
     these are two."""
     found = kind_of(command, engine_names())
-    if given is None and not found:
+    if option is None and not found:
         raise typer.BadParameter(
             f"name one of {', '.join(engine_names())}, or start the engine behind --, as with -- vllm serve MODEL",
             param_hint="--engine",
         )
-    if given is not None and found not in ("", given):
-        raise typer.BadParameter(f"{given}, but what stands behind -- starts {found}", param_hint="--engine")
-    return given or Engine(found)
+    if option is not None and found not in ("", option):
+        raise typer.BadParameter(f"{option}, but what stands behind -- starts {found}", param_hint="--engine")
+    return option or Engine(found)
 
 
 def agent(
@@ -92,7 +92,7 @@ def agent(
         list[str] | None,
         typer.Option(
             metavar=f"[{'|'.join(worker_kinds())}]",
-            callback=_known,
+            callback=_check_transports,
             autocompletion=lambda: list(worker_kinds()),
             help="Read weights over this transport only; repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused.",
@@ -145,8 +145,8 @@ def agent(
         ),
     ] = "",
     relay: Annotated[
-        Beside, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
-    ] = Beside.NEVER,
+        RelayPolicy, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
+    ] = RelayPolicy.NEVER,
     log_level: LogLevel = Level.WARNING,
     log_format: LogFormat = LogForm.TEXT,
     arguments: Annotated[
@@ -175,11 +175,11 @@ def agent(
 
     engine = _engine(engine, arguments or ())
     try:
-        known = engine_kind(engine)
+        kind = engine_kind(engine)
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
-    if known.requires is not None and not url:
-        require(known.requires.extra, *known.requires.modules, what=known.title)
+    if kind.requires is not None and not url:
+        require(kind.requires.extra, *kind.requires.modules, what=kind.title)
     if url and not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{url!r} is not the URL of an HTTP server: try 'http://{url}'", param_hint="--url")
     if url and (arguments or model or port):
@@ -195,7 +195,7 @@ def agent(
     fields = {"replica": name} if name else {}  # of each JSON line
     say = partial(_say_json, fields) if log_format is LogForm.JSON else _say
 
-    def named(found: str) -> None:
+    def take_name(found: str) -> None:
         fields["replica"] = found
         log_to_stderr(log_level, log_format, **fields)
 
@@ -213,19 +213,19 @@ def agent(
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
     agent: ReplicaAgent | FollowingAgent
-    beside = None
-    if relay is Beside.AUTO:
+    own_relay = None
+    if relay is RelayPolicy.AUTO:
         options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
-        beside = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
+        own_relay = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
-        placed = NodeSettings(nodes, node_rank, leader, node_token)
-        if placed.rank > 0:
+        node = NodeSettings(nodes, node_rank, leader, node_token)
+        if node.rank > 0:
             if url:
                 raise ValueError("--url: an engine on several --nodes is launched by its agents")
             if metrics:
                 raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(
-                placed,
+                node,
                 engine,
                 launch.arguments,
                 model,
@@ -235,7 +235,7 @@ def agent(
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
             )
-            _run_to_the_end(agent, beside)
+            _run_to_the_end(agent, own_relay)
             return
         settings = AgentSettings(
             manager=manager,
@@ -249,42 +249,42 @@ def agent(
             transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
             deadlines=deadlines,
-            nodes=placed,
+            nodes=node,
             close_when_alone=close_when_alone,
             hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
             metrics=metrics,
             check_engine=check_engine.value,
         )
-        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, named)
+        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, take_name)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
-    _run_to_the_end(agent, beside)
+    _run_to_the_end(agent, own_relay)
 
 
-def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
+def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None) -> None:
     from ckpt_engine.agent.engine import EngineFailedError
     from ckpt_engine.agent.session import EvictedError
 
     end_loading()
     try:
-        asyncio.run(_run(agent, beside))
+        asyncio.run(_run(agent, own_relay))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
         words = error.problem.message if isinstance(error, CkptEngineError) else str(error)
         print(f"ckpt-engine agent: {words}", file=sys.stderr, flush=True)
         raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
-async def _run(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
+async def _run(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lending = None if beside is None else asyncio.ensure_future(beside.run())
+    relay_task = None if own_relay is None else asyncio.ensure_future(own_relay.run())
     try:
         await agent.run(stop)
     finally:
-        if lending is not None:
-            lending.cancel()
-            await asyncio.gather(lending, return_exceptions=True)
+        if relay_task is not None:
+            relay_task.cancel()
+            await asyncio.gather(relay_task, return_exceptions=True)
 
 
 def _say(line: str) -> None:
@@ -294,9 +294,9 @@ def _say(line: str) -> None:
 
 
 def _say_json(fields: dict[str, str], line: str) -> None:
-    said = {"time": utc(time.time()), "level": "info", "message": line, **fields}
+    entry = {"time": utc(time.time()), "level": "info", "message": line, **fields}
     with contextlib.suppress(OSError, ValueError):
-        print(json.dumps(said), flush=True)
+        print(json.dumps(entry), flush=True)
 
 
 def _pass_on(line: str) -> None:

@@ -37,10 +37,10 @@ def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, A
     try:
         return asyncio.run(answer())
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
 
 
-def failed(manager: str, error: CkptEngineError) -> typer.Exit:
+def failure_exit(manager: str, error: CkptEngineError) -> typer.Exit:
     """Says why the manager did not answer, or what it refused; to be raised."""
     typer.echo(printable(refusal_of(manager, error)), err=True)
     return typer.Exit(error.exit_status)
@@ -50,5 +50,5 @@ def refusal_of(manager: str, error: CkptEngineError) -> str:
     """The same as one sentence, which names the manager once."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
-    said = problem.message.removeprefix(f"manager {manager}: ")
-    return f"manager {manager}: {replica}{said}"
+    message = problem.message.removeprefix(f"manager {manager}: ")
+    return f"manager {manager}: {replica}{message}"

@@ -32,7 +32,7 @@ def list_lineages(
     if json_output:
         typer.echo(as_json_array(answer.lineages))
     else:
-        Console().print(table(answer.lineages), _kept(answer))
+        Console().print(table(answer.lineages), _store_table(answer))
 
 
 def evict(
@@ -74,13 +74,13 @@ def forget(
 
 def table(lineages: Sequence[manager_pb2.LineageStatus]) -> Table:
     """One row a lineage."""
-    shown = Table(title="Lineages", title_justify="left", box=None)
+    rows = Table(title="Lineages", title_justify="left", box=None)
     for title in ("lineage", "version", "ranks", "replicas", "read from"):
-        shown.add_column(title, overflow="fold")
+        rows.add_column(title, overflow="fold")
     for each in lineages:
         whole = 0 < each.world_size == each.connected == each.published
         ranks = f"{each.connected} of {each.world_size} connected, {each.published} published"
-        shown.add_row(
+        rows.add_row(
             Text(each.lineage),
             str(each.latest.version) if each.HasField("latest") else "none",
             Text(ranks if each.world_size else "none", style="green" if whole else "yellow" if each.world_size else ""),
@@ -88,15 +88,15 @@ def table(lineages: Sequence[manager_pb2.LineageStatus]) -> Table:
             f"{each.sources} source{'s' * (each.sources != 1)}" if each.sources else "none",
         )
     if not lineages:
-        shown.add_row(Text("none", style="dim"))
-    return shown
+        rows.add_row(Text("none", style="dim"))
+    return rows
 
 
-def _kept(answer: manager_pb2.GetStatusResponse) -> Table:
+def _store_table(answer: manager_pb2.GetStatusResponse) -> Table:
     """What the manager's store keeps, and for which member or lineage."""
-    kept = Table("kept for", "bytes", title="In the manager's store", title_justify="left", box=None)
+    rows = Table("kept for", "bytes", title="In the manager's store", title_justify="left", box=None)
     for holding in sorted(answer.holdings, key=lambda holding: -holding.bytes):
-        kept.add_row(Text(holding.owner), str(holding.bytes))
+        rows.add_row(Text(holding.owner), str(holding.bytes))
     if not answer.holdings:
-        kept.add_row(Text("nothing", style="dim"), "0")
-    return kept
+        rows.add_row(Text("nothing", style="dim"), "0")
+    return rows

@@ -80,8 +80,8 @@ def manager(
     from ckpt_engine.security.server import ServerSecurity
 
     if renamed := variables_now(os.environ):  # one of them may say who may call
-        said = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
-        raise typer.BadParameter(f"{said}: set these, and not those", param_hint="the environment")
+        changes = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
+        raise typer.BadParameter(f"{changes}: set these, and not those", param_hint="the environment")
     config = ManagerConfig(
         listen=listen,
         http=http,

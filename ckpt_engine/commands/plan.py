@@ -10,7 +10,7 @@ import typer
 
 from ckpt_engine.commands.choices import Dtype, GpuLink, Policy, TrainerMemory, Until
 from ckpt_engine.commands.engine_choice import Engine
-from ckpt_engine.commands.progress import refused
+from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.kinds import DEFAULT, UnknownAdapterError
 
@@ -78,7 +78,7 @@ def plan(
     from ckpt_engine.planning.update import planned
     from ckpt_engine.planning.words import told
 
-    asked = PlanOptions(
+    options = PlanOptions(
         model=model,
         trainer=trainer,
         replicas=replicas,
@@ -104,14 +104,14 @@ def plan(
         rates=rates,
     )
     try:
-        question, known = question_of(asked), rates_of(asked)
+        question, link_rates = question_of(options), rates_of(options)
         answer = planned(question)
-        foreseen = foresee(answer, known, asked.engine, until is Until.HELD)
-        setting = setting_of(asked, question)
+        forecast = foresee(answer, link_rates, options.engine, until is Until.HELD)
+        setting = setting_of(options, question)
     except CkptEngineError as error:
-        raise refused("plan", error, json_output) from error
+        raise refusal_exit("plan", error, json_output) from error
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
-    typer.echo(json.dumps(as_json(answer, foreseen, setting)) if json_output else told(answer, foreseen, setting))
+    typer.echo(json.dumps(as_json(answer, forecast, setting)) if json_output else told(answer, forecast, setting))
     if answer.impossible:
         raise typer.Exit(1)

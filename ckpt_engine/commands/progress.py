@@ -37,10 +37,10 @@ class _Lines(AbstractContextManager["_Lines"]):
         self._last.clear()
 
     def progress(self, progress: manager_pb2.UpdateProgress) -> None:
-        said = describe(progress)
-        if not self._quiet and self._last.get(progress.replica) != said:
-            self._last[progress.replica] = said
-            typer.echo(f"{progress.replica or 'update'}: {said}", err=True)
+        line = describe(progress)
+        if not self._quiet and self._last.get(progress.replica) != line:
+            self._last[progress.replica] = line
+            typer.echo(f"{progress.replica or 'update'}: {line}", err=True)
 
 
 class _Bars(AbstractContextManager["_Bars"]):
@@ -81,15 +81,15 @@ def describe(progress: manager_pb2.UpdateProgress) -> str:
     return progress.message or (enum_word(manager_pb2.Stage, progress.stage) if progress.stage else "waiting")
 
 
-Shown = _Lines | _Bars
+ProgressDisplay = _Lines | _Bars
 
 
-def shown(quiet: bool) -> Shown:
+def progress_display(quiet: bool) -> ProgressDisplay:
     """What shows progress: bars on a terminal, lines elsewhere, nothing if it is to be quiet."""
     return _Bars() if not quiet and Console(stderr=True).is_terminal else _Lines(quiet)
 
 
-def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
+def refusal_exit(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
     """Says why there is no report; to be raised."""
     if json_output:
         typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
@@ -98,15 +98,15 @@ def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Ex
     return typer.Exit(error.exit_status)
 
 
-def interrupted(command: str) -> typer.Exit:
+def interrupt_exit(command: str) -> typer.Exit:
     """Somebody pressed Ctrl-C; to be raised."""
     typer.echo(f"ckpt-engine {command}: interrupted; what the replicas do is in `ckpt-engine status`", err=True)
     return typer.Exit(130)
 
 
-def told(report: UpdateReport, json_output: bool, verbose: bool) -> typer.Exit:
+def report_exit(report: UpdateReport, json_output: bool, verbose: bool) -> typer.Exit:
     """Prints the report, in two lines or all of it (verbose); to be raised. Its status is 0 only if all is well and
     verified, or all that was asked for was that relays hold the version, or what an update would do."""
-    said = json.dumps(report.to_dict()) if json_output else printable(report.details if verbose else str(report))
-    typer.echo(said)
+    text = json.dumps(report.to_dict()) if json_output else printable(report.details if verbose else str(report))
+    typer.echo(text)
     return typer.Exit(0 if report.held or (report.ok and (report.verified or report.dry_run)) else 1)

@@ -11,7 +11,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager
 from ckpt_engine.commands.options import configured_deadlines
-from ckpt_engine.commands.progress import refused
+from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.extras import require
@@ -36,12 +36,12 @@ def pull(
         require("trainer", "torch", "numpy", what="this command")
         from ckpt_engine.reading import pulling  # takes seconds, for which no mistake above should wait
 
-        told = _Told(quiet=json_output)
+        progress = _ProgressLines(quiet=json_output)
         name, number = pulling.pull(
-            manager, directory, lineage, version, on_progress=told, deadlines=configured_deadlines(None)
+            manager, directory, lineage, version, on_progress=progress, deadlines=configured_deadlines(None)
         )
     except CkptEngineError as error:
-        raise refused("pull", error, json_output) from error
+        raise refusal_exit("pull", error, json_output) from error
     except KeyboardInterrupt:
         typer.echo(f"ckpt-engine pull: interrupted; {directory} is as it was", err=True)
         raise typer.Exit(130) from None
@@ -51,7 +51,7 @@ def pull(
         typer.echo(f"version {number} of lineage {name!r} is in {directory}, verified")
 
 
-class _Told:
+class _ProgressLines:
     """A line for each tenth that is written."""
 
     def __init__(self, quiet: bool) -> None:

@@ -60,8 +60,8 @@ def hold(
     sleeps and wakes. It stays held when its agent or the manager is restarted.
     """
     answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
-    held = OperatorHold(answer.since, answer.reason)
-    typer.echo(f"replica {name}: {held.told(name)}")
+    operator_hold = OperatorHold(answer.since, answer.reason)
+    typer.echo(f"replica {name}: {operator_hold.told(name)}")
 
 
 def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
@@ -81,7 +81,7 @@ def _wait_for(name: str, manager: str, seconds: float | None) -> None:
     if seconds is None:
         return
 
-    async def held(client: AsyncClient) -> str:
+    async def await_version(client: AsyncClient) -> str:
         end = time.monotonic() + seconds
         while True:
             found = next((each for each in await client.replicas() if each.name == name), None)
@@ -95,7 +95,7 @@ def _wait_for(name: str, manager: str, seconds: float | None) -> None:
                 raise deadline(f"it does not hold what it is to serve after {seconds:g} s: {why}", replica=name)
             await asyncio.sleep(POLL_SECONDS)
 
-    typer.echo(f"replica {name}: {ask_manager(manager, held, f'{name}, up to {seconds:g} s')}")
+    typer.echo(f"replica {name}: {ask_manager(manager, await_version, f'{name}, up to {seconds:g} s')}")
 
 
 def evict(
@@ -151,10 +151,10 @@ def wake(
 
 def _show_results(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:
     """One line a replica; exits with 1 if there is a problem among them."""
-    failed = False
+    any_problem = False
     for result in results:
         wrong = result.HasField("problem")
-        failed = failed or wrong
+        any_problem = any_problem or wrong
         typer.echo(f"replica {result.replica}: {result.problem.message if wrong else done}", err=wrong)
-    if failed:
+    if any_problem:
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
 from ckpt_engine.commands.options import Timeout
-from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.options import RollbackOptions
 
@@ -43,16 +43,16 @@ def rollback(
     """
     wishes = {"pause_mode": pause_mode, "timeout": timeout, "pool": pool, "replicas": tuple(replica or ())}
     try:
-        with shown(quiet=json_output) as show:
+        with progress_display(quiet=json_output) as display:
             with Client(manager) as client:
                 report = client.rollback(
                     version,
                     lineage=lineage,
-                    on_progress=show.progress,
+                    on_progress=display.progress,
                     **cast(RollbackOptions, wishes),
                 )
     except CkptEngineError as error:
-        raise refused("rollback", error, json_output) from error
+        raise refusal_exit("rollback", error, json_output) from error
     except KeyboardInterrupt:
-        raise interrupted("rollback") from None
-    raise told(report, json_output, verbose)
+        raise interrupt_exit("rollback") from None
+    raise report_exit(report, json_output, verbose)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import AsyncClient
-from ckpt_engine.commands.asking import Manager, failed, refusal_of
+from ckpt_engine.commands.asking import Manager, failure_exit, refusal_of
 from ckpt_engine.commands.lineage import table as lineage_table
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
@@ -50,7 +50,7 @@ def status(
     try:
         asyncio.run(_show(manager, watch, json_output))
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(0 if watch else 130) from None
 
@@ -72,15 +72,15 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
 async def _watch(client: AsyncClient, first: RenderableType) -> None:
     """Shows what is new, for ever: in place on a terminal; elsewhere, one below the other, whenever it has changed."""
     console = _console()
-    shown = ""
+    last_text = ""
     with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         tables = first
         while True:
             if live is not None:
                 live.update(tables, refresh=True)
-            elif (text := _plain(tables)) != shown:
+            elif (text := _plain(tables)) != last_text:
                 console.print(time.strftime("%H:%M:%S"), text, sep="\n", markup=False, highlight=False)
-                shown = text
+                last_text = text
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 tables = as_tables(client.address, await client.status(), console.width >= WIDE)
@@ -148,7 +148,7 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
-        trouble = "; ".join(said for said in (unfit, replica.closed_reason, _drift(replica)) if said)
+        trouble = "; ".join(reason for reason in (unfit, replica.closed_reason, _drift(replica)) if reason)
         if trouble and replica.HasField("hold"):
             lines.append(Text(f"{replica.name}: {trouble}; it is {_hold(replica)}", style="red"))
         elif trouble:
@@ -173,23 +173,23 @@ def _drift(replica: manager_pb2.ReplicaStatus) -> str:
     """What it is to serve and does not hold, and why, unless other words say so; empty: it does."""
     if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit") or replica.HasField("hold"):
         return ""
-    said = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
+    target = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
     after = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
-    return f"{said}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
+    return f"{target}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
 
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:
     """That an operator holds it, and what waits for its release."""
-    said = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
+    hold = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
     waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
-    return said + (waits if replica.HasField("drift") else "")
+    return hold + (waits if replica.HasField("drift") else "")
 
 
 def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:
     """The start of each one's UUID, and its name once: "GPU-3fa91c02 (NVIDIA H200)"."""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus if gpu.name))
-    said = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
-    return f"{said} ({names})" if names else said
+    uuids = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
+    return f"{uuids} ({names})" if names else uuids
 
 
 def _trainers(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
@@ -244,8 +244,8 @@ def _last_filling(holder: manager_pb2.HolderStatus) -> str:
     last = holder.last_filled
     if last.HasField("problem"):
         return f"version {last.identity.version}: {last.problem.message}"
-    brought = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in last.brought)
-    return f"version {last.identity.version}: {brought or 'nothing'} in {last.fill_seconds:.3f} s"
+    amounts = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in last.brought)
+    return f"version {last.identity.version}: {amounts or 'nothing'} in {last.fill_seconds:.3f} s"
 
 
 def _replicas(replicas: Sequence[manager_pb2.ReplicaStatus], wide: bool) -> Table:

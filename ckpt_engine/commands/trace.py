@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.commands.asking import Manager, failure_exit
 from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, seconds_to_wait
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.prediction import Rates, measured
@@ -20,7 +20,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import human_bytes
 from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
-from ckpt_engine.timeline.predicted import Compared, drawn
+from ckpt_engine.timeline.predicted import StageComparison, draw_with_prediction
 from ckpt_engine.timeline.tracks import Timeline
 from ckpt_engine.v1 import manager_pb2
 
@@ -60,15 +60,15 @@ def trace(
     if (version is None) == (epoch is None):
         raise typer.BadParameter("name the update by its version, or by its epoch with --epoch: one of the two")
     limit = seconds_to_wait(wait, timeout, configured_deadlines(None).update)
-    known = _rates(rates)
+    link_rates = _rates(rates)
     _check(output, force)
     try:
         report, places = asyncio.run(report_of(manager, version, lineage, limit, epoch))
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    timeline, stages = drawn(report, known, places)
+    timeline, stages = draw_with_prediction(report, link_rates, places)
     _write(output, trace_text(timeline), force)
     typer.echo("\n".join(_summary(report, timeline, stages, output)), err=output == STDOUT)
 
@@ -80,27 +80,27 @@ def _rates(path: Path | None) -> Rates:
     try:
         return Rates.of(load_json(path.read_text()), measured())
     except (OSError, UnicodeDecodeError) as error:
-        said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     except ValueError as error:
-        said = f"{path} is not JSON: {error}"
+        problem = f"{path} is not JSON: {error}"
     except CkptEngineError as error:
-        said = f"{path}: {error.problem.message}"
-    raise typer.BadParameter(said, param_hint="--rates")
+        problem = f"{path}: {error.problem.message}"
+    raise typer.BadParameter(problem, param_hint="--rates")
 
 
 def _check(output: str, force: bool) -> None:
     """Before the manager is asked. Raises typer.BadParameter for what cannot be written."""
-    path, said = Path(output), ""
+    path, problem = Path(output), ""
     if output == STDOUT:
         return
     if path.is_dir():
-        said = f"{path} is a directory: name a file in it"
+        problem = f"{path} is a directory: name a file in it"
     elif path.exists() and not force:
-        said = f"{path} is there already: --force overwrites it"
+        problem = f"{path} is there already: --force overwrites it"
     elif not path.parent.is_dir():
-        said = f"there is no directory {path.parent}"
-    if said:
-        raise typer.BadParameter(said, param_hint="--output")
+        problem = f"there is no directory {path.parent}"
+    if problem:
+        raise typer.BadParameter(problem, param_hint="--output")
 
 
 def _write(output: str, text: str, force: bool) -> None:
@@ -125,7 +125,7 @@ def _write(output: str, text: str, force: bool) -> None:
 
 
 def _summary(
-    report: manager_pb2.UpdateReport, timeline: Timeline, stages: Sequence[Compared], output: str
+    report: manager_pb2.UpdateReport, timeline: Timeline, stages: Sequence[StageComparison], output: str
 ) -> list[str]:
     """What was written, how wrong its times are, and how the stages compare."""
     identity, edges = report.identity, len(timeline.arrows)
@@ -149,8 +149,8 @@ def _summary(
     lines.append(f"{'stage':<10}{'took':>10}{'predicted':>11}  because")
     for each in stages:
         took = "-" if each.fact is None else f"{each.fact * 1e3:.1f} ms"
-        said, because = "-", "nothing that was measured predicts it"
+        predicted, because = "-", "nothing that was measured predicts it"
         if each.expected is not None:
-            said, because = f"{each.expected.seconds * 1e3:.1f} ms", each.expected.because or "as was measured"
-        lines.append(f"{each.stage:<10}{took:>10}{said:>11}  {because}")
+            predicted, because = f"{each.expected.seconds * 1e3:.1f} ms", each.expected.because or "as was measured"
+        lines.append(f"{each.stage:<10}{took:>10}{predicted:>11}  {because}")
     return lines

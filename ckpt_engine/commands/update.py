@@ -13,7 +13,7 @@ from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Policy, Until
 from ckpt_engine.commands.options import Timeout, configured_deadlines
-from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
@@ -107,7 +107,7 @@ def update(
             "dry_run": dry_run,
         }
         options = cast(UpdateOptions, wishes)
-        with shown(quiet=json_output) as show:
+        with progress_display(quiet=json_output) as display:
             if checkpoint is not None:
                 if not checkpoint.exists():
                     raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
@@ -116,7 +116,7 @@ def update(
 
                 with Trainer(manager, 0, 1, lineage or LINEAGE, deadlines=limits) as trainer:
                     trainer.publish(checkpoint, check_finite=check_finite)
-                    report = trainer.update_weights(version, on_progress=show.progress, **options)
+                    report = trainer.update_weights(version, on_progress=display.progress, **options)
             else:
                 assert from_directory is not None
                 with Client(manager, deadlines=limits) as client:
@@ -125,11 +125,11 @@ def update(
                         version,
                         lineage=lineage or "",
                         check_finite=check_finite,
-                        on_progress=show.progress,
+                        on_progress=display.progress,
                         **options,
                     )
     except CkptEngineError as error:
-        raise refused("update", error, json_output) from error
+        raise refusal_exit("update", error, json_output) from error
     except KeyboardInterrupt:
-        raise interrupted("update") from None
-    raise told(report, json_output, verbose)
+        raise interrupt_exit("update") from None
+    raise report_exit(report, json_output, verbose)

@@ -34,11 +34,11 @@ def list_versions(
 
 def table(versions: Sequence[manager_pb2.VersionStatus]) -> Table:
     """One row a version."""
-    shown = Table("lineage", "version", "root", "held by", "in replicas", box=None)
+    rows = Table("lineage", "version", "root", "held by", "in replicas", box=None)
     for each in versions:
         held, inside = ", ".join(each.holders), ", ".join(each.replicas)
         name, root = each.identity, each.identity.root.hex()
-        shown.add_row(Text(name.lineage), str(name.version), root[:12], Text(held or "-"), Text(inside or "-"))
+        rows.add_row(Text(name.lineage), str(name.version), root[:12], Text(held or "-"), Text(inside or "-"))
     if not versions:
-        shown.add_row(Text("none", style="dim"), "", "", "", "")
-    return shown
+        rows.add_row(Text("none", style="dim"), "", "", "", "")
+    return rows

@@ -31,8 +31,8 @@ async def report_of(
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
             if epoch is not None:
-                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
-                record = await stub.GetUpdate(named, timeout=ASK_SECONDS)
+                update_request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
+                record = await stub.GetUpdate(update_request, timeout=ASK_SECONDS)
                 if record.HasField("report"):
                     return record.report, Whereabouts.of(status)
                 # It runs, or the manager ended in the middle, which WaitForUpdate tells apart.
@@ -49,7 +49,7 @@ async def report_of(
             try:
                 found.append(await stub.WaitForUpdate(request, timeout=seconds + ASK_SECONDS))
             except grpc.RpcError as error:
-                unknown.append(_unknown(error, wait, manager))
+                unknown.append(_reason_unknown(error, wait, manager))
     if not found:
         among = "" if lineage else "; a lineage that is forgotten is named with --lineage"
         raise not_found(f"{'; '.join(unknown)}{among}")
@@ -63,9 +63,9 @@ async def report_of(
     return found[0], Whereabouts.of(status)
 
 
-def _unknown(failed: grpc.RpcError, wait: float | None, manager: str) -> str:
+def _reason_unknown(rpc_error: grpc.RpcError, wait: float | None, manager: str) -> str:
     """Why there is no such update; raises what is another reason for having no report."""
-    error = error_of(failed, manager)
+    error = error_of(rpc_error, manager)
     if error.problem.code == weights_pb2.Problem.NOT_FOUND:
         return error.problem.message
     if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:

@@ -29,7 +29,7 @@ class Window(NamedTuple):
         return (self.begin + self.end) / 2
 
 
-class Aligned(NamedTuple):
+class Alignment(NamedTuple):
     """How a member's clock maps onto the time of an update.
 
     offset: to take away from the member's seconds. error: by how much that may be wrong, seconds. by: what it is
@@ -49,7 +49,7 @@ class Aligned(NamedTuple):
         return Window(self.at(span.begin), self.at(span.begin + span.seconds))
 
 
-def aligned(span: manager_pb2.Span, within: Window, began: float) -> Aligned:
+def align(span: manager_pb2.Span, within: Window, began: float) -> Alignment:
     """Aligns one member's clock. within: from its command to its answer, by the manager. began: the update, by the
     manager's own clock."""
     least, most = span.begin + span.seconds - within.end, span.begin - within.begin
@@ -62,11 +62,11 @@ def aligned(span: manager_pb2.Span, within: Window, began: float) -> Aligned:
     return _between(low, high, MEASURED) if low <= high else _between(least, most, CONTRADICTED)
 
 
-def guessed(seconds: float, within: Window) -> tuple[manager_pb2.Span, Aligned]:
+def guess(seconds: float, within: Window) -> tuple[manager_pb2.Span, Alignment]:
     """A span for a member that tells how long it took and not when: in the middle of that window."""
     span = manager_pb2.Span(begin=0.0, seconds=seconds)
-    return span, aligned(span, within, 0.0)._replace(by=GUESSED)
+    return span, align(span, within, 0.0)._replace(by=GUESSED)
 
 
-def _between(low: float, high: float, by: str) -> Aligned:
-    return Aligned((low + high) / 2, (high - low) / 2, by)
+def _between(low: float, high: float, by: str) -> Alignment:
+    return Alignment((low + high) / 2, (high - low) / 2, by)

@@ -28,9 +28,15 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     for number, arrow in enumerate(timeline.arrows, start=1):
         same = {"name": "bytes", "cat": "edge", "id": number}
         events.append(
-            {"ph": "s", **same, **numbers.of(arrow.source), "ts": _micros(arrow.left - zero), "args": dict(arrow.args)}
+            {
+                "ph": "s",
+                **same,
+                **numbers.of(arrow.source),
+                "ts": _micros(arrow.departure - zero),
+                "args": dict(arrow.args),
+            }
         )
-        events.append({"ph": "f", "bp": "e", **same, **numbers.of(arrow.target), "ts": _micros(arrow.arrived - zero)})
+        events.append({"ph": "f", "bp": "e", **same, **numbers.of(arrow.target), "ts": _micros(arrow.arrival - zero)})
     about = timeline.about | ({"not_believed": timeline.odd} if timeline.odd else {})
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": about}
 

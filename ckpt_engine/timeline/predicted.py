@@ -9,13 +9,13 @@ from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Expected, Memory, Pr
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, is_of_gpus, lending, passing_transport
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.timeline.drawing import draw
-from ckpt_engine.timeline.told import believable
+from ckpt_engine.timeline.plausible import believable
 from ckpt_engine.timeline.tracks import Timeline, TrackSlice
 from ckpt_engine.v1 import manager_pb2
 
 PROCESS = "prediction"
 
-_SHOWN = {
+_SLICE_NAMES = {
     "plan": ("preparing", "planning"),
     SEAL: ("copy", "digest"),
     FILL: ("read and digest",),
@@ -42,7 +42,7 @@ class Whereabouts:
 
 
 @dataclass(frozen=True)
-class Compared:
+class StageComparison:
     """One stage. expected: None: nothing is known that would predict it. fact: None: it did not happen, or nobody
     told."""
 
@@ -51,14 +51,16 @@ class Compared:
     fact: float | None
 
 
-def drawn(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> tuple[Timeline, list[Compared]]:
+def draw_with_prediction(
+    report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts
+) -> tuple[Timeline, list[StageComparison]]:
     """An update that has ended, with what its stages should have taken beside it; and those stages."""
-    timeline, stages = draw(report), compared(report, rates, places)
+    timeline, stages = draw(report), compare_stages(report, rates, places)
     add_prediction(timeline, stages)
     return timeline, stages
 
 
-def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[Compared]:
+def compare_stages(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[StageComparison]:
     """Stages of which something is known, in their order. Facts are of the slowest source, relay, replica or worker."""
     report, _ = believable(report)
     model = _model_bytes(report)
@@ -71,28 +73,28 @@ def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts
         verified=_verified(report, places),
     )
     facts = _facts(report)
-    found = [Compared(stage, expected.get(stage), facts.get(stage)) for stage in STAGES]
+    found = [StageComparison(stage, expected.get(stage), facts.get(stage)) for stage in STAGES]
     return [each for each in found if each.expected is not None or each.fact is not None]
 
 
-def add_prediction(timeline: Timeline, stages: Sequence[Compared]) -> None:
+def add_prediction(timeline: Timeline, stages: Sequence[StageComparison]) -> None:
     """Two threads for each stage that is predicted: what it took, and what it should have, both from when it began."""
     ends = [each.end for each in _wholes(timeline)]
     for each in stages:
         if each.expected is None:
             continue
-        begin = _began(timeline, each.stage)
+        begin = _begin_of(timeline, each.stage)
         begin = max(ends, default=0.0) if begin is None else begin
-        fact, said = each.fact or 0.0, each.expected.seconds
+        fact, seconds = each.fact or 0.0, each.expected.seconds
         timeline.track(PROCESS, f"{each.stage}: took").slice(each.stage, begin, begin + fact, {"seconds": fact})
-        shown = {"seconds": said, "because": each.expected.because}
-        timeline.track(PROCESS, f"{each.stage}: predicted").slice(each.stage, begin, begin + said, shown)
+        args = {"seconds": seconds, "because": each.expected.because}
+        timeline.track(PROCESS, f"{each.stage}: predicted").slice(each.stage, begin, begin + seconds, args)
 
 
-def _began(timeline: Timeline, stage: str) -> float | None:
+def _begin_of(timeline: Timeline, stage: str) -> float | None:
     """When the first one began what is compared."""
-    wanted = _SHOWN.get(stage, (stage,))
-    begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in wanted]
+    names = _SLICE_NAMES.get(stage, (stage,))
+    begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in names]
     return min(begins, default=None)
 
 
@@ -102,8 +104,8 @@ def _wholes(timeline: Timeline) -> list[TrackSlice]:
 
 def _model_bytes(report: manager_pb2.UpdateReport) -> int:
     """Bytes of what was sealed: nobody tells, but the most that one relay or replica has brought is not more."""
-    brought = [relay.filled.bytes for relay in report.relays]
-    return max([*brought, *(outcome.bytes for outcome in report.replicas)], default=0)
+    relay_bytes = [relay.filled.bytes for relay in report.relays]
+    return max([*relay_bytes, *(outcome.bytes for outcome in report.replicas)], default=0)
 
 
 def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
@@ -121,11 +123,11 @@ def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
     waves: dict[int, list[PredictedEdge]] = {}
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
-        for brought in relay.filled.brought:
-            near = lending(GPU_MEMORY if brought.source in gpus else HOST_MEMORY, None)[0].name
-            transport = passing_transport() if brought.source.startswith("relay ") else near
-            hosts = (brought.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
-            edge = PredictedEdge(brought.source, relay.relay, transport, brought.bytes, *hosts)
+        for amount in relay.filled.brought:
+            near = lending(GPU_MEMORY if amount.source in gpus else HOST_MEMORY, None)[0].name
+            transport = passing_transport() if amount.source.startswith("relay ") else near
+            hosts = (amount.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
+            edge = PredictedEdge(amount.source, relay.relay, transport, amount.bytes, *hosts)
             waves.setdefault(relay.stage, []).append(edge)
     return [waves[wave] for wave in sorted(waves)]
 

@@ -31,9 +31,9 @@ class TrackSlice:
         """Adds a part after those that it has and within the whole: what sticks out is cut off."""
         lowest = self.parts[-1].end if self.parts else self.begin
         begin = min(max(begin, lowest), self.end)
-        made = TrackSlice(name, begin, min(max(end, begin), self.end), args)
-        self.parts.append(made)
-        return made
+        new_part = TrackSlice(name, begin, min(max(end, begin), self.end), args)
+        self.parts.append(new_part)
+        return new_part
 
     def backwards(self, steps: list[tuple[str, float]], until: float | None = None) -> None:
         """Adds parts of so many seconds, the last of which ends with the whole, or then. Empty parts are left out."""
@@ -57,9 +57,9 @@ class Track:
         """Adds a slice after those that there are."""
         if self.slices:
             begin = max(begin, self.slices[-1].end)
-        made = TrackSlice(name, begin, max(begin, end), args)
-        self.slices.append(made)
-        return made
+        new_slice = TrackSlice(name, begin, max(begin, end), args)
+        self.slices.append(new_slice)
+        return new_slice
 
     def near(self, moment: float) -> float:
         """The moment nearest to that one in which something goes on here."""
@@ -72,9 +72,9 @@ class Arrow:
     """Bytes from one track to another."""
 
     source: Track
-    left: float
+    departure: float
     target: Track
-    arrived: float
+    arrival: float
     args: Args
 
 
