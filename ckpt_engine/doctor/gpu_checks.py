@@ -44,7 +44,7 @@ def gpu_rows() -> Iterator[Row]:
             other = names.get(reach.uuid, f"GPU {UUID(bytes=reach.uuid)}, which this process does not see,")
             detail = f"reads the memory of {other} {_LINKS.get(reach.link, 'in a way that is not known')}"
             yield f"{names[uuid]} to another", reach.link != GpuReach.NONE, detail
-    yield from _unseen(frozenset(gpus))
+    yield from _invisible_rows(frozenset(gpus))
 
 
 def torch_ordinal(uuid: bytes) -> int | None:
@@ -54,14 +54,14 @@ def torch_ordinal(uuid: bytes) -> int | None:
     return driver().device_of_uuid(uuid)
 
 
-def _unseen(seen: frozenset[bytes]) -> Iterator[Row]:
+def _invisible_rows(visible: frozenset[bytes]) -> Iterator[Row]:
     try:
         devices = nvml.devices()
     except nvml.NvmlError as error:
         yield "links", None, f"{error}; reach between GPUs is only known where one process sees both"
         return
     for device in devices:
-        if device.uuid not in seen:
+        if device.uuid not in visible:
             memory = f"{device.memory / 2**30:.0f} GiB"
             yield f"GPU {device.pci}", None, f"{device.name}, {memory}, not visible to this process"
 
@@ -100,7 +100,7 @@ def _why_not_lent(tensor: torch.Tensor, copied: bool) -> str:
         lending.close()
         return error.problem.message
     try:
-        found = offer.offered[0]
+        found = offer.places[0]
         if found is not None and found.live is not copied:
             return ""
         return "; ".join(lending.reasons) or "it has to be copied first"

@@ -22,7 +22,7 @@ PROBLEM = b"p"
 HEAD = struct.Struct("<cI")
 
 
-def framed(kind: bytes, body: bytes) -> bytes:
+def encode_frame(kind: bytes, body: bytes) -> bytes:
     """One frame."""
     return HEAD.pack(kind, len(body)) + body
 

@@ -18,7 +18,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, error, not_found, precondition
 from ckpt_engine.extras import require
 from ckpt_engine.options import Progress, options_message, options_of
-from ckpt_engine.publishing.roots import check_file, inside, resolved
+from ckpt_engine.publishing.roots import check_file, inside, resolve
 from ckpt_engine.source.safetensors import read_directory
 from ckpt_engine.v1 import manager_pb2
 
@@ -45,20 +45,22 @@ class Publisher:
         self._trainer: Trainer | None = None
         self._last: tuple[bytes, Files, manager_pb2.UpdateReport] | None = None
 
-    def update(self, request: manager_pb2.UpdateFromDirectoryRequest, told: Progress) -> manager_pb2.UpdateReport:
+    def update(
+        self, request: manager_pb2.UpdateFromDirectoryRequest, on_progress: Progress
+    ) -> manager_pb2.UpdateReport:
         """Brings replicas to a directory; asked again for unchanged files that they serve, says so once more.
 
         Raises CkptEngineError: as `roots.resolved` and `source.safetensors.read_directory`, before anybody is asked
         for anything, and as `Trainer.publish` and `Trainer.update_weights`.
         """
         try:
-            path = resolved(request.directory, self._roots)
+            path = resolve(request.directory, self._roots)
             files = self._files(path)
-        except CkptEngineError as refused:
-            problem = refused.problem
+        except CkptEngineError as refusal:
+            problem = refusal.problem
             raise error(
                 problem.code, f"{problem.message} (on {socket.gethostname()}, the manager's host)", problem.tensors
-            ) from refused
+            ) from refusal
         if self._repeats(request, files):
             assert self._last is not None
             log.info("asked again for %s, which is served already as version %s", path, self._last[2].identity.version)
@@ -66,12 +68,12 @@ class Publisher:
         require("trainer", "torch", "numpy", what=f"publishing {path} on the manager's host")
         self._last = self._last if request.options.dry_run else None
         try:
-            report = self._bring(request, path, files, told)
+            report = self._bring(request, path, files, on_progress)
         except BaseException:
             self.close()
             raise
         if report.ok and not report.dry_run:
-            self._last = _asked(request), files, report
+            self._last = _request_key(request), files, report
         return report
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class Publisher:
             trainer.close()
 
     def _bring(
-        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, told: Progress
+        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, on_progress: Progress
     ) -> manager_pb2.UpdateReport:
         from ckpt_engine.trainer import Trainer  # takes seconds, for which no refusal above should wait
 
@@ -90,11 +92,11 @@ class Publisher:
             trainer = self._trainer = Trainer(self._address, 0, 1, self._lineage, deadlines=self._deadlines)
         trainer.publish(path, check_finite=request.check_finite)
         # It opened them by their names once more.
-        if resolved(request.directory, self._roots) != path or self._files(path) != files:
+        if resolve(request.directory, self._roots) != path or self._files(path) != files:
             raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
         return trainer.update_weights(
             request.version if request.HasField("version") else None,
-            on_progress=told,
+            on_progress=on_progress,
             **options_of(request.options),
         ).message
 
@@ -105,8 +107,8 @@ class Publisher:
             real = inside(header.path, self._roots)
             try:
                 of = os.stat(real)
-            except OSError as gone:
-                raise not_found(f"cannot look at {header.path}: {gone.strerror}") from gone
+            except OSError as os_error:
+                raise not_found(f"cannot look at {header.path}: {os_error.strerror}") from os_error
             files.append((str(real), of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns))
         return tuple(files)
 
@@ -114,15 +116,15 @@ class Publisher:
         """Whether it asks for what was done last, and nothing else was brought to a replica that took it."""
         if self._last is None:
             return False
-        asked, before, report = self._last
+        last_request, last_files, report = self._last
         same_version = not request.HasField("version") or request.version == report.identity.version
-        if not same_version or _asked(request) != asked or before != files:
+        if not same_version or _request_key(request) != last_request or last_files != files:
             return False
         # A heartbeat from before the end of the last update may still say that a replica is closed.
         end = time.monotonic() + STALE_HEARTBEATS * self._deadlines.heartbeat
-        while not (still := still_served(report, self._status())) and time.monotonic() < end:
+        while not (serving := still_served(report, self._status())) and time.monotonic() < end:
             time.sleep(self._deadlines.heartbeat / 4)
-        return still
+        return serving
 
     def _status(self) -> manager_pb2.GetStatusResponse:
         with Client(self._address, deadlines=self._deadlines) as client:
@@ -147,7 +149,7 @@ def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatus
     return took.keys() <= have
 
 
-def _asked(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
+def _request_key(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
     """All that two calls of one update have in common. Files tell the directory, by whatever name it was called; the
     version is compared with the one that the update got."""
     same = manager_pb2.UpdateFromDirectoryRequest()

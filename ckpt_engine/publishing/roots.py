@@ -25,7 +25,7 @@ def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
     return found
 
 
-def resolved(directory: str, roots: Sequence[Path]) -> Path:
+def resolve(directory: str, roots: Sequence[Path]) -> Path:
     """Where a directory, or one file, really lies. Reads nothing outside the roots.
 
     Raises INVALID_ARGUMENT for what is no absolute path, PERMISSION_DENIED for what lies, or has weights that lie,

@@ -48,7 +48,7 @@ class DeviceOffer:
 
         Nothing is held if it raises. Raises UNAVAILABLE if a transport cannot even begin.
         """
-        self.offered: list[OfferedTensor | None] = [None] * len(tensors)
+        self.places: list[OfferedTensor | None] = [None] * len(tensors)
         self._lending = lending
         self._devices: set[int] = set()
         self._arenas: list[CudaArena] = []
@@ -63,10 +63,10 @@ class DeviceOffer:
         except BaseException:
             self.close()
             raise
-        live = any(each.live for each in self.offered if each is not None)
+        live = any(each.live for each in self.places if each is not None)
         for index, tensor in enumerate(tensors):
             if not tensor.numel() and self._next > self._first:
-                self.offered[index] = OfferedTensor(self._first, 0, tensor.detach(), live and not copied[index])
+                self.places[index] = OfferedTensor(self._first, 0, tensor.detach(), live and not copied[index])
 
     def synchronize(self) -> None:
         """Waits until the GPUs have done what was asked of them: what they compute may be written by another stream."""
@@ -75,7 +75,7 @@ class DeviceOffer:
 
     def close(self) -> None:
         """Frees what it holds. What is lent of it was taken back before. May be repeated."""
-        self.offered = []
+        self.places = []
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.close()
@@ -104,7 +104,7 @@ class DeviceOffer:
                 staged.append(index)
                 continue
             offset = tensors[index].data_ptr() - runs[found].pointer
-            self.offered[index] = OfferedTensor(region, offset, tensors[index].detach(), live=True)
+            self.places[index] = OfferedTensor(region, offset, tensors[index].detach(), live=True)
         self._stage(device, sorted(staged), tensors, served)
 
     def _stage(
@@ -122,8 +122,8 @@ class DeviceOffer:
             with driver().on(device):
                 region = self._share(device, AllocationRun(LEGACY, (driver().allocation(arena.pointer),)))
         except (CudaDriverError, CkptEngineError) as error:
-            said = error.problem.message if isinstance(error, CkptEngineError) else str(error)
-            self._lending.reasons.append(said)
+            reason = error.problem.message if isinstance(error, CkptEngineError) else str(error)
+            self._lending.reasons.append(reason)
             return
         if region is None:
             arena.close()
@@ -131,7 +131,7 @@ class DeviceOffer:
         self._arenas.append(arena)
         for index, offset in zip(indices, offsets, strict=True):
             memory = arena.tensor(offset, tensors[index].shape, served[index])
-            self.offered[index] = OfferedTensor(region, offset, memory, live=False)
+            self.places[index] = OfferedTensor(region, offset, memory, live=False)
 
     def _share(self, device: int, run: AllocationRun) -> int | None:
         """The region of a run; None if no transport takes such memory."""

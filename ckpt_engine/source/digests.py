@@ -53,22 +53,29 @@ def changed_since(
 
     digests: of `sealed`, atom by atom.
     """
-    asked = [index for index, atom in enumerate(atoms.atoms) if live[atom.shard] is not None]
-    some = Atoms(table_digest=atoms.table_digest, atoms=[atoms.atoms[index] for index in asked])
-    here = [copy if there is None else plain_values(there) for there, copy in zip(live, sealed, strict=True)]
-    found = digest_anywhere(_boxes(table, here, some), served=[sealed[atom.shard].dtype for atom in some.atoms])
+    indices = [index for index, atom in enumerate(atoms.atoms) if live[atom.shard] is not None]
+    chosen_atoms = Atoms(table_digest=atoms.table_digest, atoms=[atoms.atoms[index] for index in indices])
+    values = [
+        copy if live_tensor is None else plain_values(live_tensor)
+        for live_tensor, copy in zip(live, sealed, strict=True)
+    ]
+    live_digests = digest_anywhere(
+        _boxes(table, values, chosen_atoms), served=[sealed[atom.shard].dtype for atom in chosen_atoms.atoms]
+    )
     suspects = {
-        atoms.atoms[index].shard for index, digest in zip(asked, found, strict=True) if digest != digests[index]
+        atoms.atoms[index].shard
+        for index, digest in zip(indices, live_digests, strict=True)
+        if digest != digests[index]
     }
     # Two casts of one NaN may differ, by device and by where they lie; of equal copies none was changed.
-    changed = {table.shards[shard].tensor for shard in suspects if not _copies_to(here[shard], sealed[shard])}
+    changed = {table.shards[shard].tensor for shard in suspects if not _copies_to(values[shard], sealed[shard])}
     return [table.tensors[tensor].name for tensor in sorted(changed)]
 
 
 def _copies_to(live: torch.Tensor, sealed: torch.Tensor) -> bool:
-    again = torch.empty_like(sealed)
-    TensorCopy([(again, live)]).run()
-    return torch.equal(again.reshape(-1).view(torch.uint8), sealed.reshape(-1).view(torch.uint8))
+    copy = torch.empty_like(sealed)
+    TensorCopy([(copy, live)]).run()
+    return torch.equal(copy.reshape(-1).view(torch.uint8), sealed.reshape(-1).view(torch.uint8))
 
 
 def _boxes(

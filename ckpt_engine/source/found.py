@@ -47,21 +47,21 @@ def signature_of(module: nn.Module) -> Signature | None:
     if lists.named_parameters is not nn.Module.named_parameters or lists.named_modules is not nn.Module.named_modules:
         return None
     found: list[object] = []
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
+    visited_ids: set[int] = set()
+    stack = [module]
+    while stack:
+        part = stack.pop()
+        if id(part) in visited_ids:
             continue
-        seen.add(id(part))
+        visited_ids.add(id(part))
         if not _is_plain(cast(Any, type(part))):
             return None
-        passing = part._non_persistent_buffers_set
+        non_persistent = part._non_persistent_buffers_set
         found += (id(part), *part._modules.keys())
-        waiting += [child for child in part._modules.values() if child is not None]
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None or name in passing:
+        stack += [child for child in part._modules.values() if child is not None]
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or name in non_persistent:
                     continue
                 if type(tensor) not in _PLAIN:
                     return None

@@ -143,7 +143,9 @@ class MemorySource:
         copy once that is digested; empty: nothing is to be."""
         live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
         TensorCopy(
-            (sealed, plain_values(there)) for sealed, there in zip(self._sealed, live, strict=True) if there is not None
+            (sealed, plain_values(live_tensor))
+            for sealed, live_tensor in zip(self._sealed, live, strict=True)
+            if live_tensor is not None
         ).run()
         return live if any(self._copied) else []
 
@@ -221,27 +223,27 @@ class MemorySource:
             1,
             self._lending,
         )
-        for index, offered in zip(indices, self._device.offered, strict=True):
-            if offered is None or not offered.live:
-                self._check_wish(index, on_device=offered is not None)
-            if (offered is None or not offered.live) and not self._why[index]:
+        for index, place in zip(indices, self._device.places, strict=True):
+            if place is None or not place.live:
+                self._check_wish(index, on_device=place is not None)
+            if (place is None or not place.live) and not self._why[index]:
                 self._why[index] = f"cannot be offered where it lies: {self._unshared()}"
             self._copied[index] = bool(self._why[index])
-            if offered is None:
+            if place is None:
                 continue
             self._on_gpu[index] = True
-            self._regions[index] = offered.region
-            self._offsets[index] = offered.offset
-            self._sealed[index] = offered.memory
+            self._regions[index] = place.region
+            self._offsets[index] = place.offset
+            self._sealed[index] = place.memory
 
     def _check_wish(self, index: int, on_device: bool) -> None:
         """A GPU tensor has to be copied, on its GPU or to shared memory: raises if the caller forbade that."""
         box, wish = self._published[index], self._wish
-        asked = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
+        option = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
         stuck = not on_device and not self._lending.takes(HOST_MEMORY)
         if box.tensor.numel() and (wish.snapshot is False or stuck):
             raise invalid(
-                f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {asked}", [box.name]
+                f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {option}", [box.name]
             )
 
     def _unshared(self) -> str:
@@ -284,17 +286,17 @@ class MemorySource:
                 region=self._regions[index],
                 offset=self._offsets[index],
                 stride=self._sealed[index].stride(),
-                stored_dtype="" if self._sealed[index].dtype == kept else dtype_name(self._sealed[index].dtype),
+                stored_dtype="" if self._sealed[index].dtype == dtype else dtype_name(self._sealed[index].dtype),
             )
-            for index, (box, kept) in enumerate(zip(self._published, self._served, strict=True))
+            for index, (box, dtype) in enumerate(zip(self._published, self._served, strict=True))
         ]
         return SourceTable(
             host=host,
             id=rank_id(self._rank),
             rank=self._rank,
             tensors=[
-                TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
-                for box, kept in zip(self._published, self._served, strict=True)
+                TensorSpec(name=box.name, dtype=dtype_name(dtype), shape=box.shape)
+                for box, dtype in zip(self._published, self._served, strict=True)
             ],
             regions=self._lending.regions,
             shards=shards,
@@ -335,18 +337,22 @@ class MemorySource:
                 ranks=[self._rank],
             )
         boxes = [found[box.name] for box in self._published]
-        moved: list[str] = []
-        for index, (now, then) in enumerate(zip(boxes, self._published, strict=True)):
-            same = now.shape == then.shape and now.start == then.start and now.tensor.dtype == self._dtypes[index]
-            same = same and (self._copied[index] or elements_of(now.tensor) == self._elements[index])
-            if not same or now.tensor.shape != self._sealed[index].shape:
-                moved.append(now.name)
-        if moved:
+        changed: list[str] = []
+        for index, (box, published_box) in enumerate(zip(boxes, self._published, strict=True)):
+            same = (
+                box.shape == published_box.shape
+                and box.start == published_box.start
+                and box.tensor.dtype == self._dtypes[index]
+            )
+            same = same and (self._copied[index] or elements_of(box.tensor) == self._elements[index])
+            if not same or box.tensor.shape != self._sealed[index].shape:
+                changed.append(box.name)
+        if changed:
             raise precondition(
-                f"{len(moved)} tensors have other memory, shape, strides or dtype than when they were published, or "
-                f"became conjugated or negated lazily (something assigned to them, or to their .data): {some(moved)}; "
-                "publish again",
-                tensors=moved[:16],
+                f"{len(changed)} tensors have other memory, shape, strides or dtype than when they were published, or "
+                "became conjugated or negated lazily (something assigned to them, or to their .data): "
+                f"{some(changed)}; publish again",
+                tensors=changed[:16],
                 ranks=[self._rank],
             )
         if not self._lending.unchanged():

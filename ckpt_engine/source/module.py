@@ -55,18 +55,20 @@ def _find(module: nn.Module) -> list[HeldBox]:
                 f"{name!r} is flattened by FSDP1, which does not keep tensors apart; shard with fully_shard (FSDP2)",
                 tensors=[name],
             )
-        known = first.setdefault(_memory(tensor), name)
-        if known == name:
+        first_name = first.setdefault(_memory(tensor), name)
+        if first_name == name:
             tensors[name] = tensor
         else:
-            twins[known].append(tensor)
-    stripped = dict(zip(strip_wrappers(list(tensors)), tensors, strict=True))
-    if len(stripped) < len(tensors):
-        doubled = sorted(set(tensors) - set(stripped.values()))
-        raise invalid(f"{doubled[0]!r} has the name of another tensor once wrappers are stripped", tensors=doubled)
+            twins[first_name].append(tensor)
+    names = dict(zip(strip_wrappers(list(tensors)), tensors, strict=True))
+    if len(names) < len(tensors):
+        duplicates = sorted(set(tensors) - set(names.values()))
+        raise invalid(
+            f"{duplicates[0]!r} has the name of another tensor once wrappers are stripped", tensors=duplicates
+        )
     return [
-        replace(box, twins=tuple(twins[stripped[box.name]]))
-        for box in held((name, tensors[whole]) for name, whole in stripped.items())
+        replace(box, twins=tuple(twins[names[box.name]]))
+        for box in held((name, tensors[whole]) for name, whole in names.items())
     ]
 
 

@@ -28,26 +28,26 @@ def named_source(
 
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
-    again = tensors.items() if isinstance(tensors, Mapping) else tensors
-    if isinstance(again, Iterator):
-        again = list(again)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(pairs, Iterator):
+        pairs = list(pairs)
     return MemorySource(
-        partial(_find, again),
+        partial(_find, pairs),
         host=host,
         rank=rank,
         wish=wish,
         kind="named tensors",
-        may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, again)),
+        may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, pairs)),
     )
 
 
 def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
-    checked = [checked_pair(item) for item in pairs]
-    names = strip_wrappers([name for name, _ in checked])
-    return held(zip(names, (tensor for _, tensor in checked), strict=True))
+    tensors = [checked_pair(item) for item in pairs]
+    names = strip_wrappers([name for name, _ in tensors])
+    return held(zip(names, (tensor for _, tensor in tensors), strict=True))
 
 
-def _instead(value: object) -> str:
+def _remedy(value: object) -> str:
     """What to publish where a value is no tensor."""
     if isinstance(value, Mapping):
         return "publish what it holds by itself, as a model's part of a checkpoint"
@@ -57,11 +57,11 @@ def _instead(value: object) -> str:
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
     """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
     if not (isinstance(item, tuple) and len(item) == 2):
-        named = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
-        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{named}")
+        hint = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
+        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{hint}")
     name, tensor = item
     if isinstance(name, str) and not isinstance(tensor, torch.Tensor):
-        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: {_instead(tensor)}", tensors=[name])
+        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: {_remedy(tensor)}", tensors=[name])
     if not isinstance(name, str):
         raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
     return name, tensor

@@ -43,7 +43,7 @@ def open_source(
     advertise: str = "",
     transport: str | None = None,
     move: bool = False,
-    kept: Kept | None = None,
+    kept_dtypes: Kept | None = None,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
@@ -83,8 +83,8 @@ def open_source(
     source/renewed.py.
 
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
-    served dtype of floating-point tensors; `kept`, if that is None, has narrower ones that models keep (core/kept.py).
-    Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied at each seal.
+    served dtype of floating-point tensors; if it is None, `kept_dtypes` has narrower ones that models keep
+    (core/kept.py). Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied at each seal.
     `snapshot=False` refuses what cannot do without a copy. `advertise` is the address at which other hosts reach this
     one.
 
@@ -96,7 +96,7 @@ def open_source(
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept or {})
+    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept_dtypes or {})
     if move and snapshot is True:
         raise invalid(
             "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "

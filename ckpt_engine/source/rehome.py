@@ -6,7 +6,7 @@ is known to use it: what keeps a flat buffer, a `.data`, a numpy view or another
 would go on writing there, and readers would never see it.
 
 Counts prove too little: code that keeps a bare address (`data_ptr()`) from one step to the next shows in none. So
-nothing moves unless its owner asks for it, and what was moved out of is kept and compared (`host_memory.Left`).
+nothing moves unless its owner asks for it, and what was moved out of is kept and compared (`host_memory.FormerMemory`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def move(tensors: Sequence[torch.Tensor], home: torch.Tensor) -> None:
     """Makes tensors of one storage use the storage of `home` instead, which holds the same bytes."""
     storage = home.untyped_storage()
     for tensor in tensors:
-        there = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

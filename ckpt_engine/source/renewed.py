@@ -68,18 +68,22 @@ class RenewedSource(MemorySource):
             for raw, tensor in pairs:
                 name = self._names.get(raw)
                 if name is None:
-                    raise self._other(f"{raw!r} was not among what was yielded when it was published", raw)
+                    raise self._walk_differs(f"{raw!r} was not among what was yielded when it was published", raw)
                 for box in held([(name, tensor)]):
-                    then = boxes[places[name]] if name in places else None
-                    if then is None or _said(box) != _said(then):
-                        raise self._other(f"{raw!r} is {_said(box)} now, and was {_said(then)}", raw)
+                    first_box = boxes[places[name]] if name in places else None
+                    if first_box is None or _describe(box) != _describe(first_box):
+                        raise self._walk_differs(
+                            f"{raw!r} is {_describe(box)} now, and was {_describe(first_box)}", raw
+                        )
                     if name not in missing:
-                        raise self._other(f"{raw!r} was yielded twice", raw)
+                        raise self._walk_differs(f"{raw!r} was yielded twice", raw)
                     TensorCopy([(self._sealed[places[name]], plain_values(box.tensor))]).run()
                     missing.discard(name)
         if missing:
             names = sorted(missing)
-            raise self._other(f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16])
+            raise self._walk_differs(
+                f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16]
+            )
         return []
 
     def _learn(self) -> list[HeldBox]:
@@ -102,19 +106,19 @@ class RenewedSource(MemorySource):
     def _walking(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The pairs of one walk. However it ends, a generator is closed before this returns, so that what it does in a
         `finally` (take a merged adapter out again) is done before training goes on."""
-        yielded = self._walk()
-        if not isinstance(yielded, Iterable):
-            raise invalid(f"the callable returned a {type(yielded).__name__}, not (name, tensor) pairs or a mapping")
+        pairs = self._walk()
+        if not isinstance(pairs, Iterable):
+            raise invalid(f"the callable returned a {type(pairs).__name__}, not (name, tensor) pairs or a mapping")
         try:
             with torch.no_grad():
-                yield (checked_pair(item) for item in (yielded.items() if isinstance(yielded, Mapping) else yielded))
+                yield (checked_pair(item) for item in (pairs.items() if isinstance(pairs, Mapping) else pairs))
         finally:
-            if isinstance(yielded, Generator):
-                yielded.close()
+            if isinstance(pairs, Generator):
+                pairs.close()
 
-    def _other(self, said: str, *names: str) -> Exception:
+    def _walk_differs(self, change: str, *names: str) -> Exception:
         return precondition(
-            f"{said}: each walk must yield what the first one did, else publish again",
+            f"{change}: each walk must yield what the first one did, else publish again",
             tensors=list(names),
             ranks=[self._rank],
         )
@@ -126,7 +130,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _said(box: HeldBox | None) -> str:
+def _describe(box: HeldBox | None) -> str:
     if box is None:
         return "no part of this rank's"
     part = "" if tuple(box.tensor.shape) == box.shape else f" (from {list(box.start)} of {list(box.shape)})"

@@ -120,9 +120,9 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
     except OSError as error:  # a name that is too long
         raise not_found(f"cannot read {path}: {error.strerror}") from error
     index = path / INDEX
-    placed = _index(index) if index.is_file() else {}
-    if placed:
-        files = [path / name for name in sorted(set(placed.values()))]
+    file_of = _index(index) if index.is_file() else {}
+    if file_of:
+        files = [path / name for name in sorted(set(file_of.values()))]
     elif (path / SINGLE).is_file():
         files = [path / SINGLE]
     else:
@@ -139,7 +139,7 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
             other = homes.setdefault(tensor.name, header.path.name)
             if other != header.path.name:
                 raise invalid(f"{tensor.name!r} is in both {other} and {header.path.name}", tensors=[tensor.name])
-    missing = sorted(name for name, file in placed.items() if homes.get(name) != file)
+    missing = sorted(name for name, file in file_of.items() if homes.get(name) != file)
     if missing:
         raise invalid(
             f"{index} names {len(missing)} tensors that are not in the file it says: {', '.join(missing[:4])}",
@@ -158,13 +158,13 @@ def _index(path: Path) -> dict[str, str]:
         content = _json(path.read_bytes(), path)
     except OSError as error:
         raise not_found(f"cannot read {path}: {error}") from error
-    placed = content.get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise invalid(f"{path} has no weight_map")
-    for name, file in placed.items():
+    for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or not _is_path(file):
             raise invalid(f"{path} places {name!r} in {file!r}, which is no file of this directory", tensors=[name])
-    return placed
+    return file_of
 
 
 def _is_path(name: str) -> bool:
@@ -177,7 +177,7 @@ def _is_path(name: str) -> bool:
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        content = load_json(raw.decode("utf-8"), object_pairs_hook=_once)
+        content = load_json(raw.decode("utf-8"), object_pairs_hook=_refuse_duplicates)
     except ValueError as error:
         raise invalid(f"{path} is damaged: its JSON does not parse: {error}") from error
     if not isinstance(content, dict):
@@ -185,7 +185,7 @@ def _json(raw: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a name occurs twice")

@@ -22,13 +22,13 @@ def ignored(module: nn.Module) -> list[str]:
     """One sentence a kind of what its checkpoint may hold otherwise than it is published; none for plain modules."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, part in module.named_modules():
-        called = f"{name or 'the module itself'} ({type(part).__name__})"
+        title = f"{name or 'the module itself'} ({type(part).__name__})"
         for method in _METHODS:
             if method in vars(part) or getattr(type(part), method) is not getattr(nn.Module, method):
-                found[f"{method} of their own"].append(called)
-        hooks = [hook for kept in _HOOKS for hook in getattr(part, kept, {}).values()]
+                found[f"{method} of their own"].append(title)
+        hooks = [hook for attribute in _HOOKS for hook in getattr(part, attribute, {}).values()]
         if any(not _home(hook).startswith(_LIBRARY) for hook in hooks):
-            found["hooks on state_dict"].append(called)
+            found["hooks on state_dict"].append(title)
     return [
         f"{len(names)} modules have {what}, which publishing does not call: {some(names)}; parameters and persistent "
         "buffers are served as they lie, so if replicas need what it adds or changes, publish a callable that yields it"

@@ -32,8 +32,8 @@ class PublishWish:
 
     snapshot: True: all are copied. False: none may need it. None: only those that need it.
     move: CPU memory that can be moved into shared memory is. Not with snapshot=True.
-    dtype: served dtype of floating-point tensors; None: their own, or that of `kept`.
-    kept: narrower ones that models keep, see core/kept.py.
+    dtype: served dtype of floating-point tensors; None: their own, or that of `kept_dtypes`.
+    kept_dtypes: narrower ones that models keep, see core/kept.py.
     transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
     """
 
@@ -41,7 +41,7 @@ class PublishWish:
     move: bool = False
     dtype: torch.dtype | None = None
     transport: str | None = None
-    kept: Kept = field(default_factory=dict)
+    kept_dtypes: Kept = field(default_factory=dict)
 
 
 def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtype:
@@ -50,7 +50,7 @@ def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtyp
         if dtype not in CASTABLE:
             dtype_name(dtype)
             return dtype
-        return wish.dtype or torch_dtype(narrowed(name, dtype_name(dtype), wish.kept))
+        return wish.dtype or torch_dtype(narrowed(name, dtype_name(dtype), wish.kept_dtypes))
     except UnsupportedDtypeError as error:
         raise invalid(f"{name!r} cannot be published: {error.problem.message}", tensors=[name]) from error
 
@@ -65,36 +65,36 @@ def copy_reasons(boxes: Sequence[HeldBox], served: Sequence[torch.dtype], wish: 
 
     Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
     """
-    must = [_must_copy(box, kept, wish) for box, kept in zip(boxes, served, strict=True)]
+    reasons_of = [_must_copy(box, dtype, wish) for box, dtype in zip(boxes, served, strict=True)]
     if wish.snapshot is True:
-        return [why or ASKED for why in must]
-    elsewhere = [index for index, box in enumerate(boxes) if not box.must_copy and _moves(box.tensor)]
-    fixed = [STAYS] * len(elsewhere)
+        return [why or ASKED for why in reasons_of]
+    moving = [index for index, box in enumerate(boxes) if not box.must_copy and _moves(box.tensor)]
+    reasons = [STAYS] * len(moving)
     if wish.move:
-        fixed = why_not([(boxes[index].tensor, *boxes[index].twins) for index in elsewhere])
-    for index, why in zip(elsewhere, fixed, strict=True):
-        must[index] = must[index] or why
-    for box, why in zip(boxes, must, strict=True):
+        reasons = why_not([(boxes[index].tensor, *boxes[index].twins) for index in moving])
+    for index, why in zip(moving, reasons, strict=True):
+        reasons_of[index] = reasons_of[index] or why
+    for box, why in zip(boxes, reasons_of, strict=True):
         if why and wish.snapshot is False:
             raise invalid(
                 f"{box.name!r} {why}, so it must be copied at each seal: do not pass snapshot=False", [box.name]
             )
-    return must
+    return reasons_of
 
 
 def tell_copied(
     rank: int, boxes: Sequence[HeldBox], served: Sequence[torch.dtype], reasons: Sequence[str]
 ) -> list[CopiedTensors]:
     """What is copied at each seal, for the report: one entry a reason, most bytes first."""
-    told: dict[str, CopiedTensors] = {}
-    for box, kept, why in zip(boxes, served, reasons, strict=True):
+    entries: dict[str, CopiedTensors] = {}
+    for box, dtype, why in zip(boxes, served, reasons, strict=True):
         if why and box.tensor.numel():
-            entry = told.setdefault(why, CopiedTensors(reason=why, rank=rank, ranks=1))
+            entry = entries.setdefault(why, CopiedTensors(reason=why, rank=rank, ranks=1))
             entry.tensors += 1
-            entry.bytes += box.tensor.numel() * kept.itemsize
+            entry.bytes += box.tensor.numel() * dtype.itemsize
             if len(entry.names) < NAMED_MOST:
                 entry.names.append(box.name)
-    return sorted(told.values(), key=lambda entry: (-entry.bytes, entry.reason))
+    return sorted(entries.values(), key=lambda entry: (-entry.bytes, entry.reason))
 
 
 def _moves(tensor: torch.Tensor) -> bool:

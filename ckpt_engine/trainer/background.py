@@ -135,24 +135,24 @@ class Background:
                 if self._open and self._decision is not None:
                     if self._decision.problem is None:
                         return
-                    left = self._decided_at + settle_seconds - now
-                    if left <= 0:
+                    remaining = self._decided_at + settle_seconds - now
+                    if remaining <= 0:
                         raise CkptEngineError(self._decision.problem)
                 elif self._open and settle_seconds > 0:
-                    left = started + settle_seconds - now
-                    if left <= 0:
+                    remaining = started + settle_seconds - now
+                    if remaining <= 0:
                         return
                 else:
                     limit = gather_seconds if self._open else connect_seconds
-                    left = started + limit - now
-                    if left <= 0:
-                        raise self._late(limit)
+                    remaining = started + limit - now
+                    if remaining <= 0:
+                        raise self._timeout_error(limit)
                     if now >= notice:
                         # Why there is none was said when that became known.
-                        why = self._awaited() if self._lost is None else "there is still no session"
-                        logger.warning("%s; waiting up to %.0f s more", why, left)
+                        why = self._missing_step() if self._lost is None else "there is still no session"
+                        logger.warning("%s; waiting up to %.0f s more", why, remaining)
                         notice = math.inf
-                self._changed.wait(min(left, max(0.0, notice - now)))
+                self._changed.wait(min(remaining, max(0.0, notice - now)))
 
     def update(
         self, request: manager_pb2.UpdateWeightsRequest, seconds: float, on_progress: Progress | None
@@ -161,15 +161,15 @@ class Background:
         self.require_running()
         assert self._session is not None
         self._call = call = CallInFlight()
-        calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
-        asking = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
+        rpc = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
+        waiting_notice = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
-            calling.add_done_callback(call.ended)
+            rpc.add_done_callback(call.finish)
             return call.serve(on_progress, seconds)
         finally:
             self._call = None
-            calling.cancel()
-            asking.cancel()
+            rpc.cancel()
+            waiting_notice.cancel()
             call.close()
 
     def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
@@ -177,12 +177,12 @@ class Background:
         self.require_running()
         assert self._session is not None
         grace = self._deadlines.call_grace
-        waiting = self._session.wait_for_update(request, grace)
-        answer = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        question = self._session.wait_for_update(request, grace)
+        answer = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
             return answer.result(request.timeout_seconds + 2 * grace)
         except (TimeoutError, CancelledError) as error:
-            raise unavailable(f"{self._awaited()}, which was asked how an update ended") from error
+            raise unavailable(f"{self._missing_step()}, which was asked how an update ended") from error
         finally:
             answer.cancel()
 
@@ -215,7 +215,7 @@ class Background:
             self._address,
             self._machine,
             self._seal,
-            self._notified,
+            self._take_notice,
             self._deadlines.goodbye,
             self._take_part,
             broken=lambda: self._broken,
@@ -235,11 +235,11 @@ class Background:
         if not call.heard:
             logger.warning("the update has not begun yet: %s", waits)
 
-    async def _tell(self, offered: PublishTable | WithdrawTable) -> None:
+    async def _tell(self, change: PublishTable | WithdrawTable) -> None:
         assert self._session is not None
         with self._changed:
             self._decision = None
-        self._session.feed(offered)
+        self._session.feed(change)
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         if task.keep:
@@ -281,37 +281,37 @@ class Background:
                 error = internal(f"{type(error).__name__}: {error}")
             return await self._loop.run_in_executor(None, self._part.refuse, task, error, meeting)
 
-    def _notified(self, said: Notice) -> None:
+    def _take_notice(self, notice: Notice) -> None:
         with self._changed:
-            match said:
+            match notice:
                 case SessionOpened(cluster):
                     self._open, self._lost = True, None
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final, patience=patience):
                     # What refuses the first session for good is raised by the call that needs it.
                     if not self._closing and (self._open or not (final or self._lost)):
-                        left = "for good" if final else "trying again"
+                        outlook = "for good" if final else "trying again"
                         if patience:
-                            left = f"waiting up to {patience:.0f} s, in case that is a process that has died"
+                            outlook = f"waiting up to {patience:.0f} s, in case that is a process that has died"
                         logger.warning(
-                            "no session with the manager at %s: %s; %s", self._address, problem.message, left
+                            "no session with the manager at %s: %s; %s", self._address, problem.message, outlook
                         )
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():
-                    self._manifest = said.manifest or self._manifest
-                    self._decision, self._decided_at = said, time.monotonic()
+                    self._manifest = notice.manifest or self._manifest
+                    self._decision, self._decided_at = notice, time.monotonic()
                 case Released(epoch):
                     logger.debug("epoch %d is released", epoch)
             self._changed.notify_all()
 
     # ----------------------------------------------------------------------------------- trainer's thread
 
-    def _late(self, seconds: float) -> CkptEngineError:
+    def _timeout_error(self, seconds: float) -> CkptEngineError:
         if self._open:
             return deadline(f"the manager did not take this rank's table within {seconds:.0f} s")
-        return unavailable(f"{self._awaited()}; {seconds:.0f} s were waited for it")
+        return unavailable(f"{self._missing_step()}; {seconds:.0f} s were waited for it")
 
-    def _awaited(self) -> str:
+    def _missing_step(self) -> str:
         """What a call waits for before its update can begin."""
         if self._open:
             return "the manager has not taken this rank's table yet: other ranks may not have published"

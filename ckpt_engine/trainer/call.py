@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _CallWork(Generic[T]):
-    doing: str
+    task: str
     do: Callable[[], T]
     answer: Future[T]
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _CallEnd:
     error: BaseException | None
 
 
@@ -39,7 +39,7 @@ class CallInFlight:
     however it left."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[_CallWork[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_CallWork[Any] | manager_pb2.UpdateEvent | _CallEnd] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.heard = False
@@ -51,15 +51,15 @@ class CallInFlight:
 
     # --------------------------------------------------------------------------------- background thread
 
-    async def have(self, doing: str, do: Callable[[], T]) -> T:
+    async def have(self, task: str, do: Callable[[], T]) -> T:
         """Has the trainer's thread do something; doing: what that is, for messages. Raises CkptEngineError: what it
         raised, or ABORTED if the thread left."""
         answer: Future[T] = Future()
         self.heard = True
         with self._lock:
             if self._closed:
-                raise left()
-            self._items.put(_CallWork(doing, do, answer))
+                raise departure_error()
+            self._items.put(_CallWork(task, do, answer))
         return await asyncio.wrap_future(answer)
 
     def event(self, event: manager_pb2.UpdateEvent) -> None:
@@ -67,9 +67,9 @@ class CallInFlight:
         self.heard = True
         self._items.put(event)
 
-    def ended(self, call: Future[None]) -> None:
+    def finish(self, call: Future[None]) -> None:
         """The call ended, well or not."""
-        self._items.put(_Ended(CancelledError() if call.cancelled() else call.exception()))
+        self._items.put(_CallEnd(CancelledError() if call.cancelled() else call.exception()))
 
     # ---------------------------------------------------------------------------------- trainer's thread
 
@@ -96,7 +96,7 @@ class CallInFlight:
                         refusal = item.refusal
                     elif on_progress is not None:
                         on_progress(item.progress)
-                case _Ended(error):
+                case _CallEnd(error):
                     if isinstance(error, CkptEngineError):
                         raise CkptEngineError(refusal or error.problem) from error
                     if error is not None:
@@ -115,10 +115,10 @@ class CallInFlight:
             except queue.Empty:
                 return
             if isinstance(item, _CallWork) and item.answer.set_running_or_notify_cancel():
-                item.answer.set_exception(left())
+                item.answer.set_exception(departure_error())
 
 
-def left() -> CkptEngineError:
+def departure_error() -> CkptEngineError:
     """The error for work that nobody is there to do."""
     return aborted("the trainer rank has left update_weights (an interrupt, an error or its timeout)")
 
@@ -132,9 +132,9 @@ def _do(work: _CallWork[T]) -> None:
         work.answer.set_exception(error)
     except Exception as error:
         # The manager is told, and the call then ends with this very problem.
-        work.answer.set_exception(internal(f"{work.doing} failed: {type(error).__name__}: {error}"))
+        work.answer.set_exception(internal(f"{work.task} failed: {type(error).__name__}: {error}"))
     except BaseException:
-        work.answer.set_exception(left())
+        work.answer.set_exception(departure_error())
         raise
     else:
         work.answer.set_result(done)

@@ -22,17 +22,17 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
     Raises INVALID_ARGUMENT for one without the other, and for what is no rank.
     """
     if rank is None and world_size is None:
-        of, among = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-        launched = all(each.isascii() and each.isdigit() for each in (of, among))
-        rank, world_size = (int(of), int(among)) if launched else (0, 1)
+        rank_text, size_text = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+        launched = all(each.isascii() and each.isdigit() for each in (rank_text, size_text))
+        rank, world_size = (int(rank_text), int(size_text)) if launched else (0, 1)
     if rank is None or world_size is None:
         raise invalid(f"rank {rank} of world_size {world_size}: give both, or neither under torchrun")
     if not (whole(rank) and whole(world_size)):
         raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
-    found, ranks = int(str(rank)), int(str(world_size))
-    if not 0 <= found < ranks:
-        raise invalid(f"rank {found} is not in a world of {ranks}: ranks count from 0", ranks=[max(found, 0)])
-    return found, ranks
+    number, ranks = int(str(rank)), int(str(world_size))
+    if not 0 <= number < ranks:
+        raise invalid(f"rank {number} is not in a world of {ranks}: ranks count from 0", ranks=[max(number, 0)])
+    return number, ranks
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from ckpt_engine.v1 import weights_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-OVER_POLL_SECONDS = 0.005
+END_POLL_SECONDS = 0.005
 
 
 class RankPart:
@@ -43,9 +43,9 @@ class RankPart:
         door = door_at(meeting.port)
         if door is None:
             raise precondition("what this rank published for a collective was taken back")
-        opened = door.meeting(task.collective.communicator, meeting.key)
-        opened.open_ballot(task.epoch, list(task.collective.members))
-        return opened
+        meeting_here = door.meeting(task.collective.communicator, meeting.key)
+        meeting_here.open_ballot(task.epoch, list(task.collective.members))
+        return meeting_here
 
     def take(
         self,
@@ -99,9 +99,9 @@ class RankPart:
         memory = held()
         self._seat.bind(_places_of(memory), lambda: memory)
         # A rank pauses nothing, and others have to be paused first.
-        left = stop_at - time.monotonic()
+        remaining = stop_at - time.monotonic()
         trace("trainer.part", "vote")
-        self._seat.vote(task.epoch, left / 2, left)
+        self._seat.vote(task.epoch, remaining / 2, remaining)
         trace("trainer.part", "run")
         self._seat.run(task.epoch, stop_at - time.monotonic())
         trace("trainer.part", "sent")
@@ -145,6 +145,6 @@ def _await_all(meeting: Meeting, order: worker_pb2.CollectiveOrder, epoch: int, 
     while not meeting.over(epoch, time.monotonic()):
         if time.monotonic() > stop_at:
             raise aborted(f"of the collective's members {', '.join(meeting.behind(epoch))} were not done in time")
-        time.sleep(OVER_POLL_SECONDS)
+        time.sleep(END_POLL_SECONDS)
     if why := meeting.failed(epoch):
         raise aborted(f"the collective was ended: {why}")

@@ -66,14 +66,14 @@ class Sealer:
             started = time.perf_counter()
             values = self._source.digest(atoms)
             seconds = time.perf_counter() - started
-            wrong = [] if keep else self._source.not_finite()
-            if wrong:
+            not_finite = [] if keep else self._source.not_finite()
+            if not_finite:
                 rank = self._source.table().rank
-                said = f"weights of rank {rank} hold NaN or infinity: {some(wrong)}; has training diverged?"
+                warning = f"weights of rank {rank} hold NaN or infinity: {some(not_finite)}; has training diverged?"
                 if self._check_finite:
-                    raise precondition(said, tensors=wrong, ranks=[rank])
-                log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", said)
-            return SealFigures(weights_pb2.Digests(values=values), copy_seconds, seconds, wrong)
+                    raise precondition(warning, tensors=not_finite, ranks=[rank])
+                log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", warning)
+            return SealFigures(weights_pb2.Digests(values=values), copy_seconds, seconds, not_finite)
 
     def held(self, manifest: weights_pb2.Manifest) -> Held:
         """What is sealed, by the numbers of a manifest, for a collective. Raises FAILED_PRECONDITION if nothing is

@@ -86,7 +86,7 @@ class OfferingSession:
         notify: Callable[[Notice], None],
         goodbye_seconds: float,
         further: Callable[[Task], Awaitable[object]] | None = None,
-        who: str = "trainer",
+        role: str = "trainer",
         broken: Callable[[], bytes] = bytes,
     ) -> None:
         """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
@@ -95,8 +95,8 @@ class OfferingSession:
         self._channel = open_channel(address)
         self._stub = ManagerStub(self._channel)
         self._kind = machine.kind
-        self._who = who
-        self._loop = Loop(who, machine, self._perform, self._run, self._failed)
+        self._role = role
+        self._loop = Loop(role, machine, self._perform, self._run, self._failed)
         self._seal = seal
         self._further = further
         self._broken = broken
@@ -112,9 +112,9 @@ class OfferingSession:
 
     async def stop(self, reason: str) -> None:
         """Says goodbye and ends everything. Takes at most a few seconds."""
-        ending = tuple(self._streams.values())
+        streams = tuple(self._streams.values())
         self.feed(Stop(reason))
-        await asyncio.gather(*(stream.close() for stream in ending))
+        await asyncio.gather(*(stream.close() for stream in streams))
         await self._loop.stop(0.0)
         await self._channel.close(None)
 
@@ -165,17 +165,17 @@ class OfferingSession:
         loop = asyncio.get_running_loop()
         end = loop.time() + request.timeout_seconds
         while True:
-            left = end - loop.time()
-            request.timeout_seconds = max(left, SHORTEST_WAIT)
+            remaining = end - loop.time()
+            request.timeout_seconds = max(remaining, SHORTEST_WAIT)
             try:
                 answer: manager_pb2.UpdateReport = await self._stub.WaitForUpdate(
                     request, timeout=request.timeout_seconds + grace
                 )
                 return answer
             except grpc.RpcError as error:
-                refused = error_of(error, self._address)
-                if refused.problem.code != weights_pb2.Problem.UNAVAILABLE or left <= WAIT_AGAIN:
-                    raise refused from None
+                refusal = error_of(error, self._address)
+                if refusal.problem.code != weights_pb2.Problem.UNAVAILABLE or remaining <= WAIT_AGAIN:
+                    raise refusal from None
             await asyncio.sleep(WAIT_AGAIN)
 
     async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
@@ -204,7 +204,7 @@ class OfferingSession:
     def _perform(self, command: TrainerCommand) -> None:
         match command:
             case Send(peer, body):
-                trace(f"{self._who}.sends", type(body).__name__)
+                trace(f"{self._role}.sends", type(body).__name__)
                 if peer in self._streams:
                     self._streams[peer].send(body)
             case OpenStream(peer):
@@ -228,25 +228,25 @@ class OfferingSession:
     # --------------------------------------------------------------------------------------------- tasks
 
     async def _run(self, key: Key, task: Task) -> Done:
-        return await carry_out(self._who, key, task, self._perform_task)
+        return await carry_out(self._role, key, task, self._perform_task)
 
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
             return tuple(await asyncio.gather(*(put_blob(self._stub, blob, task.seconds) for blob in task.blobs)))
         if not isinstance(task, SealSource):
             if self._further is None:
-                raise precondition(f"nobody has told this {self._who} how to do {type(task).__name__}")
+                raise precondition(f"nobody has told this {self._role} how to do {type(task).__name__}")
             return await self._further(task)
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
         if task.epoch < self._seal_epoch:
             # Its atoms came late; sealing anew would change what the later update's readers read.
             raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
-        sealing = await self._seal(task, atoms)
-        digested = time.monotonic()
-        ref = await put_blob(self._stub, sealing.digests.SerializeToString(deterministic=True), task.seconds, ask=False)
+        figures = await self._seal(task, atoms)
+        digest_time = time.monotonic()
+        ref = await put_blob(self._stub, figures.digests.SerializeToString(deterministic=True), task.seconds, ask=False)
         return SealResult(
-            ref, sealing.copy_seconds, sealing.digest_seconds, self._broken(), digested, tuple(sealing.not_finite)
+            ref, figures.copy_seconds, figures.digest_seconds, self._broken(), digest_time, tuple(figures.not_finite)
         )
 
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:

@@ -91,8 +91,10 @@ class Trainer:
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
-        self._kept: dict[str, str] = {}  # in which dtypes weights are served, where replicas were found to keep these
-        self._publish_kept: Callable[[], None] | None = None  # until the first update of what was published
+        self._kept_dtypes: dict[
+            str, str
+        ] = {}  # in which dtypes weights are served, where replicas were found to keep these
+        self._republish: Callable[[], None] | None = None  # until the first update of what was published
         self._busy = threading.Lock()
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
@@ -150,11 +152,11 @@ class Trainer:
         checked_flag("snapshot", snapshot)
         checked_flag("move", move)
         checked_flag("check_finite", check_finite)
-        again = list(weights) if isinstance(weights, Iterator) else weights
+        weights_again = list(weights) if isinstance(weights, Iterator) else weights
 
         def publish() -> None:
             source = open_source(
-                again,
+                weights_again,
                 rank=self.rank,
                 world_size=self.world_size,
                 dtype=dtype,
@@ -162,14 +164,14 @@ class Trainer:
                 advertise=self._advertise,
                 transport=transport,
                 move=move,
-                kept=self._kept,
+                kept_dtypes=self._kept_dtypes,
             )
             self._background.publish(self._sealer.offer(source, check_finite))
 
         with self._alone("publish"):
             self._background.require_running()
             publish()
-            self._publish_kept = publish if dtype is None else None
+            self._republish = publish if dtype is None else None
 
     def withdraw(self, timeout: float = 60.0) -> None:
         """Takes back what was published; returns when no replica and no relay maps GPU memory of this rank any more.
@@ -184,7 +186,7 @@ class Trainer:
         """
         check_seconds("a timeout", timeout)
         with self._alone("withdraw"):
-            self._publish_kept = None
+            self._republish = None
             if self._sealer.offering:
                 self._background.withdraw()
             self._sealer.withdraw(timeout)
@@ -244,19 +246,19 @@ class Trainer:
             settle = limits.settle if self.world_size > 1 else 0.0
             while True:
                 self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
-                request.adapts = self._publish_kept is not None
+                request.adapts = self._republish is not None
                 try:
-                    left = end - time.monotonic() + limits.call_grace
-                    report = UpdateReport(self._background.update(request, left, on_progress))
-                except CkptEngineError as refused:
-                    if self._publish_kept is None or not refused.problem.kept:
+                    remaining = end - time.monotonic() + limits.call_grace
+                    report = UpdateReport(self._background.update(request, remaining, on_progress))
+                except CkptEngineError as refusal:
+                    if self._republish is None or not refusal.problem.kept:
                         raise
-                    logger.info("published in the dtypes that replicas keep: %s", refused.problem.message)
-                    publish, self._publish_kept = self._publish_kept, None
-                    self._kept.update(refused.problem.kept)
+                    logger.info("published in the dtypes that replicas keep: %s", refusal.problem.message)
+                    publish, self._republish = self._republish, None
+                    self._kept_dtypes.update(refusal.problem.kept)
                     publish()
                 else:
-                    self._publish_kept = self._publish_kept if wishes.dry_run else None
+                    self._republish = self._republish if wishes.dry_run else None
                     return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:
@@ -322,7 +324,7 @@ class Trainer:
         if os.getpid() != self._process:
             return  # a forked child: thread and session are its parent's
         atexit.unregister(self.close)
-        self._publish_kept = None
+        self._republish = None
         self._background.stop("the trainer was closed")
         self._sealer.close()
 
