@@ -23,16 +23,16 @@ MANAGER = "127.0.0.1:50051"
 def split_address(address: str, option: str = "") -> tuple[str, int]:
     """Host (without brackets) and port. Raises INVALID_ARGUMENT naming an address that is not ``host:port``, and the
     option that it was given to."""
-    said = f"{option} {address!r}".lstrip()
+    subject = f"{option} {address!r}".lstrip()
     host, separator, port = address.rpartition(":")
     if "://" in address:
-        raise invalid(f"{said} is a URL: write host:port alone, like {MANAGER}")
+        raise invalid(f"{subject} is a URL: write host:port alone, like {MANAGER}")
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise invalid(f"{said} is not an address: write host:port, like {MANAGER} or [::1]:50051")
+        raise invalid(f"{subject} is not an address: write host:port, like {MANAGER} or [::1]:50051")
     if host.startswith("[") and host.endswith("]"):
         return host[1:-1], int(port)
     if ":" in host:
-        raise invalid(f"{said} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
+        raise invalid(f"{subject} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
     return host, int(port)
 
 
@@ -76,8 +76,8 @@ def listening(address: str) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        said = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
-        raise unavailable(said) from error
+        problem = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
+        raise unavailable(problem) from error
     bound.listen(2048)
     return bound
 

@@ -165,10 +165,10 @@ def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
 def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
     """The failed call as the error that this library raises. Raise it `from None`: gRPC's text would stand in the
     traceback. address: of the manager, which is named where it has not answered."""
-    answered = _manager_problem(error)
-    if answered is not None and answered.code != weights_pb2.Problem.UNAVAILABLE:
-        return CkptEngineError(answered)
-    problem = answered or _own_problem(error)
+    own_answer = _manager_problem(error)
+    if own_answer is not None and own_answer.code != weights_pb2.Problem.UNAVAILABLE:
+        return CkptEngineError(own_answer)
+    problem = own_answer or _own_problem(error)
     if address:
         problem.message = f"manager {address}: {problem.message}"
     return CkptEngineError(problem)

@@ -83,19 +83,19 @@ def command_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     words, and what was given stays as it is.
     """
     words: list[str] = []
-    moved: list[str] = []
+    options: list[str] = []
     at = 0
     while True:
         while at < len(arguments) and (name := arguments[at].partition("=")[0]) in GLOBAL:
             size = 2 if GLOBAL[name] and "=" not in arguments[at] else 1
-            moved += arguments[at : at + size]
+            options += arguments[at : at + size]
             at += size
-        given = arguments[at] if at < len(arguments) else ""
-        if not words and (not given or given.startswith("-")):
+        word = arguments[at] if at < len(arguments) else ""
+        if not words and (not word or word.startswith("-")):
             return [], list(arguments)
-        if words and (len(words) > 1 or given not in OPERATIONS.get(words[0], ())):
-            return words, [*moved, *arguments[at:]]
-        words.append(given)
+        if words and (len(words) > 1 or word not in OPERATIONS.get(words[0], ())):
+            return words, [*options, *arguments[at:]]
+        words.append(word)
         at += 1
 
 
@@ -111,14 +111,14 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
     words, _ = command_first(arguments)
-    wanted = words[0] if words else ""
-    if wanted in OPERATIONS:
-        app.add_typer(_operations(wanted), name=wanted)
+    command = words[0] if words else ""
+    if command in OPERATIONS:
+        app.add_typer(_operations(command), name=command)
         return app
-    if wanted in COMMANDS:
-        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(wanted, TyperCommand)
-        function = wanted.replace("-", "_")
-        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
+    if command in COMMANDS:
+        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(command, TyperCommand)
+        function = command.replace("-", "_")
+        app.command(command, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
         return app
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(_only_listed)
@@ -150,11 +150,11 @@ class _CommandFirst(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Exits with 2 for a spelling of before, naming the one of now."""
         words, behind = command_first(args)
-        renamed = command_now(words, behind)
-        if renamed is not None and not ctx.resilient_parsing:
-            before, now = renamed
-            asked = f"; what is asked about one: `ckpt-engine {before} -h`" if before in OPERATIONS else ""
-            ctx.fail(f"`ckpt-engine {before}` is now `ckpt-engine {now}`{asked}")
+        spelling = command_now(words, behind)
+        if spelling is not None and not ctx.resilient_parsing:
+            before, now = spelling
+            hint = f"; what is asked about one: `ckpt-engine {before} -h`" if before in OPERATIONS else ""
+            ctx.fail(f"`ckpt-engine {before}` is now `ckpt-engine {now}`{hint}")
         with _hint(f"Options of a command stand behind it; also before it: {', '.join(GLOBAL)}"):
             return super().parse_args(ctx, [*words, *behind])
 

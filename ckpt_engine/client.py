@@ -423,12 +423,12 @@ class Client:
         call: Any = getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)
         try:
             for event in call:
-                report = _told(event, on_progress) or report
+                report = _report_of(event, on_progress) or report
         except grpc.RpcError as error:
             raise error_of(error, self.address) from None
         finally:
             call.cancel()
-        return _required(report, ask)
+        return _require_report(report, ask)
 
 
 class AsyncClient:
@@ -480,7 +480,7 @@ class AsyncClient:
     async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """As `Client.watch`."""
         watched = _WatchedReplicas()
-        with self._kept(self._stub.WatchReplicas(self._asks.watch(watcher))) as call:
+        with self._pending_call(self._stub.WatchReplicas(self._asks.watch(watcher))) as call:
             async for message in call:
                 if (replicas := watched.take(message)) is not None:
                     yield replicas
@@ -592,7 +592,7 @@ class AsyncClient:
         return self._calls
 
     @contextmanager
-    def _kept(self, call: Any) -> Iterator[Any]:
+    def _pending_call(self, call: Any) -> Iterator[Any]:
         """The call while it waits, and its failure as our error. Cancelled at the end, and by `close`, which grpc tells
         as if the task had been."""
         self._open.add(call)
@@ -610,20 +610,20 @@ class AsyncClient:
             call.cancel()
 
     async def _answer(self, ask: Ask[Answer]) -> Answer:
-        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             return ask.read(await call)
 
     async def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
         report: UpdateReport | None = None
-        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             async for event in call:
-                report = _told(event, on_progress) or report
-        return _required(report, ask)
+                report = _report_of(event, on_progress) or report
+        return _require_report(report, ask)
 
 
 def _settings(address: str | None, deadlines: Deadlines | None) -> tuple[str, _Asks]:
-    named = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
-    return named, _Asks(named, deadlines or Deadlines.from_environment(os.environ))
+    resolved = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
+    return resolved, _Asks(resolved, deadlines or Deadlines.from_environment(os.environ))
 
 
 def _check_open(closed: bool) -> None:
@@ -643,7 +643,7 @@ def _results(answer: manager_pb2.SleepResponse | manager_pb2.WakeResponse) -> li
     return list(answer.results)
 
 
-def _told(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> UpdateReport | None:
+def _report_of(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> UpdateReport | None:
     """The report, if this event has it."""
     if event.HasField("report"):
         return UpdateReport(event.report)
@@ -652,7 +652,7 @@ def _told(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> Updat
     return None
 
 
-def _required(report: UpdateReport | None, ask: Ask[Any]) -> UpdateReport:
+def _require_report(report: UpdateReport | None, ask: Ask[Any]) -> UpdateReport:
     if report is None:
         raise internal(f"the manager ended {ask.method} without a report")
     return report

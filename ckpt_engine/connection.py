@@ -28,7 +28,7 @@ _NO_NAME = "this host name is not known here: check its spelling, and DNS"
 _NO_WAY = "no way leads to this host from here: check the address, and firewalls"
 _CUT = "the connection was lost before an answer came: the manager ended, or the network was cut; try again"
 
-_SAID = (
+_BY_TEXT = (
     ("http1.x server", Problem.INVALID_ARGUMENT, _NO_GRPC),
     ("Failed parsing HTTP/2", Problem.UNAVAILABLE, _NO_GRPC),
     (
@@ -97,7 +97,7 @@ _SAID = (
 )
 """What gRPC's text holds, with the code and the words for it; the first that fits."""
 
-_OF_STATUS = {
+_BY_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: (
         Problem.FAILED_PRECONDITION,
         "the server there does not know this call: it is no manager of ckpt-engine, or an older one",
@@ -138,10 +138,10 @@ def checked_address(address: str) -> str:
 def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Problem:
     """What stands behind a failure that is gRPC's own and not the manager's answer. gRPC's text is not repeated."""
     if code is not grpc.StatusCode.UNIMPLEMENTED:
-        for said, kind, words in _SAID:
-            if said in details:
+        for text, kind, words in _BY_TEXT:
+            if text in details:
                 return Problem(code=kind, message=words)
-    kind, words = _OF_STATUS.get(
+    kind, words = _BY_STATUS.get(
         code, (Problem.INTERNAL, f"the call failed (gRPC status {code.name}): the manager's log says why")
     )
     return Problem(code=kind, message=words)

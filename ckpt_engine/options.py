@@ -80,25 +80,25 @@ def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") ->
         if name not in known:
             near = get_close_matches(name, known, n=1)
             raise invalid(f"there is no option {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
-    asked: UpdateOptions = {**options}
-    mode, seconds, least = asked.get("pause_mode"), asked.get("timeout"), asked.get("min_replicas")
-    given = asked.get("pool")
-    chosen = pool if given is None else given
-    check_pool(chosen)
+    values: UpdateOptions = {**options}
+    mode, seconds, least = values.get("pause_mode"), values.get("timeout"), values.get("min_replicas")
+    own_pool = values.get("pool")
+    chosen_pool = pool if own_pool is None else own_pool
+    check_pool(chosen_pool)
     if seconds is not None:
         check_seconds("a timeout", seconds)
     if least is not None:
         checked_count("min_replicas", least, "replicas")
-    dry_run = asked.get("dry_run", False)
+    dry_run = values.get("dry_run", False)
     checked_flag("dry_run", dry_run)
     return manager_pb2.UpdateOptions(
         pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if mode is None else choice("pause_mode", mode, PAUSE_MODES),
         timeout_seconds=seconds or 0.0,
         min_replicas=least,
-        replicas=checked_names("replicas", asked.get("replicas", ())),
-        pool=chosen,
-        prefetch=choice("prefetch", asked.get("prefetch", "auto"), PREFETCH),
-        until=choice("until", asked.get("until", "installed"), UNTIL),
+        replicas=checked_names("replicas", values.get("replicas", ())),
+        pool=chosen_pool,
+        prefetch=choice("prefetch", values.get("prefetch", "auto"), PREFETCH),
+        until=choice("until", values.get("until", "installed"), UNTIL),
         dry_run=dry_run,
     )
 

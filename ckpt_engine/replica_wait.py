@@ -30,7 +30,7 @@ class ReplicaWait:
         self._count, self._pool, self._timeout, self._logger = count, pool, timeout, logger
         self._end = time.monotonic() + timeout
         self._notice = time.monotonic() + NOTICE_SECONDS
-        self._said = "the manager was not asked yet"
+        self._last_state = "the manager was not asked yet"
 
     def look(self, status: manager_pb2.GetStatusResponse, hindrance: str = "") -> list[str] | None:
         """The names, if there are enough by now. hindrance: why the status is empty. Raises DEADLINE_EXCEEDED if the
@@ -38,26 +38,26 @@ class ReplicaWait:
         found, elsewhere = ready_replicas(status, self._pool)
         if len(found) >= self._count:
             return found
-        named = f" ({', '.join(found)})" if found else ""
+        names = f" ({', '.join(found)})" if found else ""
         why = f": {hindrance}" if hindrance else elsewhere
         if time.monotonic() >= self._end:
-            raise deadline(f"{len(found)} of {self._count} replicas{named} were up after {self._timeout:g} s{why}")
-        self._said = f"{len(found)} of {self._count} replicas{named} are up{why}"
+            raise deadline(f"{len(found)} of {self._count} replicas{names} were up after {self._timeout:g} s{why}")
+        self._last_state = f"{len(found)} of {self._count} replicas{names} are up{why}"
         return None
 
     def failed(self, error: CkptEngineError) -> None:
         """The manager did not answer: it may not run yet. Raises what is no matter of time, and all at the end."""
         if error.code not in NO_ANSWER or time.monotonic() >= self._end:
             raise error
-        self._said = error.problem.message
+        self._last_state = error.problem.message
 
     def pause(self, seconds: float) -> float:
         """Seconds until the next look: so many, or what is left. Says after a while what is waited for, once."""
-        left = max(0.0, self._end - time.monotonic())
+        remaining = max(0.0, self._end - time.monotonic())
         if time.monotonic() >= self._notice:
-            self._logger.warning("%s; waiting up to %.0f s more", self._said, left)
+            self._logger.warning("%s; waiting up to %.0f s more", self._last_state, remaining)
             self._notice = self._end + 1.0
-        return min(seconds, left)
+        return min(seconds, remaining)
 
 
 def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[list[str], str]:

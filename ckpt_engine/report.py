@@ -44,10 +44,10 @@ class CopiedTensors:
     """How many ranks have; `tensors` and `bytes` are of all of them together."""
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
+        copier = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
         names = ", ".join([*self.names[:NAMES_SHOWN], *["..."] * (self.tensors > NAMES_SHOWN)])
         size = human_bytes(self.nbytes)
-        return f"copied by {who}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
+        return f"copied by {copier}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class UpdateReport:
     @property
     def details(self) -> str:
         """All of it for people: a line about the whole, a row a replica, each problem and warning, relays, copies."""
-        return _foreseen(self) if self.dry_run else _table(self)
+        return _dry_run_text(self) if self.dry_run else _table(self)
 
     def __str__(self) -> str:
         """Two lines: what became of the whole; and each replica that does not serve the version, why, and what to do.
@@ -369,14 +369,14 @@ def _state(report: UpdateReport) -> str:
 def _exceptions(report: UpdateReport) -> str:
     """Replicas that do not serve the version (or would not), why, and what to do; then what else was found. Empty: all
     is well."""
-    away = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
-    shown = [f"{each.name}: {_standing(each)}" for each in away[:_SHOWN]]
-    hidden = len(away) - len(shown)
-    parts = ["; ".join([f"{len(away)} do not: {shown[0]}" if hidden else shown[0], *shown[1:]])] if shown else []
+    unserved = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
+    lines = [f"{each.name}: {_standing(each)}" for each in unserved[:_SHOWN]]
+    hidden = len(unserved) - len(lines)
+    parts = ["; ".join([f"{len(unserved)} do not: {lines[0]}" if hidden else lines[0], *lines[1:]])] if lines else []
     if hidden:
         parts.append(f"and {hidden} more")
-    if away and not report.dry_run:
-        parts.append(_remedy(away))
+    if unserved and not report.dry_run:
+        parts.append(_remedy(unserved))
     labels = [f"{each.name}: {each.label_problem}" for each in report.replicas if each.label_problem]
     remarks = [f"warning: {_one_line(each)}" for each in (*report.warnings, *labels)]
     parts += remarks[:1]
@@ -391,12 +391,12 @@ def _standing(replica: ReplicaReport) -> str:
     return f"{kind} ({_one_line(replica.problem)})" if replica.problem else kind
 
 
-def _remedy(away: Sequence[ReplicaReport]) -> str:
+def _remedy(unserved: Sequence[ReplicaReport]) -> str:
     """What to do about replicas that do not serve the version: what each may need, said once."""
-    held = [each.name for each in away if each.operator_hold]
-    misfits = [each.name for each in away if each.cannot_load and not each.operator_hold]
-    absent = [each.name for each in away if each.outcome == "not_reached" and each.name not in (*held, *misfits)]
-    others = [each.name for each in away if each.name not in (*held, *misfits, *absent)]
+    held = [each.name for each in unserved if each.operator_hold]
+    misfits = [each.name for each in unserved if each.cannot_load and not each.operator_hold]
+    absent = [each.name for each in unserved if each.outcome == "not_reached" and each.name not in (*held, *misfits)]
+    others = [each.name for each in unserved if each.name not in (*held, *misfits, *absent)]
     remedies = []
     if others:
         remedies.append(f"mend that, then `ckpt-engine replica retry {others[0]}`")
@@ -423,7 +423,7 @@ def _one_line(words: str) -> str:
     return " ".join(words.split())
 
 
-def _foreseen(report: UpdateReport) -> str:
+def _dry_run_text(report: UpdateReport) -> str:
     """What a dry run found out."""
     lines = [_whole(report)]
     for replica in report.replicas:
@@ -459,8 +459,10 @@ def _table(report: UpdateReport) -> str:
         )
         for replica in report.replicas
     ]
-    said = ((each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem))
-    problems = [f"{name}: {problem}" for name, problem in said if problem]
+    problems_by_name = (
+        (each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem)
+    )
+    problems = [f"{name}: {problem}" for name, problem in problems_by_name if problem]
     warnings = [f"warning: {warning}" for warning in report.warnings]
     relays = [*map(str, report.relays), *([report.prefetch] if report.relays else [])]
     collective = [] if report.collective.startswith("no collective") else [report.collective]

@@ -24,9 +24,9 @@ def labelled(
 ) -> Iterator[Metric]:
     """Metrics of one number and one label each. label, name: it and its value. found: each metric's help and number."""
     for metric, (words, number) in found.items():
-        made = family(metric, words, labels=(label,))
-        made.add_metric((name,), number)
-        yield made
+        metric_family = family(metric, words, labels=(label,))
+        metric_family.add_metric((name,), number)
+        yield metric_family
 
 
 class _Now(Collector):

@@ -81,16 +81,16 @@ class NetworkHost:
 def hosts(count: int) -> Iterator[list[NetworkHost]]:
     """So many of them. Raises HostsError."""
     _check()
-    with ExitStack() as made:
+    with ExitStack() as stack:
         try:
-            switch = _network(made)
+            switch = _network(stack)
             _ip(switch, "link", "add", "switch", "type", "bridge")
             _ip(switch, "link", "set", "switch", "up")
-            found = [_host(made, switch, number) for number in range(1, count + 1)]
+            found = [_host(stack, switch, number) for number in range(1, count + 1)]
         except subprocess.CalledProcessError as error:
-            said = str(error.stderr).strip() or f"`{' '.join(error.cmd)}` failed"
+            problem = str(error.stderr).strip() or f"`{' '.join(error.cmd)}` failed"
             raise HostsError(
-                f"no network namespaces can be made here: {said}; a container needs the capabilities SYS_ADMIN and "
+                f"no network namespaces can be made here: {problem}; a container needs the capabilities SYS_ADMIN and "
                 "NET_ADMIN for it (`docker run --privileged`)"
             ) from error
         yield found
@@ -107,7 +107,7 @@ def _check() -> None:
         )
 
 
-def _network(made: ExitStack) -> int:
+def _network(stack: ExitStack) -> int:
     """A network of its own. Returns its keeper, which ends with the block, or when this process has gone."""
     command = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
     keeper = subprocess.Popen(
@@ -118,7 +118,7 @@ def _network(made: ExitStack) -> int:
         text=True,
         start_new_session=True,  # Ctrl-C is for us: the hosts go last
     )
-    made.callback(_end, keeper)
+    stack.callback(_end, keeper)
     assert keeper.stdout is not None
     assert keeper.stderr is not None
     if not keeper.stdout.readline():
@@ -139,8 +139,8 @@ def _end(keeper: subprocess.Popen[str]) -> None:
         keeper.wait(STEP_SECONDS)
 
 
-def _host(made: ExitStack, switch: int, number: int) -> NetworkHost:
-    keeper, port, address = _network(made), f"host{number}", f"{NET}.{number}"
+def _host(stack: ExitStack, switch: int, number: int) -> NetworkHost:
+    keeper, port, address = _network(stack), f"host{number}", f"{NET}.{number}"
     _ip(switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", str(keeper))
     _ip(switch, "link", "set", port, "master", "switch", "up")
     _ip(keeper, "addr", "add", f"{address}/24", "dev", DEVICE)

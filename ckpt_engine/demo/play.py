@@ -113,7 +113,7 @@ class Show(Protocol):
 
     def act(self, act: Act) -> None: ...
 
-    def kept(self, stage: Stage) -> None:
+    def stay_open(self, stage: Stage) -> None:
         """Everything runs on, for who looks at the page."""
         ...
 
@@ -122,12 +122,12 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
     """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
     demo that failed, which its problem names."""
     outcome = Outcome(settings)
-    with ExitStack() as made:
-        directory = made.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
         try:
-            found = made.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
+            found = stack.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
             if found:
-                made.enter_context(found[0].entered())
+                stack.enter_context(found[0].entered())
             stage = Stage(settings, Path(directory), found)
         except HostsError as error:
             outcome.problem = str(error)
@@ -142,12 +142,12 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
         except (DemoError, HostsError) as error:
             outcome.problem = str(error)
         finally:
-            stopping = time.monotonic()
+            stop_start = time.monotonic()
             show.state("stopping")
             await stage.stop()
-            outcome.stop_seconds = time.monotonic() - stopping
-        if outcome.problem and (kept := _keep_logs(Path(directory))):
-            outcome.problem = f"{outcome.problem.replace(directory, kept)}\nThe logs are in {kept}"
+            outcome.stop_seconds = time.monotonic() - stop_start
+        if outcome.problem and (log_directory := _keep_logs(Path(directory))):
+            outcome.problem = f"{outcome.problem.replace(directory, log_directory)}\nThe logs are in {log_directory}"
     return outcome
 
 
@@ -156,18 +156,18 @@ def _keep_logs(directory: Path) -> str:
     logs = [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]
     if not logs:
         return ""
-    kept = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
+    copy = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
     for log in logs:
-        shutil.copy2(log, kept)
-    return kept
+        shutil.copy2(log, copy)
+    return copy
 
 
 async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outcome) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     await stage.start(show.state)
-    outcome.start_seconds = time.monotonic() - began
+    outcome.start_seconds = time.monotonic() - start
     show.started(stage, outcome.start_seconds)
-    began = time.monotonic()
+    start = time.monotonic()
     loss = math.nan
     while len(outcome.acts) < settings.updates:
         before = Wire.now(stage.sites)
@@ -187,7 +187,7 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
         act = Act(report, loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)
         show.act(act)
-        outcome.play_seconds = time.monotonic() - began
+        outcome.play_seconds = time.monotonic() - start
     if not settings.page:
         stage.give_turn()
 
@@ -195,7 +195,7 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
 async def _keep(stage: Stage, show: Show) -> None:
     """Returns when this task is cancelled, which is how the demo ends then. Goes on without processes that have ended:
     the page has buttons that end replicas."""
-    show.kept(stage)
+    show.stay_open(stage)
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

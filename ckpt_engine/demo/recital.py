@@ -58,10 +58,12 @@ async def _ask(client: httpx.AsyncClient, engine: str, url: str, session: str) -
     route, body = server.question(prompt)
     response = await client.post(f"{url}{route}", json=body, headers=headers)
     response.raise_for_status()
-    tokens, said = server.answer(response.json())
+    tokens, about = server.answer(response.json())
     continuation = bytes(tokens)
     expected = text[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
     pairs = zip(continuation, expected, strict=False)
-    matching = next((index for index, (said, due) in enumerate(pairs) if said != due), min(len(tokens), len(expected)))
-    replica, seconds = said["legs"][-1]["replica"], time.monotonic() - started
-    return Recital(replica, said["max_version"], continuation, matching, seconds)
+    matching = next(
+        (index for index, (about, due) in enumerate(pairs) if about != due), min(len(tokens), len(expected))
+    )
+    replica, seconds = about["legs"][-1]["replica"], time.monotonic() - started
+    return Recital(replica, about["max_version"], continuation, matching, seconds)

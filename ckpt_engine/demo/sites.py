@@ -40,7 +40,7 @@ class Site:
         return ("--name", self.name, "--memory", RELAY_MEMORY, "--listen", f"{self.address}:0", "--insecure")
 
     @property
-    def reached(self) -> tuple[Sequence[str], Sequence[str]]:
+    def listen_options(self) -> tuple[Sequence[str], Sequence[str]]:
         """Options of an agent, and of its engine, that others are to reach there."""
         return ((), ()) if self.host is None else (("--advertise", self.address), ("--host", "0.0.0.0"))
 

@@ -174,11 +174,11 @@ class Stage:
 
     def _replica_command(self, name: str, site: Site, port: int, model: Path) -> Sequence[str]:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
-        told, listening = site.reached
-        more = ("--port", str(port), "--restart", "no", *told)
-        return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._serving(), *listening)
+        agent_options, engine_options = site.listen_options
+        more = ("--port", str(port), "--restart", "no", *agent_options)
+        return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._server_command(), *engine_options)
 
-    def _serving(self) -> Sequence[str]:
+    def _server_command(self) -> Sequence[str]:
         """The server in the environment that `engines/run` names (none: the adapter takes this one), and its
         arguments."""
         python, overlay = os.environ.get(self._server.python), os.environ.get(OVERLAY)
@@ -220,17 +220,17 @@ class Stage:
             raise DemoError(f"{name}: {error}") from error
 
     def _environment(self, site: Site) -> dict[str, str]:
-        here = str(self._directory)
+        directory = str(self._directory)
         return {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "XDG_RUNTIME_DIR": here,
-            "XDG_STATE_HOME": here,
-            "TMPDIR": here,
-            **self._server.environment(here, self._settings.tensor_parallel),
+            "XDG_RUNTIME_DIR": directory,
+            "XDG_STATE_HOME": directory,
+            "TMPDIR": directory,
+            **self._server.environment(directory, self._settings.tensor_parallel),
             **({} if site.host is None else dict.fromkeys(self._server.address_variables, "127.0.0.1")),
         }
 
@@ -255,14 +255,14 @@ class Stage:
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
                     relays = sum(holder.connected for holder in status.holders)
-                    wanted = sum(site.host is not None for site in self.sites)
+                    relay_count = sum(site.host is not None for site in self.sites)
                     present = (replicas, trainers) == (self._settings.replicas, self._settings.trainers)
-                    if present and relays == wanted and await self._gateway_runs():
+                    if present and relays == relay_count and await self._gateway_runs():
                         return
                     on_state(
                         f"starting: {replicas} of {self._settings.replicas} replicas are up, "
                         f"{trainers} of {self._settings.trainers} trainer ranks published"
-                        + (f", {relays} of {wanted} relays" if wanted else "")
+                        + (f", {relays} of {relay_count} relays" if relay_count else "")
                     )
                 await asyncio.sleep(POLL_SECONDS)
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 PROBE_SECONDS = 20.0
 """For a child process of a check: it starts Python, nothing more."""
-OPEN_FILES_WANTED = 4096
+OPEN_FILES_NEEDED = 4096
 """Every region, worker connection and log takes one; engines themselves take hundreds."""
 
 SHARED_MEMORY_CHECK = "memory of another process"
@@ -59,10 +59,10 @@ def all_checks() -> Iterable[HostCheck]:
         transports,
         adapters,
     ):
-        yield from _guarded(check)
+        yield from _guard(check)
 
 
-def _guarded(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
+def _guard(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
     try:
         yield from check()
     except ModuleNotFoundError as error:
@@ -220,8 +220,8 @@ def networks() -> Iterable[HostCheck]:
 def limits() -> Iterable[HostCheck]:
     """ulimits that matter. A low one is a note: small models work with little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED
-    advice = f"; below {OPEN_FILES_WANTED}: raise it (ulimit -n)" if low else ""
+    low = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_NEEDED
+    advice = f"; below {OPEN_FILES_NEEDED}: raise it (ulimit -n)" if low else ""
     yield HostCheck(
         "limits", "open files", Result.NOTE if low else Result.OK, f"{_limit(soft)} of {_limit(hard)}{advice}"
     )

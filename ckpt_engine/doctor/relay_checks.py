@@ -39,7 +39,7 @@ def relay_rows() -> Iterator[Row]:
 
 def _directory() -> Row:
     folder = relay_directory()
-    there = folder.exists()
+    existed = folder.exists()
     try:
         made_directory(shared=False)
         with alone(folder):
@@ -49,7 +49,7 @@ def _directory() -> Row:
     except (CkptEngineError, OSError) as error:
         return "relay's directory", False, error.problem.message if isinstance(error, CkptEngineError) else str(error)
     finally:
-        if not there:
+        if not existed:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

@@ -40,17 +40,19 @@ def ucx_rows(
             "NIXL is not installed: relays read each other over TCP; pip install 'ckpt-engine[relay-ucx]'",
         )
         return
-    named = [device for device in ucx_devices() if device]
-    there = _devices(interfaces, rdma)
-    missing = [device for device in named if not any(name in there for name in (device, device.split(":")[0]))]
+    chosen = [device for device in ucx_devices() if device]
+    devices = _devices(interfaces, rdma)
+    missing = [device for device in chosen if not any(name in devices for name in (device, device.split(":")[0]))]
     if missing:
-        have = ", ".join(sorted(there)) or "none"
+        have = ", ".join(sorted(devices)) or "none"
         yield "UCX devices", False, f"{DEVICES} names {', '.join(missing)}, and this host has {have}"
     else:
-        yield _tried(package, tuple(named) or ("",))
-        used = ", ".join(named) if named else f"all that UCX finds; this host has {', '.join(sorted(there)) or 'none'}"
-        yield "UCX devices", None, used
-    yield from _variables(there, environment)
+        yield _try_ucx(package, tuple(chosen) or ("",))
+        selection = (
+            ", ".join(chosen) if chosen else f"all that UCX finds; this host has {', '.join(sorted(devices)) or 'none'}"
+        )
+        yield "UCX devices", None, selection
+    yield from _variables(devices, environment)
     if rdma.is_dir() and any(rdma.iterdir()):
         yield _locked_memory()
         yield from _gids(rdma)
@@ -58,7 +60,7 @@ def ucx_rows(
         yield "InfiniBand", None, "no device: UCX goes over TCP, which takes processor time at both ends"
 
 
-def _tried(package: str, devices: tuple[str, ...]) -> Row:
+def _try_ucx(package: str, devices: tuple[str, ...]) -> Row:
     try:
         arena = Arena(SLOTS * GROUP_BYTES, writers=[partial(lanes_on, devices=devices)])
     except CkptEngineError as error:
@@ -69,8 +71,8 @@ def _tried(package: str, devices: tuple[str, ...]) -> Row:
         return "UCX", False, error.problem.message
     finally:
         arena.close()
-    told = "" if ucx_devices() else f"; a relay uses it with --ucx-devices ({DEVICES})"
-    return "UCX", True, f"{package}: a helper process started an agent with UCX{told}"
+    hint = "" if ucx_devices() else f"; a relay uses it with --ucx-devices ({DEVICES})"
+    return "UCX", True, f"{package}: a helper process started an agent with UCX{hint}"
 
 
 def _devices(interfaces: Path, rdma: Path) -> set[str]:
@@ -83,7 +85,7 @@ def _devices(interfaces: Path, rdma: Path) -> set[str]:
     return found
 
 
-def _variables(there: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
+def _variables(devices: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
     """Variables of UCX itself, which helpers inherit."""
     if (chosen := environment.get("UCX_TLS")) is not None:
         begin = {each.strip().split("_")[0] for each in chosen.split(",")}
@@ -92,17 +94,17 @@ def _variables(there: set[str], environment: Mapping[str, str]) -> Iterator[Row]
         yield "UCX_TLS", ok, f"{chosen}{why}"
     if chosen := environment.get("UCX_NET_DEVICES"):
         names = {each.strip().split(":")[0] for each in chosen.split(",")} - {"all"}
-        if missing := names - there:
+        if missing := names - devices:
             yield (
                 "UCX_NET_DEVICES",
                 False,
-                f"{', '.join(sorted(missing))}: no such device; it has {', '.join(sorted(there))}",
+                f"{', '.join(sorted(missing))}: no such device; it has {', '.join(sorted(devices))}",
             )
         else:
             yield "UCX_NET_DEVICES", None, f"{chosen}; --ucx-devices other than all comes before it"
     ports = environment.get("UCX_TCP_PORT_RANGE", "0")
-    said = "any free port, chosen by the kernel" if ports == "0" else ports
-    yield "UCX over TCP listens at", None, f"{said}; for a firewall set UCX_TCP_PORT_RANGE=FIRST-LAST for relays"
+    listens = "any free port, chosen by the kernel" if ports == "0" else ports
+    yield "UCX over TCP listens at", None, f"{listens}; for a firewall set UCX_TCP_PORT_RANGE=FIRST-LAST for relays"
 
 
 def _locked_memory() -> Row:

@@ -10,7 +10,7 @@ from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
 from ckpt_engine.gateway.versions import GatewayVersion
-from ckpt_engine.http_client.connection import ConnectError, Connection, NobodyError, SilentError, WireError
+from ckpt_engine.http_client.connection import ConnectError, Connection, SilentError, UnreachableError, WireError
 from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
@@ -145,7 +145,7 @@ class Upstream:
         """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
         try:
             answer = await self.get(url, READY_ROUTE)
-        except NobodyError:
+        except UnreachableError:
             return False
         except WireError:
             return True
@@ -188,4 +188,4 @@ def _broken(url: str, error: Exception) -> BrokenError:
 
 
 def _not_admitted(url: str, error: Exception) -> NotAdmittedError:
-    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, NobodyError))
+    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, UnreachableError))

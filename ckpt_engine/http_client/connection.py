@@ -31,7 +31,7 @@ class ConnectError(WireError):
     """There is no connection, so nothing was asked."""
 
 
-class NobodyError(ConnectError):
+class UnreachableError(ConnectError):
     """Nobody takes connections there."""
 
 
@@ -39,20 +39,20 @@ class Connection(asyncio.Protocol):
     """A connection that carries one request at a time. status, headers (names in lower case): of its answer, once `ask`
     has returned. left: called once when the connection is gone."""
 
-    def __init__(self, left: Callable[[Connection], None]) -> None:
+    def __init__(self, on_end: Callable[[Connection], None]) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._left = left
+        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._arrived: list[bytes] = []
         self._held = self._head = 0
         self._barren = 0  # bytes since the last that were part of an answer
         self._paused = False
-        self._begun = False
-        self._whole = True
-        self._again = True
+        self._head_complete = False
+        self._complete = True
+        self._reusable = True
         self._error: WireError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,18 +63,18 @@ class Connection(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes, seconds: float) -> None:
         """Sends a request and waits for the head of its answer. Raises WireError; SilentError after so many seconds."""
         self.status, self.headers, self._head, self._barren = 0, {}, 0, 0
-        self._whole = self._begun = False
+        self._complete = self._head_complete = False
         if self._transport is not None:
             self._transport.write(head + body)
-        while not self._begun:
-            await self._news(seconds)
+        while not self._head_complete:
+            await self._await_news(seconds)
 
     async def more(self, seconds: float) -> bytes:
         """What has come since the last time; empty at the end. Raises WireError as `ask` does."""
         while not self._arrived:
-            if self._whole:
+            if self._complete:
                 return b""
-            await self._news(seconds)
+            await self._await_news(seconds)
         data = self._arrived[0] if len(self._arrived) == 1 else b"".join(self._arrived)
         self._arrived.clear()
         self._held = 0
@@ -95,20 +95,20 @@ class Connection(asyncio.Protocol):
 
     def rest(self, seconds: float) -> bool:
         """Whether it can be asked again; then it closes itself if that does not happen for so long."""
-        if self.over or not self._whole or self._arrived or not self._again:
+        if self.closed or not self._complete or self._arrived or not self._reusable:
             return False
         self._until(seconds)
         return True
 
     @property
-    def over(self) -> bool:
+    def closed(self) -> bool:
         """Whether it can carry nothing any more."""
         return self._error is not None
 
     @property
     def unanswered(self) -> bool:
         """Whether not one byte has come of an answer that was asked for."""
-        return not self._begun and not self._barren
+        return not self._head_complete and not self._barren
 
     def close(self) -> None:
         """Closes at once: an engine then drops what it was asked for."""
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
 
     # -- waiting
 
-    async def _news(self, seconds: float) -> None:
+    async def _await_news(self, seconds: float) -> None:
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         self._timer = None
-        if self._waiter is None and not self._whole:
+        if self._waiter is None and not self._complete:
             return  # what has come waits for its reader
         if self._loop.time() < self._end:
             self._timer = self._loop.call_at(self._end, self._look)
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._whole:  # an answer that nobody asked for
+        if self._complete:  # an answer that nobody asked for
             self._fail(WireError("it spoke without being asked"))
             return
         self._barren += len(data)
@@ -176,30 +176,30 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(WireError(f"its answer is no HTTP: {error}"))
             return
-        if self._barren > MOST_HEAD_BYTES and not self._whole:
+        if self._barren > MOST_HEAD_BYTES and not self._complete:
             self._fail(WireError(f"it sent more than {MOST_HEAD_BYTES} bytes that are no answer"))
             return
-        if self._held > MOST_HELD_BYTES and not self._paused and not self._whole and self._transport is not None:
+        if self._held > MOST_HELD_BYTES and not self._paused and not self._complete and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
 
     def eof_received(self) -> None:
-        if self._whole:
+        if self._complete:
             self._error = WireError("it closed the connection")
 
     def connection_lost(self, error: Exception | None) -> None:
         endless = not {"content-length", "transfer-encoding"} & self.headers.keys()
-        if not self._whole and self._begun and error is None and self._error is None and endless:
-            self._whole = True  # such an answer ends with its connection
+        if not self._complete and self._head_complete and error is None and self._error is None and endless:
+            self._complete = True  # such an answer ends with its connection
         why = f": {error}" if error is not None else ""
         self._fail(WireError(f"the connection ended before the answer did{why}"))
-        self._left(self)
+        self._on_end(self)
 
     # -- what the parser tells
 
     def on_message_begin(self) -> None:
-        if self._whole:
+        if self._complete:
             raise ValueError("more than the answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             self.headers = {}  # another head follows
         else:
-            self.status, self._begun, self._again = status, True, self._parser.should_keep_alive()
+            self.status, self._head_complete, self._reusable = status, True, self._parser.should_keep_alive()
             self._barren = 0
 
     def on_body(self, data: bytes) -> None:
@@ -222,7 +222,7 @@ class Connection(asyncio.Protocol):
         self._barren = 0
 
     def on_message_complete(self) -> None:
-        self._whole = self._begun
+        self._complete = self._head_complete
 
 
 def request_head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None) -> bytes:

@@ -14,8 +14,8 @@ from ckpt_engine.core.json_text import load_json
 from ckpt_engine.http_client.connection import (
     ConnectError,
     Connection,
-    NobodyError,
     SilentError,
+    UnreachableError,
     WireError,
     request_head,
 )
@@ -40,7 +40,7 @@ class HttpOrigin:
     secure: bool
     host: str
     port: int
-    named: str
+    authority: str
     path: str
 
 
@@ -74,8 +74,8 @@ def origin_of(url: str) -> HttpOrigin:
         raise ConnectError(f"{url!r} is no URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConnectError(f"{url!r} is no URL of HTTP")
-    named = parts.netloc.rpartition("@")[2]
-    return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), named, parts.path.rstrip("/"))
+    authority = parts.netloc.rpartition("@")[2]
+    return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), authority, parts.path.rstrip("/"))
 
 
 @cache
@@ -113,22 +113,22 @@ class Connections:
         closes at that moment, a new one is asked the same. Else a new one is asked, once.
         """
         origin = origin_of(url)
-        head = request_head(method, origin.path + route, origin.named, headers, body)
-        broken: WireError | None = None
-        if again and (kept := self._waiting(origin)) is not None:
+        head = request_head(method, origin.path + route, origin.authority, headers, body)
+        first_error: WireError | None = None
+        if again and (idle_connection := self._take_idle(origin)) is not None:
             try:
-                return await _asked(kept, head, body, idle)
+                return await _ask(idle_connection, head, body, idle)
             except WireError as error:
-                if isinstance(error, SilentError) or not kept.unanswered:
+                if isinstance(error, SilentError) or not idle_connection.unanswered:
                     raise
-                broken = error
+                first_error = error
         try:
             connection = await self._open(origin, min(self._connect, idle))
         except ConnectError as error:
-            if broken is not None and body is not None:
-                raise broken from error  # the engine may have died of what it was asked
+            if first_error is not None and body is not None:
+                raise first_error from error  # the engine may have died of what it was asked
             raise
-        return await _asked(connection, head, body, idle)
+        return await _ask(connection, head, body, idle)
 
     async def get(self, url: str, route: str, seconds: float) -> Answer:
         """A small answer: as a whole within so many seconds, and those of connecting. Raises WireError."""
@@ -176,11 +176,11 @@ class Connections:
         for connection in list(self._all):
             connection.close()
 
-    def _waiting(self, origin: HttpOrigin) -> Connection | None:
+    def _take_idle(self, origin: HttpOrigin) -> Connection | None:
         free = self._free.get(origin, [])
         while free:
             connection = free.pop()  # the one that was used last: the others may close themselves
-            if not connection.over:
+            if not connection.closed:
                 return connection
         return None
 
@@ -189,24 +189,24 @@ class Connections:
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(partial(self._left, origin)),
+                    lambda: Connection(partial(self._forget, origin)),
                     origin.host,
                     origin.port,
                     ssl=authorities() if origin.secure else None,
                     happy_eyeballs_delay=0.25,
                 )
         except TimeoutError as error:
-            raise NobodyError(f"no connection within {seconds:g} s") from error
+            raise UnreachableError(f"no connection within {seconds:g} s") from error
         except ssl.SSLError as error:
             raise ConnectError(f"no TLS with it: {error}") from error
         except (OSError, UnicodeError) as error:
-            raise NobodyError(f"no connection: {error}") from error
-        if connection.over:  # nothing tells of its end once more
+            raise UnreachableError(f"no connection: {error}") from error
+        if connection.closed:  # nothing tells of its end once more
             raise ConnectError("the connection ended before anything was asked")
         self._all.add(connection)
         return connection
 
-    def _left(self, origin: HttpOrigin, connection: Connection) -> None:
+    def _forget(self, origin: HttpOrigin, connection: Connection) -> None:
         self._all.discard(connection)
         free = self._free.get(origin, [])
         if connection in free:
@@ -215,7 +215,7 @@ class Connections:
             self._free.pop(origin, None)
 
 
-async def _asked(connection: Connection, head: bytes, body: bytes | None, idle: float) -> Connection:
+async def _ask(connection: Connection, head: bytes, body: bytes | None, idle: float) -> Connection:
     try:
         await connection.ask(head, body or b"", idle)
     except BaseException:

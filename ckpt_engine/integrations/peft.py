@@ -23,11 +23,11 @@ def merged(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
         model.merge_adapter()
         try:
             # State dicts, since tied weights stand there once a name, as they do in checkpoints; each memory once.
-            seen: set[tuple[int, tuple[int, ...]]] = set()
+            yielded: set[tuple[int, tuple[int, ...]]] = set()
             for name, tensor in model.state_dict(keep_vars=True).items():
                 key = (tensor.data_ptr(), tuple(tensor.shape))
-                if _is_part(name, model.prefix) and not (tensor.numel() and key in seen):
-                    seen.add(key)
+                if _is_part(name, model.prefix) and not (tensor.numel() and key in yielded):
+                    yielded.add(key)
                     yield plain_name(name), tensor
         finally:
             model.unmerge_adapter()

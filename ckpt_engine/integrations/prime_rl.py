@@ -114,17 +114,17 @@ class Facade:
     def application(self) -> Starlette:
         """The application, for any ASGI server."""
         routes = [
-            *(Route(path, self._answered(self._health), methods=["GET"]) for path in OPEN),
-            Route("/v1/models", self._answered(self._models), methods=["GET"]),
-            Route("/pause", self._answered(self._pause), methods=["POST"]),
-            Route("/resume", self._answered(self._resume), methods=["POST"]),
-            Route("/update_weights", self._answered(self._update), methods=["POST"]),
-            *(Route(path, self._answered(self._no_lora), methods=["POST"]) for path in LORA),
-            *(Route(path, self._answered(self._no_other_way), methods=["POST"]) for path in OTHER_WAYS),
+            *(Route(path, self._with_answers(self._health), methods=["GET"]) for path in OPEN),
+            Route("/v1/models", self._with_answers(self._models), methods=["GET"]),
+            Route("/pause", self._with_answers(self._pause), methods=["POST"]),
+            Route("/resume", self._with_answers(self._resume), methods=["POST"]),
+            Route("/update_weights", self._with_answers(self._update), methods=["POST"]),
+            *(Route(path, self._with_answers(self._no_lora), methods=["POST"]) for path in LORA),
+            *(Route(path, self._with_answers(self._no_other_way), methods=["POST"]) for path in OTHER_WAYS),
         ]
         return Starlette(routes=routes)
 
-    def _answered(self, handler: Handler) -> Handler:
+    def _with_answers(self, handler: Handler) -> Handler:
         """Who may not, and what is refused, get a status that prime-rl takes right: it repeats 5xx, and no 4xx."""
 
         async def answer(request: Request) -> JSONResponse:
@@ -155,8 +155,8 @@ class Facade:
     def _caller(self, request: Request) -> Caller:
         if self._settings.tokens is None or request.url.path in OPEN:
             return EVERYBODY
-        kind, _, shown = request.headers.get("authorization", "").partition(" ")
-        caller = self._settings.tokens.caller(shown.strip()) if kind.lower() == "bearer" else None
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        caller = self._settings.tokens.caller(token.strip()) if kind.lower() == "bearer" else None
         if caller is None:
             raise unauthenticated("show a token of this facade: in the variable that `api_key_var` of prime-rl names")
         return caller
@@ -179,8 +179,8 @@ class Facade:
         return JSONResponse({"object": "list", "data": [{"id": name} for name in self._settings.models]})
 
     async def _pause(self, request: Request) -> JSONResponse:
-        asked = request.query_params
-        mode, clear = asked.get("mode", "abort"), asked.get("clear_cache", "true").lower()
+        query = request.query_params
+        mode, clear = query.get("mode", "abort"), query.get("clear_cache", "true").lower()
         if clear not in ("true", "false") or (mode, clear == "true") not in MODES:
             raise invalid(f"mode={mode}, clear_cache={clear} means nothing: modes are keep, abort and wait")
         self._pause_mode = MODES[mode, clear == "true"]

@@ -111,7 +111,7 @@ class Rollouts:
     def _complete(self, prompt: list[int], url: str, sampling: dict[str, Any]) -> tuple[list[int], list[float]]:
         body = {
             **sampling,
-            "model": self._model or self._named(url),
+            "model": self._model or self._model_name(url),
             "prompt": prompt,
             "n": 1,
             "logprobs": 0,
@@ -121,8 +121,8 @@ class Rollouts:
         served = self._updates.served
         assert served is not None
         # A gateway asks no replica that it knows to hold anything else.
-        wanted = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
-        response = self._client.post(f"{url}/v1/completions", json=body, headers=wanted)
+        headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
+        response = self._client.post(f"{url}/v1/completions", json=body, headers=headers)
         if response.status_code != 200:
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
         choice = response.json()["choices"][0]
@@ -138,7 +138,7 @@ class Rollouts:
             )
         return tokens, logprobs
 
-    def _named(self, url: str) -> str:
+    def _model_name(self, url: str) -> str:
         if self._model is None:
             response = self._client.get(f"{url}/v1/models")
             response.raise_for_status()
@@ -213,10 +213,10 @@ def _ids(prompt: Any, trainer: Any) -> list[int]:
 def _sampling(trainer: Any) -> dict[str, Any]:
     """What the trainer's arguments say of sampling; left out where it changes nothing, as servers differ in that."""
     args = trainer.args
-    asked = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
+    options = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
     for name, nothing in (("top_p", (None, 1.0)), ("top_k", (None, 0, -1)), ("repetition_penalty", (None, 1.0))):
         if getattr(args, name) not in nothing:
-            asked[name] = getattr(args, name)
+            options[name] = getattr(args, name)
     if args.min_p:
-        asked["min_p"] = args.min_p
-    return asked
+        options["min_p"] = args.min_p
+    return options

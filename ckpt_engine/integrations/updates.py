@@ -107,12 +107,12 @@ class RankUpdates:
 
 def _not_served(version: int, report: UpdateReport) -> CkptEngineError:
     first = next((replica for replica in report.replicas if not replica.ok), None)
-    said = Problem() if first is None else first.message.problem
+    problem = Problem() if first is None else first.message.problem
     return error(
-        said.code or Problem.UNAVAILABLE,
+        problem.code or Problem.UNAVAILABLE,
         f"version {version} is not served by all replicas that must serve it (min_replicas says how many suffice):\n"
         f"{report}",
-        said.tensors,
-        said.ranks,
+        problem.tensors,
+        problem.ranks,
         "" if first is None else first.name,
     )

@@ -57,18 +57,18 @@ def pull(
         _check_directory(directory)
         with Reader(address, lineage, version, deadlines=deadlines) as reader:
             files = _files(reader)
-            needed = reader.nbytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
+            bytes_needed = reader.nbytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
             free = shutil.disk_usage(directory.parent).free
-            if needed > free:
+            if bytes_needed > free:
                 raise precondition(
-                    f"version {reader.version} of lineage {reader.lineage!r} takes {needed} bytes of disk, and "
+                    f"version {reader.version} of lineage {reader.lineage!r} takes {bytes_needed} bytes of disk, and "
                     f"{directory.parent} has {free} left"
                 )
-            with _whole_or_not_at_all(directory) as made:
-                _write(made, files, reader, on_progress)
+            with _whole_or_not_at_all(directory) as draft:
+                _write(draft, files, reader, on_progress)
             return reader.lineage, reader.version
-    except OSError as failed:
-        raise unavailable(f"cannot write {directory}: {failed.strerror or failed}") from failed
+    except OSError as os_error:
+        raise unavailable(f"cannot write {directory}: {os_error.strerror or os_error}") from os_error
 
 
 def _check_directory(directory: Path) -> None:
@@ -116,36 +116,36 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
 @contextmanager
 def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
     """A directory beside the target, of which the target gets all, or nothing."""
-    made = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
-    made.mkdir()
+    draft = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
+    draft.mkdir()
     try:
-        yield made
-        _to_disk(made)
-        os.rename(made, directory)  # also over an empty directory; one that has got content meanwhile is refused
+        yield draft
+        _to_disk(draft)
+        os.rename(draft, directory)  # also over an empty directory; one that has got content meanwhile is refused
         _to_disk(directory.parent)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(
-    made: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
+    draft: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
 ) -> None:
     done, total = 0, reader.nbytes
     for file, (header, names) in files.items():
-        with (made / file).open("wb") as written:
-            written.write(header)
+        with (draft / file).open("wb") as stream:
+            stream.write(header)
             for _, tensor in reader.tensors(names):
                 if tensor.numel():
-                    written.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                    stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total)
-            written.flush()
-            os.fsync(written.fileno())
+            stream.flush()
+            os.fsync(stream.fileno())
     if len(files) > 1:
-        placed = {name: file for file, (_, names) in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        with (made / INDEX).open("w", encoding="utf-8") as text:
+        file_of = {name: file for file, (_, names) in files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        with (draft / INDEX).open("w", encoding="utf-8") as text:
             json.dump(index, text, indent=2, ensure_ascii=False)
             text.flush()
             os.fsync(text.fileno())

@@ -67,14 +67,14 @@ class Reader:
             try:
                 found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
                 record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))
-            except grpc.RpcError as failed:
-                raise error_of(failed, address) from None
+            except grpc.RpcError as rpc_error:
+                raise error_of(rpc_error, address) from None
         self.lineage, self.version = found.identity.lineage, found.identity.version
         self.root: str = found.identity.root.hex()
-        self._recorded = read_record(_parsed(SealedRecord, record), found.identity.root)
-        self._specs = list(self._recorded.record.manifest.tensors)
+        self._record = read_record(_parse(SealedRecord, record), found.identity.root)
+        self._specs = list(self._record.record.manifest.tensors)
         self._numbers = {spec.name: number for number, spec in enumerate(self._specs)}
-        self._tables = [_parsed(SourceTable, table) for table in tables]
+        self._tables = [_parse(SourceTable, table) for table in tables]
         self._sources: Sources | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -114,8 +114,8 @@ class Reader:
         more; DATA_LOSS, naming it, when all who do have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if it is
         closed in between. What was given before is right.
         """
-        wanted = [self._number(name) for name in (self.names if names is None else names)]
-        layouts = [(group, self._layout(group)) for group in self._groups(wanted)]
+        numbers = [self._number(name) for name in (self.names if names is None else names)]
+        layouts = [(group, self._layout(group)) for group in self._groups(numbers)]
         self._open(max((layout.size for _, layout in layouts), default=0))
         for group, layout in layouts:
             self._bring(layout)
@@ -123,7 +123,7 @@ class Reader:
             for atom in layout.atoms:
                 atoms[atom.tensor].append(atom)
             # All are taken out of the buffer before the caller has its turn, who may ask for others in between.
-            yield from [(self._specs[number].name, self._assembled(number, atoms[number])) for number in group]
+            yield from [(self._specs[number].name, self._assemble(number, atoms[number])) for number in group]
 
     def close(self) -> None:
         """Lets go of what is mapped. May be repeated; `tensors` may follow."""
@@ -139,10 +139,10 @@ class Reader:
             )
         return self._numbers[name]
 
-    def _groups(self, wanted: Sequence[int]) -> Iterator[list[int]]:
+    def _groups(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         group: list[int] = []
         size = 0
-        for number in wanted:
+        for number in numbers:
             more = _size(self._specs[number])
             if group and size + more > GROUP_BYTES:
                 yield group
@@ -153,8 +153,8 @@ class Reader:
             yield group
 
     def _layout(self, group: Sequence[int]) -> SlotLayout:
-        needed = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
-        return lay_out(self._recorded, [needed])
+        boxes = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
+        return lay_out(self._record, [boxes])
 
     def _open(self, size: int) -> None:
         """Sources that bring what they read into a buffer of so many bytes."""
@@ -165,7 +165,7 @@ class Reader:
         kinds = transport_kinds()
         readers = {name: each for name, each in all_transports(relay=True).items() if kinds[name].writer is None}
         host = this_host()
-        self._sources = Sources(self._recorded, self._tables, readers, host, landing=self._buffer)
+        self._sources = Sources(self._record, self._tables, readers, host, landing=self._buffer)
 
     def _bring(self, layout: SlotLayout) -> None:
         if not layout.atoms:
@@ -174,14 +174,14 @@ class Reader:
             raise precondition("the reader was closed while its tensors were given: ask for the others anew")
         filling = SlotFilling(layout, self._at, self._sources)
         filling.check()
-        filled = filling.run(self._recorded, time.monotonic() + self._deadlines.fill)
+        filled = filling.run(self._record, time.monotonic() + self._deadlines.fill)
         if filled.missing:
             raise CkptEngineError(filled.missing[0].problem)
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def _assembled(self, number: int, atoms: Sequence[RelayAtom]) -> torch.Tensor:
+    def _assemble(self, number: int, atoms: Sequence[RelayAtom]) -> torch.Tensor:
         spec = self._specs[number]
         found = torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype))
         for atom in atoms:
@@ -202,8 +202,8 @@ def _blob(stub: Any, ref: manager_pb2.BlobRef, seconds: float) -> bytes:
     return data
 
 
-def _parsed(kind: type[MessageT], data: bytes) -> MessageT:
+def _parse(kind: type[MessageT], data: bytes) -> MessageT:
     try:
         return kind.FromString(data)
-    except DecodeError as failed:
-        raise data_loss(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read") from failed
+    except DecodeError as decode_error:
+        raise data_loss(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read") from decode_error

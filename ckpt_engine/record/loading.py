@@ -33,36 +33,36 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
     Raises CkptEngineError: INTERNAL if the loader raises, does not take every tensor, does not write all of the
     handover's boxes, or replaces a tensor instead of writing to it.
     """
-    watched = {name: tensors[name].detach() for name in handover.owners}
-    owners = Owners(watched.items())
+    tensors_watched = {name: tensors[name].detach() for name in handover.owners}
+    owners = Owners(tensors_watched.items())
     watch = _Watch(owners)
-    guarded = _Guarded(weights)
-    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in watched.values())
+    weight_feed = _WeightFeed(weights)
+    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors_watched.values())
     try:
         with torch.no_grad(), torch.inference_mode(inference), watch:
-            target.load_weights(guarded.hand_out())
+            target.load_weights(weight_feed.hand_out())
     except CkptEngineError:
         raise
     except Exception as error:
-        if guarded.error is None:
+        if weight_feed.error is None:
             text = f"{type(error).__name__}: {error}"
             raise internal(
-                f"the engine's loader failed on weights that it computes on: {text}", [guarded.last]
+                f"the engine's loader failed on weights that it computes on: {text}", [weight_feed.last]
             ) from error
-    if guarded.error is not None:
-        raise guarded.error
-    if not guarded.exhausted:
-        raise internal(f"the engine's loader stopped after {guarded.last} this time", [guarded.last])
-    now = dict(target.named_tensors())
+    if weight_feed.error is not None:
+        raise weight_feed.error
+    if not weight_feed.exhausted:
+        raise internal(f"the engine's loader stopped after {weight_feed.last} this time", [weight_feed.last])
+    tensors_now = dict(target.named_tensors())
     for name, boxes in handover.owners.items():
-        if name not in now or StorageSlice.of(now[name]) != owners.slices[name]:
+        if name not in tensors_now or StorageSlice.of(tensors_now[name]) != owners.slices[name]:
             raise internal(f"the engine's loader replaced the model's tensor {name} this time", [name])
-        left = remainder(boxes, watch.boxes(name))
-        if left:
+        unwritten = remainder(boxes, watch.boxes(name))
+        if unwritten:
             raise internal(f"the engine's loader wrote only a part of the model's tensor {name} this time", [name])
 
 
-class _Guarded:
+class _WeightFeed:
     """An iterator over weights that remembers how far it came, and what it raised."""
 
     def __init__(self, weights: Weights) -> None:

@@ -33,10 +33,10 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.record.coverage import Owners, StorageSlice, account
-from ckpt_engine.record.handovers import everything, handovers, owner_names, written
+from ckpt_engine.record.handovers import everything, handovers, owner_names, written_boxes
 from ckpt_engine.record.origins import NotRecordable
 from ckpt_engine.record.recorder import Recorder
-from ckpt_engine.record.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handed
+from ckpt_engine.record.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handover_name
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1 import weights_pb2
 
@@ -114,13 +114,13 @@ def _handovers(run: _RecordRun, manifest: weights_pb2.Manifest, target: LoadTarg
     """What is handed over, rehearsed: a loader that is given less than everything may do other things."""
     found = handovers(run.recorder, run.owners)
     for handover in found:
-        if not handover.everything and not _rehearsed(handover, manifest, target, stop_at):
+        if not handover.everything and not _rehearse(handover, manifest, target, stop_at):
             why = "the loader does other things when it is given only some of the tensors"
             return [everything(run.recorder, run.owners, why)]
     return found
 
 
-def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> bool:
+def _rehearse(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> bool:
     owners = Owners(target.named_tensors())
     recorder = Recorder(manifest, owners, stop_at, only=handover.tensors)
     try:
@@ -131,7 +131,7 @@ def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadT
         return False
     if set(owner_names(recorder, owners)) != handover.owners.keys() or recorder.decided:
         return False
-    return all(_same_boxes(written(owners, name), boxes) for name, boxes in handover.owners.items())
+    return all(_same_boxes(written_boxes(owners, name), boxes) for name, boxes in handover.owners.items())
 
 
 def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
@@ -154,8 +154,8 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
         spec = manifest.tensors[index]
         layout = TensorLayout.of(torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device="meta"))
         need = needs.setdefault(NeedBox(index, whole(layout.shape)), len(needs))
-        copies.append(Copy(need, handed(spec.name), 0, layout.stride))
-        layouts[handed(spec.name)] = layout
+        copies.append(Copy(need, handover_name(spec.name), 0, layout.stride))
+        layouts[handover_name(spec.name)] = layout
     for row in run.accounted:
         if row.name in why:
             row.note = f"by the engine's own loader, from whole tensors: {why[row.name]}"
@@ -206,15 +206,15 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, have, want in casts:
         pairs.setdefault((have, want), []).append(name)
-    said = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
-    wanted = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
-    found = invalid(
+    mismatches = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
+    dtypes = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
+    refusal = invalid(
         f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
-        f"{'; '.join(said)}. Publish with dtype={wanted}",
+        f"{'; '.join(mismatches)}. Publish with dtype={dtypes}",
         tensors=[name for name, _, _ in casts],
     )
-    found.problem.kept.update(kept_of(casts))
-    return found
+    refusal.problem.kept.update(kept_of(casts))
+    return refusal
 
 
 def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:

@@ -79,8 +79,8 @@ class Recorder(Watching):
         self._only = range(len(self._specs)) if only is None else sorted(only)
         self._index = {spec.name: index for index, spec in enumerate(manifest.tensors)}
         self._origins = Origins(manifest, self._only)
-        self._known: dict[tuple[int, Box], int] = {}
-        self._done: set[Copy] = set()
+        self._need_numbers: dict[tuple[int, Box], int] = {}
+        self._known_copies: set[Copy] = set()
         self._last = -1
         self._exhausted = False
         self._doubt: frozenset[int] = frozenset()
@@ -105,9 +105,9 @@ class Recorder(Watching):
 
     def suspect(self, text: str) -> str:
         """The tensor that an exception of the loader is about, as far as can be told; else an empty string."""
-        named = [word.strip("'\"`,.:;()[]") for word in text.split()]
-        found = next((word for word in named if word in self._index), None)
-        return self._handled() if found is None else found
+        words = [word.strip("'\"`,.:;()[]") for word in text.split()]
+        found = next((word for word in words if word in self._index), None)
+        return self._current_name() if found is None else found
 
     def shape_of(self, name: str) -> str:
         return str(list(self._specs[self._index[name]].shape))
@@ -143,20 +143,20 @@ class Recorder(Watching):
             return func(*args, **kwargs)
         if func in _CLONES and ours and self._origins.why_not_plain(args[0], kwargs.get("dtype")) is None:
             return self._origins.clone(args[0], kwargs)
-        seen = self._seen(tensors, str(func))
-        if not ours and not seen.tensors:  # what the model holds by itself
+        dependencies = self._dependencies(tensors, str(func))
+        if not ours and not dependencies.tensors:  # what the model holds by itself
             return func(*args, **kwargs)
         if func in _VALUES:
-            return self._decide(func, args[0], seen)
+            return self._decide(func, args[0], dependencies)
         result = self._without_values(func, args, kwargs, ours)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf not in self._origins:
-                self._origins.compute(leaf, seen)
+                self._origins.compute(leaf, dependencies)
         return result
 
     # -- what values are made of
 
-    def _seen(self, tensors: Sequence[torch.Tensor], why: str) -> ComputedOrigin:
+    def _dependencies(self, tensors: Sequence[torch.Tensor], why: str) -> ComputedOrigin:
         """What a result of an operation on ``tensors`` depends on."""
         found: set[int] = set()
         owners: set[str] = set()
@@ -185,17 +185,17 @@ class Recorder(Watching):
             return func(*plain_args, **named_args)
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
-                name = self._origins.name(ours[0]) if ours else self._handled()
+                name = self._origins.name(ours[0]) if ours else self._current_name()
                 text = f"what the loader does with {name} depends on its values in a way that cannot be followed"
                 raise NotRecordable(f"{text} ({func!s})", name) from error
             raise
 
-    def _decide(self, func: Any, tensor: torch.Tensor, seen: ComputedOrigin) -> bool | int | float:
+    def _decide(self, func: Any, tensor: torch.Tensor, dependencies: ComputedOrigin) -> bool | int | float:
         """The stand-in for a value. From here on everything that is written may depend on it."""
-        names = ", ".join(self._specs[index].name for index in sorted(seen.tensors)[:4])
+        names = ", ".join(self._specs[index].name for index in sorted(dependencies.tensors)[:4])
         self.decided = self.decided or f"the loader decides on values of {names}"
-        self._doubt |= seen.tensors
-        self.used |= seen.tensors
+        self._doubt |= dependencies.tensors
+        self.used |= dependencies.tensors
         if func is _aten.equal.default:
             return not self._answer  # loaders complain of what differs, and of what any() finds
         if tensor.dtype is torch.bool:
@@ -214,47 +214,49 @@ class Recorder(Watching):
     ) -> Any:
         """An operation in place, or with `out=`: to the model, or to memory of the loader's own."""
         ours = [tensor for tensor in tensors if tensor in self._origins]
-        seen = self._seen(tensors, str(func))
+        dependencies = self._dependencies(tensors, str(func))
         for tensor in written:
             if storage_key(tensor) in self._owners:
-                if torch.Tag.pointwise not in func.tags or not seen.tensors:
+                if torch.Tag.pointwise not in func.tags or not dependencies.tensors:
                     raise self._unknown_values(tensor, func, ours)
                 owner, boxes = self._find(tensor, "")
-                known = [box for box, _ in (*owner.loaded, *owner.filled)]
-                if remainder(boxes, known):
+                known_boxes = [box for box, _ in (*owner.loaded, *owner.filled)]
+                if remainder(boxes, known_boxes):
                     text = f"the loader computes with what the model's tensor {owner.name} held before"
                     raise NotRecordable(f"{text} ({func!s})", self._origins.name(ours[0]) if ours else "")
-                self._mark(owner, seen)
+                self._mark(owner, dependencies)
         self._without_values(func, args, kwargs, ours)
         for tensor in written:
             if storage_key(tensor) not in self._owners:
-                self._origins.compute(tensor, seen)
-        returned = len(func._schema.returns)
-        return written[0] if returned == 1 else tuple(written[:returned]) or None
+                self._origins.compute(tensor, dependencies)
+        count = len(func._schema.returns)
+        return written[0] if count == 1 else tuple(written[:count]) or None
 
     def _unknown_values(self, destination: torch.Tensor, func: Any, ours: Sequence[torch.Tensor] = ()) -> NotRecordable:
         return NotRecordable(
             f"the loader computes what it writes to a parameter of shape {list(destination.shape)} "
             f"({func!s}), and not from tensors that it was given",
-            self._origins.name(ours[0]) if ours else self._handled(),
+            self._origins.name(ours[0]) if ours else self._current_name(),
         )
 
-    def _mark(self, owner: Owner, seen: ComputedOrigin) -> None:
-        self.computed.setdefault(owner.name, seen.why)
-        self.writers.setdefault(owner.name, set()).update(seen.tensors)
-        self.used |= seen.tensors
+    def _mark(self, owner: Owner, dependencies: ComputedOrigin) -> None:
+        self.computed.setdefault(owner.name, dependencies.why)
+        self.writers.setdefault(owner.name, set()).update(dependencies.tensors)
+        self.used |= dependencies.tensors
 
     def _copy_computed(self, destination: torch.Tensor, source: torch.Tensor, why: str) -> None:
-        seen = self._seen([source], why)
+        dependencies = self._dependencies([source], why)
         if self._doubt:
-            seen = ComputedOrigin(seen.tensors | self._doubt, seen.owners, self.decided)
-        if not seen.tensors:
+            dependencies = ComputedOrigin(dependencies.tensors | self._doubt, dependencies.owners, self.decided)
+        if not dependencies.tensors:
             raise self._unknown_values(destination, _aten.copy_.default)
         source.expand(destination.shape)
-        name = self._specs[min(seen.tensors)].name
+        name = self._specs[min(dependencies.tensors)].name
         owner, places = self._find(destination, name)
-        self._mark(owner, seen)
-        if owner.name not in seen.owners:  # a tensor that is computed from itself is no more complete than before
+        self._mark(owner, dependencies)
+        if (
+            owner.name not in dependencies.owners
+        ):  # a tensor that is computed from itself is no more complete than before
             owner.loaded += ((place, name) for place in places)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
@@ -266,9 +268,9 @@ class Recorder(Watching):
             return None
         owner, boxes = self._find(destination, "")
         for box in boxes:
-            over = next((name for loaded, name in owner.loaded if intersect(box, loaded) is not None), None)
-            if over is not None:
-                self.computed.setdefault(owner.name, f"overwrites {over} with {value}")
+            overwritten_name = next((name for loaded, name in owner.loaded if intersect(box, loaded) is not None), None)
+            if overwritten_name is not None:
+                self.computed.setdefault(owner.name, f"overwrites {overwritten_name} with {value}")
             owner.filled.append((box, value))
         if self._doubt:
             self._mark(owner, ComputedOrigin(self._doubt, frozenset(), self.decided))
@@ -281,16 +283,16 @@ class Recorder(Watching):
                 return self._fill(destination, source.item())
             return self._copy_computed(destination, source, "")
         if destination.numel() == 0:
-            self.used |= self._seen([source], "").tensors
+            self.used |= self._dependencies([source], "").tensors
             return None
         why = "reads what it has loaded before" if origin is None else self._origins.why_not_plain(source)
         if not isinstance(origin, int) or why is not None:
             return self._copy_computed(destination, source, why or "")
         name = self._specs[origin].name
-        shown = source.expand(destination.shape)
+        expanded = source.expand(destination.shape)
         owner, places = self._find(destination, name)
         offset = int(destination.storage_offset()) - owner.offset
-        view = copy_of(shown.shape, shown.stride(), int(shown.storage_offset()), destination.stride(), offset)
+        view = copy_of(expanded.shape, expanded.stride(), int(expanded.storage_offset()), destination.stride(), offset)
         try:
             found = [
                 block
@@ -326,17 +328,17 @@ class Recorder(Watching):
 
     # -- small things
 
-    def _handled(self) -> str:
+    def _current_name(self) -> str:
         """The tensor that the loader was given last, if it may still be at it."""
         return self._specs[self._last].name if self._last >= 0 and not self._exhausted else ""
 
     def _need(self, tensor: int, box: Box) -> int:
-        number = self._known.setdefault((tensor, box), len(self.needs))
+        number = self._need_numbers.setdefault((tensor, box), len(self.needs))
         if number == len(self.needs):
             self.needs.append(NeedBox(tensor, box))
         return number
 
     def _add(self, copy: Copy) -> None:
-        if copy not in self._done:
-            self._done.add(copy)
+        if copy not in self._known_copies:
+            self._known_copies.add(copy)
             self.copies.append(copy)

@@ -35,7 +35,7 @@ class Copy:
     """The elements of a need, in global coordinates, and where they belong in a tensor of the model.
 
     need: index into Recording.needs; several copies may have one need, each gets all of its elements.
-    tensor: the model's name of the tensor, or `handed`.
+    tensor: the model's name of the tensor, or `handover_name`.
     offset: of the box's first element, in elements from the tensor's first.
     stride: elements, one entry for each axis of the *checkpoint* tensor (so transposing needs nothing else).
     """
@@ -78,7 +78,7 @@ class Handover:
     everything: bool
 
 
-def handed(name: str) -> str:
+def handover_name(name: str) -> str:
     """What stands for a checkpoint tensor that is handed over where else a tensor of the model is named: memory of its
     whole shape that exists until the loader has taken it."""
     return f"handed over: {name}"
@@ -89,7 +89,8 @@ class Recording:
     """One worker's loader, run once against one manifest.
 
     needs_bytes: the serialised WorkerNeeds that the plan is made for; needs_digest names it in plans.
-    layouts: of every tensor that copies, fills or handovers write to, and of those that are `handed`.
+    layouts: of every tensor that copies, fills or handovers write to; a tensor that is handed over stands there under
+        its `handover_name`.
     """
 
     manifest: weights_pb2.Manifest

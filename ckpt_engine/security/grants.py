@@ -59,20 +59,20 @@ class Grant:
 class Caller:
     """Somebody who was let in. who: for messages and logs, never a secret. everything: nothing is checked."""
 
-    who: str
+    name: str
     grants: tuple[Grant, ...] = ()
     everything: bool = False
 
     def require(self, role: str, name: str) -> None:
         """Raises PERMISSION_DENIED unless it may act as `role` under `name`."""
         if not self.everything and not any(grant.covers(role, name) for grant in self.grants):
-            raise forbidden(f"{self.who} may not act as {role} {name!r}: {self._may(f'{role}/{name}')}")
+            raise forbidden(f"{self.name} may not act as {role} {name!r}: {self._may(f'{role}/{name}')}")
 
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
         if not self.may_any(*roles):
             needed = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
-            raise forbidden(f"{self.who} may not act as {' or '.join(roles)}: {self._may(needed)}")
+            raise forbidden(f"{self.name} may not act as {' or '.join(roles)}: {self._may(needed)}")
 
     def may_any(self, *roles: str) -> bool:
         """Whether it has a grant of one of these roles, under whatever name."""

@@ -13,7 +13,7 @@ import pytest
 from ckpt_engine.gateway.writing import within
 from ckpt_engine.http_client import connection as http1
 from ckpt_engine.http_client import connections
-from ckpt_engine.http_client.connection import ConnectError, NobodyError, SilentError, WireError, request_head
+from ckpt_engine.http_client.connection import ConnectError, SilentError, UnreachableError, WireError, request_head
 from ckpt_engine.http_client.connections import Connections, origin_of
 from tests.gateway.misbehaving import until
 from tests.ports import free_port
@@ -251,7 +251,7 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize(("body", "kind"), [(b"{}", WireError), (None, NobodyError)])
+@pytest.mark.parametrize(("body", "kind"), [(b"{}", WireError), (None, UnreachableError)])
 async def test_what_an_engine_died_with_inside_is_not_said_to_be_outside(
     body: bytes | None, kind: type[WireError]
 ) -> None:
@@ -339,14 +339,14 @@ async def test_a_silence_is_said_to_be_as_long_as_it_was() -> None:
 
 async def test_nobody_there() -> None:
     made = Connections(SECONDS)
-    with pytest.raises(NobodyError):
+    with pytest.raises(UnreachableError):
         await made.get(f"http://127.0.0.1:{free_port()}", "/x", SECONDS)
     odd = ("http://replica-\u4e00", "http://127.0.0.1/a b", "http://127.0.0.1/a\nb", "http://127.0.0.1/\u00e9")
     for url in ("ftp://127.0.0.1", "http://", "http://127.0.0.1:99999", *odd):
         with pytest.raises(ConnectError, match="is no URL") as error:
             await made.get(url, "/x", SECONDS)
         assert repr(url) in str(error.value)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
 
 
 async def test_a_connection_that_ends_before_anything_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +360,14 @@ async def test_a_connection_that_ends_before_anything_was_asked(monkeypatch: pyt
 
     async def late(*given: Any, **named: Any) -> Any:
         found = await connect(*given, **named)
-        await until(lambda: found[1].over)
+        await until(lambda: found[1].closed)
         return found
 
     monkeypatch.setattr(loop, "create_connection", late)
     async with before(play) as (made, url, _):
         with pytest.raises(ConnectError, match="ended before anything was asked") as error:
             await made.get(url, "/x", SECONDS)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
         assert not made._all
 
 
@@ -379,7 +379,7 @@ async def test_no_tls_there_is_no_death() -> None:
     async with before(play) as (made, url, _):
         with pytest.raises(ConnectError, match="no TLS with it") as error:
             await made.get(url.replace("http:", "https:"), "/x", SECONDS)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
 
 
 async def test_an_engine_waits_for_whoever_reads_slowly() -> None:

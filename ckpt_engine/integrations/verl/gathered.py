@@ -29,7 +29,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         self._world: tuple[int, int, str] | None = None
         self._updates: RankUpdates | None = None
         self._count = 0
-        self._mine: set[str] = set()
+        self._own_names: set[str] = set()
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
 
     def prepare(self) -> dict[str, Any]:
@@ -72,18 +72,18 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
             raise precondition("verl calls init_process_group before send_weights")
         rank, world, lineage = self._world
         version = self._count if global_steps is None else int(global_steps)
-        left = iter(weights)
+        walk = iter(weights)
         try:
             if self._updates is None or not self._updates.opened:
-                self._pairs = self._first(left, rank, world)
-                self._updates = self._made(lineage)
+                self._pairs = self._first_share(walk, rank, world)
+                self._updates = self._make_updates(lineage)
                 self._updates.open(lambda: self._pairs, rank=rank, world_size=world)
             else:
-                self._pairs = self._share(left)
+                self._pairs = self._share(walk)
             report = self._updates.bring(version)
         finally:
             self._pairs = ()
-            for _ in left:
+            for _ in walk:
                 continue
         self._count = version + 1
         return {
@@ -104,7 +104,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         if self._updates is not None:
             self._updates.close()
 
-    def _made(self, lineage: str) -> RankUpdates:
+    def _make_updates(self, lineage: str) -> RankUpdates:
         options = self._options
         return RankUpdates(
             options.manager,
@@ -118,17 +118,19 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
             timeout=options.timeout,
         )
 
-    def _first(self, left: Iterator[tuple[str, torch.Tensor]], rank: int, world: int) -> list[tuple[str, torch.Tensor]]:
+    def _first_share(
+        self, walk: Iterator[tuple[str, torch.Tensor]], rank: int, world: int
+    ) -> list[tuple[str, torch.Tensor]]:
         """This rank's share, copied, since what is yielded may be written again by the next step of the walk."""
         loads = [0] * world
-        kept = []
-        for name, tensor in left:
+        share = []
+        for name, tensor in walk:
             owner = loads.index(min(loads))
             loads[owner] += tensor.nbytes
             if owner == rank:
-                kept.append((name, tensor.detach().clone()))
-        self._mine = {name for name, _ in kept}
-        return kept
+                share.append((name, tensor.detach().clone()))
+        self._own_names = {name for name, _ in share}
+        return share
 
-    def _share(self, left: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in left if name in self._mine)
+    def _share(self, walk: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in walk if name in self._own_names)

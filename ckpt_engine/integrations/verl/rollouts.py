@@ -11,7 +11,7 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.integrations.verl.asking import Asking
+from ckpt_engine.integrations.verl.asking import ReplicaActor
 from ckpt_engine.integrations.verl.options import NAME, REMEDY, options_of
 
 
@@ -50,7 +50,7 @@ class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
         name = options.replicas[self.replica_rank]
         lengths = (self.config.prompt_length, self.config.response_length)
         always = {"ignore_eos": True} if self.config.ignore_eos else {}
-        actor = ray.remote(Asking).options(num_cpus=0, max_concurrency=self.max_concurrency)
+        actor = ray.remote(ReplicaActor).options(num_cpus=0, max_concurrency=self.max_concurrency)
         self._server_handle = actor.remote(options, name, *lengths, always)
         self.servers = self.workers = [self._server_handle]
         self._server_address = name
