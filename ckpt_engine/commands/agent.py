@@ -45,7 +45,7 @@ class RelayPolicy(StrEnum):
 
 
 EVICTED = 3
-"""The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
+"""Exit status after an operator took the replica out. Service managers are told not to start such an agent again."""
 
 
 def _check_transports(transports: list[str] | None) -> list[str] | None:
@@ -56,8 +56,8 @@ def _check_transports(transports: list[str] | None) -> list[str] | None:
 
 
 def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
-    """The kind that was given, or that the command behind -- starts. Raises typer.BadParameter if there is none, or
-    these are two."""
+    """The kind that --engine names, or that the command behind -- starts. Raises typer.BadParameter if there is none,
+    or if the two differ."""
     found = kind_of(command, engine_names())
     if option is None and not found:
         raise typer.BadParameter(

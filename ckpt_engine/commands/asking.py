@@ -1,4 +1,4 @@
-"""One call of the manager, for the commands that make one: its answer, or one sentence and status 1."""
+"""One call of the manager for a command: its answer, or one sentence and the error's exit status."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Names = Annotated[
 
 
 def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], what: str) -> Answer:
-    """The answer to one call. Exits with the error's status and the reason if it is refused; says after a while that it
-    waits, and `what` for."""
+    """Returns the answer to one call. Exits with the error's status and prints the reason if the call fails. After a
+    while it prints that it waits. what: what for."""
 
     async def answer() -> Answer:
         async with AsyncClient(manager) as client:
@@ -41,13 +41,13 @@ def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, A
 
 
 def failure_exit(manager: str, error: CkptEngineError) -> typer.Exit:
-    """Says why the manager did not answer, or what it refused; to be raised."""
+    """Prints why the manager did not answer, or what it refused; returns the exit to raise."""
     typer.echo(printable(refusal_of(manager, error)), err=True)
     return typer.Exit(error.exit_status)
 
 
 def refusal_of(manager: str, error: CkptEngineError) -> str:
-    """The same as one sentence, which names the manager once."""
+    """One sentence about a failed call, which names the manager once."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
     message = problem.message.removeprefix(f"manager {manager}: ")

@@ -15,7 +15,7 @@ _STYLES = {Result.OK: "green", Result.NO: "red", Result.NOTE: "yellow"}
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Tries out everything on this host that an update may need, and says what it found.
+    """Try out everything on this host that an update may need, and print what was found.
 
     Exits with 0 if weights can reach an inference server over shared memory, with 1 otherwise.
     """

@@ -22,7 +22,7 @@ def engines(
         bool, typer.Option("--markdown", help="Print the source of docs/engines/README.md.")
     ] = False,
 ) -> None:
-    """Shows pause modes, sleep levels, layouts and limits of every engine that ckpt-engine drives."""
+    """Show pause modes, sleep levels, layouts and limits of every engine that ckpt-engine drives."""
     if as_markdown:
         typer.echo(markdown(declared()), nl=False)
         return

@@ -82,7 +82,7 @@ def gateway(
     log = logging.getLogger("ckpt_engine.gateway")
     source = context.get_parameter_source("manager")
     if replica and source is not None and source.name == "ENVIRONMENT":
-        manager = ""  # what is said on the command line is meant for this gateway, the variable for all commands
+        manager = ""  # the command line is for this gateway, the variable for all commands
     settings = GatewaySettings(
         listen=listen,
         manager=manager,
@@ -113,7 +113,7 @@ def gateway(
 
 
 def work() -> None:
-    """One of several processes behind one port, see workers.py."""
+    """Runs one of several processes behind one port, see workers.py."""
     log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), LogForm(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
     settings = GatewaySettings.from_json(os.environ[SETTINGS])
     bound = socket.socket(fileno=int(os.environ[SOCKET]))

@@ -1,4 +1,4 @@
-"""``ckpt-engine lineage list|evict|forget``: which lineages there are and what uses each, and the end of one."""
+"""``ckpt-engine lineage list|evict|forget``: lists lineages and what uses each, and ends one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def table(lineages: Sequence[manager_pb2.LineageStatus]) -> Table:
 
 
 def _store_table(answer: manager_pb2.GetStatusResponse) -> Table:
-    """What the manager's store keeps, and for which member or lineage."""
+    """Bytes in the manager's store, one row for each member or lineage that they are kept for."""
     rows = Table("kept for", "bytes", title="In the manager's store", title_justify="left", box=None)
     for holding in sorted(answer.holdings, key=lambda holding: -holding.bytes):
         rows.add_row(Text(holding.owner), str(holding.bytes))

@@ -46,7 +46,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Whatever standard error is at the moment; a terminal that was closed is no reason to fail."""
+    """Writes to what `sys.stderr` is at the moment; a closed terminal is no failure."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, or several with a traceback."""
@@ -74,7 +74,7 @@ def utc(seconds: float) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The arguments whose place in the message has a name before it, as they are."""
+    """The arguments that follow a `name=` in the message, by that name. Numbers and texts keep their type."""
     if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
         return {}
     found: dict[str, Any] = {}

@@ -79,7 +79,7 @@ def manager(
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
-    if renamed := variables_now(os.environ):  # one of them may say who may call
+    if renamed := variables_now(os.environ):  # one of them may restrict callers: do not start without it
         changes = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
         raise typer.BadParameter(f"{changes}: set these, and not those", param_hint="the environment")
     config = ManagerConfig(

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines
 
 
 def _waitable(seconds: float | None) -> float | None:
-    """Seconds of --timeout. Raises typer.BadParameter for what cannot be waited for."""
+    """Checks --timeout. Raises typer.BadParameter for a number that is no time."""
     try:
         if seconds is not None:
             check_seconds("a timeout", seconds)
@@ -52,8 +52,8 @@ Wait = Annotated[
 
 
 def seconds_to_wait(wait: bool, timeout: float | None, usual: float) -> float | None:
-    """What --wait and --timeout say together; None: nothing is waited for. Raises typer.BadParameter for a time without
-    --wait, of a command that waits for nothing else."""
+    """Seconds to wait by --wait and --timeout; None: not at all. usual: without a --timeout. Raises typer.BadParameter
+    for --timeout without --wait."""
     if wait:
         return usual if timeout is None else timeout
     if timeout is not None:

@@ -1,4 +1,4 @@
-"""``ckpt-engine plan``: what an update of a model would do on a cluster, told without the cluster."""
+"""``ckpt-engine plan``: predicts an update of a model on a cluster, without the cluster."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ckpt_engine.http_server import HttpServer
 from ckpt_engine.security.server import ServerSecurity
 
 RUNS_BYTES = 8
-"""What a lineage's name gets behind it when a run starts again."""
+"""Bytes that are appended to a lineage's name when a run starts again."""
 
 
 def prime_rl(

@@ -52,7 +52,7 @@ def pull(
 
 
 class _ProgressLines:
-    """A line for each tenth that is written."""
+    """Prints a line for each tenth that is written."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._tenths = quiet, 0

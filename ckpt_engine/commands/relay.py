@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ckpt_engine.relay.settings import RelaySettings
 
 TAKEN = 4
-"""The exit status of a relay whose directory another one has."""
+"""Exit status of a relay if another relay has its directory."""
 
 
 class RelayScope(StrEnum):
-    """What a relay wants of a version."""
+    """Which part of a version a relay holds."""
 
     NEEDS = "needs"
     EVERYTHING = "everything"
@@ -152,7 +152,7 @@ def relay(
 
 
 async def _run(settings: RelaySettings, until_stdin_ends: bool) -> None:
-    """until_stdin_ends: of whoever started this one, however that ends."""
+    """until_stdin_ends: stop also when the process that started this one ends, which closes its standard input."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

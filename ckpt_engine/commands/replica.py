@@ -1,4 +1,4 @@
-"""``ckpt-engine replica list|retry|hold|release|evict|sleep|wake``: which there are, and what is done about some."""
+"""``ckpt-engine replica list|retry|hold|release|evict|sleep|wake``: lists replicas and acts on them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout:
 
 
 def _wait_for(name: str, manager: str, seconds: float | None) -> None:
-    """Until a replica holds what it is to serve; says so. seconds: at most; None: it is not waited for. Exits with 1
-    and the reason if it does not."""
+    """Waits until a replica holds what it is to serve, and prints that. seconds: at most; None: returns at once. Exits
+    with 1 and the reason if it does not."""
     if seconds is None:
         return
 
@@ -105,7 +105,7 @@ def evict(
 ) -> None:
     """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
 
-    Updates do not count it any more. One whose agent is not connected is forgotten; its engine stays as it is.
+    Updates do not count it any more. Without a connected agent it is only forgotten; its engine stays as it is.
     """
     answer = ask_manager(manager, lambda client: client.evict(name, reason), f"eviction of {name}")
     typer.echo(
@@ -120,7 +120,7 @@ def sleep(
     level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
     timeout: Timeout = None,
 ) -> None:
-    """Close replicas and give their memory up, until they are woken; an update wakes hybrid ones.
+    """Close replicas and have them give their memory up, until they are woken; an update wakes hybrid ones.
 
     Exits with 1 if one of them does not sleep, and says why.
     """
@@ -138,7 +138,7 @@ def wake(
     tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
     timeout: Timeout = None,
 ) -> None:
-    """Take the memory of replicas back. One whose weights were discarded serves again after its next update.
+    """Have replicas take their memory back. One that discarded its weights serves again after its next update.
 
     Exits with 1 if one of them does not wake, and says why.
     """
@@ -150,7 +150,7 @@ def wake(
 
 
 def _show_results(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:
-    """One line a replica; exits with 1 if there is a problem among them."""
+    """Prints one line a replica; exits with 1 if one of them has a problem."""
     any_problem = False
     for result in results:
         wrong = result.HasField("problem")

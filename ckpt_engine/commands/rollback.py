@@ -38,8 +38,8 @@ def rollback(
     The number of the next update goes on above the highest ever used. Until then replicas that start late, or again,
     are brought to the version that was gone back to.
 
-    Exits with 0 only if all of them serve that version, verified. A version that nobody holds is refused, with a list
-    of those that are held.
+    Exits with 0 only if all of them serve that version, verified. A version without a holder is refused, with a list of
+    those that are held.
     """
     wishes = {"pause_mode": pause_mode, "timeout": timeout, "pool": pool, "replicas": tuple(replica or ())}
     try:

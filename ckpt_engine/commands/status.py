@@ -1,4 +1,4 @@
-"""``ckpt-engine status``: who is connected, what every replica serves, what the manager is doing."""
+"""``ckpt-engine status``: which members are connected, what every replica serves, what the manager is doing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
 
 
 async def _watch(client: AsyncClient, first: RenderableType) -> None:
-    """Shows what is new, for ever: in place on a terminal; elsewhere, one below the other, whenever it has changed."""
+    """Shows the status for ever: in place on a terminal; elsewhere prints it again whenever it has changed."""
     console = _console()
     last_text = ""
     with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
@@ -85,16 +85,16 @@ async def _watch(client: AsyncClient, first: RenderableType) -> None:
             try:
                 tables = as_tables(client.address, await client.status(), console.width >= WIDE)
             except CkptEngineError as error:
-                # Managers are restarted; whoever watches wants to see it come back.
+                # Managers are restarted: go on, so that the user sees it come back.
                 tables = Text(refusal_of(client.address, error), style="red")
 
 
 WIDE = 120
-"""Columns of a terminal that has room for everything; the tables of a narrower one leave the least needed out."""
+"""Columns that a terminal needs for everything; in a narrower one tables leave out what is least needed."""
 
 
 def _console() -> Console:
-    """A console for which, in a pipe or a file, lines are as long as they are."""
+    """A console that does not wrap lines in a pipe or a file."""
     return Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
 
 
@@ -105,7 +105,7 @@ def _plain(tables: RenderableType) -> str:
 
 
 def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = True) -> Group:
-    """The status for a terminal; one that is not `wide` has 80 columns."""
+    """The status as tables. wide: the terminal has `WIDE` columns; else 80 are assumed."""
     latest = _version(answer.latest, wide) if answer.HasField("latest") else "none yet"
     about = f"ckpt-engine {answer.software_version}   cluster {answer.fence.cluster[:8]}   epoch {answer.fence.epoch}"
     head = Text.assemble(
@@ -127,7 +127,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
 
 
 def show_replicas(replicas: Sequence[manager_pb2.ReplicaStatus]) -> None:
-    """Prints these alone, and what troubles them."""
+    """Prints the table of these replicas, and their problems."""
     console = _console()
     troubles = _troubles(manager_pb2.GetStatusResponse(replicas=replicas))
     console.print(_replicas(replicas, console.width >= WIDE), *troubles, sep="\n")
@@ -143,8 +143,8 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
-    """Why replicas do not serve, why they could not take the last version, and whose engine's labels are not to be
-    trusted; and which relays are slow: below the table, where there is room. Yellow: it serves."""
+    """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
+    labels; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -170,7 +170,7 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
 
 
 def _drift(replica: manager_pb2.ReplicaStatus) -> str:
-    """What it is to serve and does not hold, and why, unless other words say so; empty: it does."""
+    """What the replica is to serve and does not hold, and why. Empty: it holds it, or another line says why not."""
     if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit") or replica.HasField("hold"):
         return ""
     target = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
@@ -179,14 +179,14 @@ def _drift(replica: manager_pb2.ReplicaStatus) -> str:
 
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:
-    """That an operator holds it, and what waits for its release."""
+    """Says that an operator holds the replica, and what waits for its release."""
     hold = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
     waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
     return hold + (waits if replica.HasField("drift") else "")
 
 
 def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:
-    """The start of each one's UUID, and its name once: "GPU-3fa91c02 (NVIDIA H200)"."""
+    """The start of each GPU's UUID, and each name once: "GPU-3fa91c02 (NVIDIA H200)"."""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus if gpu.name))
     uuids = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
     return f"{uuids} ({names})" if names else uuids
@@ -210,7 +210,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
 
 
 def _relays(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
-    """Relays, and whoever else holds sealed versions."""
+    """Relays and other holders of sealed versions."""
     titles = ("relay", "state", "holds", "memory", "host", "last filling") if wide else ("relay", "state", "holds")
     table = Table(title="Relays", title_justify="left", box=None)
     for title in titles:
@@ -238,7 +238,7 @@ def _holder_state(holder: manager_pb2.HolderStatus) -> str:
 
 
 def _last_filling(holder: manager_pb2.HolderStatus) -> str:
-    """What it brought, from whom and how long it took; or why it did not."""
+    """Bytes of the last filling by source, and its seconds; or why it failed."""
     if not holder.HasField("last_filled"):
         return ""
     last = holder.last_filled

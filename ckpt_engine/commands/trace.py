@@ -1,4 +1,4 @@
-"""``ckpt-engine trace``: one update as a timeline that Perfetto shows, with what was to be expected beside it."""
+"""``ckpt-engine trace``: writes one update as a timeline for Perfetto, with a prediction beside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trace(
     timeout: Timeout = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
-    """Write an update as a trace: who did what when, and which bytes went where.
+    """Write an update as a trace: what each process did when, and which bytes went where.
 
     FILE is JSON that Perfetto opens. It shows the manager, trainers, relays, agents and workers on one clock; how wrong
     that may be for each is said there and here. Beside what the stages took is what they should have taken, by their
@@ -74,7 +74,7 @@ def trace(
 
 
 def _rates(path: Path | None) -> Rates:
-    """Raises typer.BadParameter."""
+    """Reads --rates. Raises typer.BadParameter."""
     if path is None:
         return measured()
     try:
@@ -89,7 +89,7 @@ def _rates(path: Path | None) -> Rates:
 
 
 def _check(output: str, force: bool) -> None:
-    """Before the manager is asked. Raises typer.BadParameter for what cannot be written."""
+    """Checks --output before the manager is asked. Raises typer.BadParameter for a path that cannot be written."""
     path, problem = Path(output), ""
     if output == STDOUT:
         return
@@ -104,7 +104,7 @@ def _check(output: str, force: bool) -> None:
 
 
 def _write(output: str, text: str, force: bool) -> None:
-    """The whole file or none."""
+    """Writes the whole file or none."""
     if output == STDOUT:
         typer.echo(text)
         return
@@ -115,7 +115,7 @@ def _write(output: str, text: str, force: bool) -> None:
         if force:
             part.replace(path)
         else:
-            path.hardlink_to(part)  # never over a file that has come meanwhile
+            path.hardlink_to(part)  # fails if a file was created there meanwhile
     except OSError as error:
         typer.echo(f"ckpt-engine trace: {path} cannot be written: {error.strerror or error}", err=True)
         raise typer.Exit(1) from error

@@ -20,10 +20,10 @@ from ckpt_engine.extras import require
 from ckpt_engine.options import UpdateOptions
 
 CONNECT_SECONDS = 10.0
-"""The longest that somebody at a terminal waits for a manager; a training run waits longer."""
+"""The longest that a user at a terminal waits for a manager; a training run waits longer."""
 
 LINEAGE = "checkpoint"
-"""Of checkpoint directories, unless told otherwise: one line of versions for whoever calls this again and again."""
+"""Default lineage of checkpoint directories: repeated calls count versions in one lineage."""
 
 
 def update(

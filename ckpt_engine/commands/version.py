@@ -1,4 +1,4 @@
-"""``ckpt-engine version list``: which versions can be read or gone back to, and what replicas hold."""
+"""``ckpt-engine version list``: lists the versions that can be read or gone back to, and those that replicas hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One update, from its report, as tracks: manager, trainers, relays, agents, workers, and the bytes between them. Pure.
 
-What a member of an older version does not tell is drawn from its durations and says so.
+A member of an older version reports no times: its slices are drawn from durations, and say so.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _AGENTS = {
 """What an agent does in each stage."""
 
 _INSTALLING = {_AGENTS[manager_pb2.STAGE_TRANSFER], "transfer", "install", "verify"}
-"""Meanwhile its workers install. The last three: of an agent that tells only what these took the slowest of them."""
+"""Slices during which an agent's workers install. The last three are of an agent that reports only the durations of its
+slowest worker."""
 
 
 def draw(report: manager_pb2.UpdateReport) -> Timeline:
-    """All tracks of an update that has ended. What a member tells that cannot be is not drawn, and named in `odd`."""
+    """All tracks of an update that has ended. Impossible numbers of a member are not drawn, and named in `odd`."""
     report, odd = believable(report)
     drawing = _Drawing(report)
     drawing.timeline.odd += odd
@@ -48,7 +49,7 @@ def draw(report: manager_pb2.UpdateReport) -> Timeline:
 
 
 def name_of_worker(rank: int) -> str:
-    """The name of its thread."""
+    """The name of a worker's thread in the timeline."""
     return f"worker {rank}"
 
 
@@ -70,7 +71,7 @@ class _Drawing:
         self._filled: dict[str, Track] = {}
 
     def manager(self) -> None:
-        """The manager's phases."""
+        """Draws the manager's phases."""
         report, track = self._report, self.timeline.track(MANAGER, "update")
         begin = min((window.begin for _, window in self._phases), default=0.0)
         whole = track.slice(
@@ -83,7 +84,7 @@ class _Drawing:
             whole.part(name, window.begin, window.end)
 
     def source(self, sealing: manager_pb2.Timeline.Source) -> None:
-        """How one source sealed."""
+        """Draws how a source sealed."""
         within = self._window("sealing")
         seconds = sealing.copy_seconds + sealing.digest_seconds
         span, clock = self._align(sealing.span, sealing.HasField("span"), seconds, within)
@@ -99,7 +100,7 @@ class _Drawing:
         self._filled[sealing.source] = track
 
     def relay(self, report: manager_pb2.RelayReport) -> None:
-        """How a relay was filled."""
+        """Draws how a relay was filled."""
         filled = report.filled
         track = self._filled[report.relay] = self.timeline.track(report.relay, "memory")
         if not report.HasField("filled") or filled.HasField("problem"):
@@ -120,12 +121,12 @@ class _Drawing:
         track.slice(HOLDS, window.end, self._report.seconds)
 
     def draw_fill_edge(self, relay: manager_pb2.RelayReport, amount: manager_pb2.RelayFilled.Brought) -> None:
-        """Bytes that it was filled with."""
+        """Draws an arrow for the bytes that a relay brought from one source."""
         track = self._filled[relay.relay]
         self._arrow(amount.source, track, track.slices[0], {"bytes": amount.bytes, "source": amount.source})
 
     def replica(self, outcome: manager_pb2.ReplicaOutcome) -> None:
-        """How a replica was installed."""
+        """Draws how a replica was installed."""
         process = f"replica {outcome.replica}"
         track = self.timeline.track(process, "agent")
         outcome_word = enum_word(manager_pb2.Outcome, outcome.outcome)
@@ -148,7 +149,7 @@ class _Drawing:
     def _pause(self, outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> None:
         if outcome.pause_seconds <= 0:
             return
-        begin = whole.end - outcome.pause_seconds  # a little late: what follows the resuming is not known
+        begin = whole.end - outcome.pause_seconds  # a little late: the time after resuming is not known
         if outcome.HasField("pause_after"):
             begin = whole.begin + outcome.pause_after
         engine = self.timeline.track(f"replica {outcome.replica}", "engine")
@@ -182,7 +183,7 @@ class _Drawing:
                 self._arrow(_source_of(edge), track, reads, args)
 
     def _arrow(self, source: str, target: Track, reads: TrackSlice, args: dict[str, object]) -> None:
-        """An arrow from where the bytes lie when they begin to be read to the middle of what reads them."""
+        """Draws an arrow from the source's track, at the begin of the read, to the middle of the slice that reads."""
         track = self._filled.get(source)
         if track is None:  # of a version that was sealed before
             track = self._filled[source] = self.timeline.track(source, "weights")
@@ -197,8 +198,7 @@ class _Drawing:
         return (span, align(span, within, self._began)) if has_span else guess(seconds, within)
 
     def _window(self, phase: str) -> Window:
-        """The window from the first to the last time that the manager was in it; of a manager that does not say, the
-        whole."""
+        """From the first begin to the last end of a phase; the whole update if the manager reports no phases."""
         found = [window for name, window in self._phases if name == phase]
         if not found:
             return Window(0.0, self._report.seconds)
@@ -206,7 +206,7 @@ class _Drawing:
 
 
 def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
-    """The phases in their order. Of an older manager those two that its seconds tell."""
+    """The phases in their order. Of an older manager the two that its durations allow."""
     phases = report.timeline.phases
     if not phases:
         planning_seconds = sum(each.seconds for each in report.stages if each.stage == manager_pb2.STAGE_PLAN)
@@ -218,7 +218,7 @@ def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
 
 
 def _agents_steps(outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> Window:
-    """An agent's stages, and when its workers installed."""
+    """Adds an agent's stages to its slice; returns when its workers installed."""
     steps: list[tuple[manager_pb2.Stage, float, float]] = []
     if outcome.entered:
         begins = [whole.begin + entered.after for entered in outcome.entered]

@@ -1,4 +1,4 @@
-"""What members tell, as far as it can be: an odd number of one of them does not spoil the timeline of all. Pure."""
+"""Removes impossible numbers from a report, so that those of one member do not spoil the whole timeline. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from google.protobuf.message import Message
 from ckpt_engine.v1 import manager_pb2
 
 OUTSIDE = 3600.0
-"""Seconds before an update or after it in which nothing of it is believed to happen."""
+"""Seconds before and after an update beyond which a moment is not believed."""
 
 _LARGEST_CLOCK = 1e10
-"""Seconds of a clock: three centuries."""
+"""Most seconds of a clock: three centuries."""
 
 _CLOCKS = frozenset({"begin", "ahead", "began", "digested"})
-"""Moments of somebody's own clock, and how far that is ahead."""
+"""Fields that are moments of a member's own clock, or how far that is ahead."""
 
 
 def believable(report: manager_pb2.UpdateReport) -> tuple[manager_pb2.UpdateReport, list[str]]:
-    """A report without numbers that are not finite or are more than an hour outside the update, as if they had not been
-    told; and a sentence for each of them."""
+    """A copy of the report without numbers that are not finite, or more than an hour outside the update; and a sentence
+    for each number that was removed."""
     plausible = manager_pb2.UpdateReport()
     plausible.CopyFrom(report)
     odd: list[str] = []
@@ -41,13 +41,13 @@ def believable(report: manager_pb2.UpdateReport) -> tuple[manager_pb2.UpdateRepo
             if worker.HasField("span") and outcome.HasField("span") and abs(far) > most:
                 odd.append(_sentence(f"{outcome.replica} worker {worker.rank}", "span.begin", worker.span.begin))
                 worker.ClearField("span")
-            elif not outcome.HasField("span"):  # they are of one clock, and the replica's is what places it
+            elif not outcome.HasField("span"):  # both are of one clock, which only the replica's span aligns
                 worker.ClearField("span")
     return plausible, odd
 
 
 def _clear_numbers(message: Message, member: str, most: float, odd: list[str]) -> None:
-    """Clears what cannot be, in a message and all that it holds. A span is told as a whole or not."""
+    """Clears impossible numbers in a message and in all that it holds. A span is cleared as a whole."""
     for name in ("replica", "relay", "source"):
         label = getattr(message, name, "")
         member = label if isinstance(label, str) and label else member

@@ -21,20 +21,19 @@ _SLICE_NAMES = {
     FILL: ("read and digest",),
     "ready": ("workers get ready",),
 }
-"""What slices are called that are of a stage and do not have its name."""
+"""Names of the slices of a stage, where they are not called like the stage."""
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where workers are, as far as anybody knows. hosts: of replicas, by name. gpus: workers, by replica and rank, with
-    weights on GPUs."""
+    """Where workers are, as far as the manager knows."""
 
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    gpus: Collection[tuple[str, int]] = frozenset()
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of replicas, by name
+    gpus: Collection[tuple[str, int]] = frozenset()  # workers with weights on GPUs, by replica and rank
 
     @classmethod
     def of(cls, status: manager_pb2.GetStatusResponse) -> Whereabouts:
-        """What the manager knows now: replicas may have left since."""
+        """The places by the manager's status; replicas may have left since the update."""
         return cls(
             {replica.name: replica.host.name or replica.name for replica in status.replicas},
             {(replica.name, worker.rank) for replica in status.replicas for worker in replica.gpus if worker.gpus},
@@ -43,12 +42,11 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class StageComparison:
-    """One stage. expected: None: nothing is known that would predict it. fact: None: it did not happen, or nobody
-    told."""
+    """One stage: what it should have taken, and what it took."""
 
     stage: str
-    expected: Expected | None
-    fact: float | None
+    expected: Expected | None  # None: no rate predicts it
+    fact: float | None  # seconds; None: it did not happen, or was not reported
 
 
 def draw_with_prediction(
@@ -61,7 +59,7 @@ def draw_with_prediction(
 
 
 def compare_stages(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[StageComparison]:
-    """Stages of which something is known, in their order. Facts are of the slowest source, relay, replica or worker."""
+    """The stages with a prediction or a fact, in order. Facts are of the slowest source, relay, replica or worker."""
     report, _ = believable(report)
     model = _model_bytes(report)
     expected = predict(
@@ -78,7 +76,7 @@ def compare_stages(report: manager_pb2.UpdateReport, rates: Rates, places: Where
 
 
 def add_prediction(timeline: Timeline, stages: Sequence[StageComparison]) -> None:
-    """Two threads for each stage that is predicted: what it took, and what it should have, both from when it began."""
+    """Adds two threads for each predicted stage: what it took and what it should have taken, from the same begin."""
     ends = [each.end for each in _wholes(timeline)]
     for each in stages:
         if each.expected is None:
@@ -92,7 +90,7 @@ def add_prediction(timeline: Timeline, stages: Sequence[StageComparison]) -> Non
 
 
 def _begin_of(timeline: Timeline, stage: str) -> float | None:
-    """When the first one began what is compared."""
+    """The earliest begin of a stage's slices; None: there are none."""
     names = _SLICE_NAMES.get(stage, (stage,))
     begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in names]
     return min(begins, default=None)
@@ -103,13 +101,13 @@ def _wholes(timeline: Timeline) -> list[TrackSlice]:
 
 
 def _model_bytes(report: manager_pb2.UpdateReport) -> int:
-    """Bytes of what was sealed: nobody tells, but the most that one relay or replica has brought is not more."""
+    """Bytes that were sealed. They are not reported; the most that one relay or replica brought is a lower bound."""
     relay_bytes = [relay.filled.bytes for relay in report.relays]
     return max([*relay_bytes, *(outcome.bytes for outcome in report.replicas)], default=0)
 
 
 def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
-    """An even share for each source."""
+    """The sealing work: an even share for each source."""
     sources = report.timeline.sources
     share = total // len(sources) if sources else 0
     return [
@@ -119,7 +117,7 @@ def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
 
 
 def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
-    """Wave by wave. Relays read other relays over the network, and all else on their host."""
+    """Edges of relays' fillings, wave by wave. Relays read other relays over the network, all else on their host."""
     waves: dict[int, list[PredictedEdge]] = {}
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
@@ -154,14 +152,14 @@ def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Pro
 
 
 def _memory(outcome: manager_pb2.ReplicaOutcome, rank: int, places: Whereabouts) -> Memory:
-    """Transports that reach GPUs only tell it too, of a replica that has left."""
+    """Where a worker's weights lie. A transport that reaches only GPUs tells it for a replica that has left."""
     reads = {edge.transport for edge in outcome.edges if edge.worker_rank == rank}
     on_gpu = (outcome.replica, rank) in places.gpus or any(map(is_of_gpus, reads))
     return "gpu" if on_gpu else "host"
 
 
 def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
-    """The facts of the slowest; of relays in several waves, from the first one's begin to the last one's end."""
+    """Seconds of the slowest by stage; of relays in several waves, from the first begin to the last end."""
     slowest = stage_seconds(report.stages)
     facts = {stage: seconds for stage, seconds in slowest.items() if stage in STAGES and stage != "plan"}
     phases = report.timeline.phases
