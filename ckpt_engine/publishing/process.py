@@ -3,7 +3,7 @@
     python -m ckpt_engine.publishing.process ADDRESS LINEAGE ROOT...
 
 Requests come as frames on standard input, one at a time; events go to standard output. It ends when its input does:
-then the manager is gone. Whatever else is printed goes to standard error.
+then the manager has ended. All other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def serve(publisher: Publisher, requests: BinaryIO, output: BinaryIO) -> None:
 
 
 def _end_with_the_manager(seconds: float) -> None:
-    """Ends this process also in the middle of an update: who would hear of it is gone."""
+    """Ends this process when the manager has ended, also in the middle of an update. seconds: to end by itself."""
     manager_pipe = select.poll()
-    manager_pipe.register(0, 0)  # told of the other end's closing only
+    manager_pipe.register(0, 0)  # reports only that the other end was closed
     manager_pipe.poll(None)
     time.sleep(seconds)
     os._exit(1)

@@ -1,6 +1,6 @@
-"""One lineage whose weights are directories: publishes each in turn and brings replicas to it.
+"""Publishes directories of one lineage, one after the other, and brings replicas to each.
 
-What it published stays so until the next one, so that replicas which start late are served from it. Used on one thread.
+A directory stays published until the next one, so that late replicas can be served from it. Used on one thread.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ckpt_engine.trainer import Trainer
 
 Files = tuple[tuple[str, int, int, int, int, int], ...]
-"""Of each file: where it lies, device, inode, bytes, and when it was modified and its inode changed (nanoseconds)."""
+"""Each file: path, device, inode, bytes, and the times (nanoseconds) of the last change of content and of inode."""
 
 STALE_HEARTBEATS = 3
-"""In so many heartbeats a replica has said that it serves."""
+"""Within so many heartbeats a replica has reported that it serves."""
 
 log = logging.getLogger("ckpt_engine.publishing")
 
@@ -48,10 +48,11 @@ class Publisher:
     def update(
         self, request: manager_pb2.UpdateFromDirectoryRequest, on_progress: Progress
     ) -> manager_pb2.UpdateReport:
-        """Brings replicas to a directory; asked again for unchanged files that they serve, says so once more.
+        """Brings replicas to a directory. A repeated request for unchanged files that are served returns the last
+        report.
 
-        Raises CkptEngineError: as `roots.resolved` and `source.safetensors.read_directory`, before anybody is asked
-        for anything, and as `Trainer.publish` and `Trainer.update_weights`.
+        Raises CkptEngineError: as `roots.resolve` and `source.safetensors.read_directory`, before any other process is
+        asked, and as `Trainer.publish` and `Trainer.update_weights`.
         """
         try:
             path = resolve(request.directory, self._roots)
@@ -91,7 +92,7 @@ class Publisher:
         if trainer is None:
             trainer = self._trainer = Trainer(self._address, 0, 1, self._lineage, deadlines=self._deadlines)
         trainer.publish(path, check_finite=request.check_finite)
-        # It opened them by their names once more.
+        # The trainer has opened the files once more by name.
         if resolve(request.directory, self._roots) != path or self._files(path) != files:
             raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
         return trainer.update_weights(
@@ -101,7 +102,7 @@ class Publisher:
         ).message
 
     def _files(self, path: Path) -> Files:
-        """Raises as `read_directory`, and as `check_file` for each file, before it is opened."""
+        """Identifies the files. Raises as `read_directory`, and as `check_file` for each before it is opened."""
         files = []
         for header in read_directory(path, lambda file: check_file(file, self._roots)):
             real = inside(header.path, self._roots)
@@ -113,7 +114,7 @@ class Publisher:
         return tuple(files)
 
     def _repeats(self, request: manager_pb2.UpdateFromDirectoryRequest, files: Files) -> bool:
-        """Whether it asks for what was done last, and nothing else was brought to a replica that took it."""
+        """Whether the request equals the last one, and all replicas that took that update still serve it."""
         if self._last is None:
             return False
         last_request, last_files, report = self._last
@@ -132,8 +133,8 @@ class Publisher:
 
 
 def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatusResponse) -> bool:
-    """Whether each replica that took an update serves its version, or has told nothing else of itself since but that it
-    lost it: then it has started again, and the manager brings it up."""
+    """Whether each replica that took an update serves its version, or has only reported since that it lost it: then it
+    has started again, and the manager brings it up."""
     took = {each.replica: each.fence for each in report.replicas if each.outcome == manager_pb2.OUTCOME_NEW_SERVING}
     have = {
         replica.name
@@ -150,8 +151,8 @@ def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatus
 
 
 def _request_key(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
-    """All that two calls of one update have in common. Files tell the directory, by whatever name it was called; the
-    version is compared with the one that the update got."""
+    """What two requests for the same update have in common. The directory is identified by its files; the version is
+    compared with the one that the update got."""
     same = manager_pb2.UpdateFromDirectoryRequest()
     same.CopyFrom(request)
     same.ClearField("directory")

@@ -1,6 +1,7 @@
 """Which directories may be published: those below roots that were named, wherever symbolic links lead.
 
-It looks at names and kinds of files and reads none of them. Who may write below a root decides what is published.
+It looks at names and kinds of files and reads none of them. Any user with write access below a root decides what is
+published.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid, not_found
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""How the names of files end that a checkpoint is read from, but for those that its index names otherwise."""
+"""Endings of the files that a checkpoint is read from; its index may name others."""
 
 
 def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
@@ -48,8 +49,8 @@ def resolve(directory: str, roots: Sequence[Path]) -> Path:
 
 
 def check_file(file: Path, roots: Sequence[Path]) -> None:
-    """Asks whether a file may be opened. Raises PERMISSION_DENIED for one outside the roots, NOT_FOUND if it is not
-    there, INVALID_ARGUMENT for what is no regular file."""
+    """Checks that a file may be opened. Raises PERMISSION_DENIED for one outside the roots, NOT_FOUND if it is not
+    there, INVALID_ARGUMENT if it is not a regular file."""
     real = inside(file, roots)
     try:
         _regular(real)
@@ -71,7 +72,7 @@ def inside(path: Path, roots: Sequence[Path]) -> Path:
 
 
 def _regular(file: Path) -> None:
-    """What is neither a file nor a directory could be waited for without an end."""
+    """Refuses anything but a regular file: opening a pipe could wait without end."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise invalid(f"{file} is no regular file")
 

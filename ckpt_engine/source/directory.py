@@ -1,6 +1,6 @@
 """A source of a checkpoint directory: safetensors files, read where they lie.
 
-Nothing is copied, and it stays sealed as long as nobody changes the files, so late replicas can install from it. With
+Nothing is copied. It stays sealed as long as the files do not change, so late replicas can install from it. With
 `snapshot`, or a served dtype that differs, the weights are copied into shared memory at each seal instead.
 """
 
@@ -101,11 +101,11 @@ class DirectorySource:
         return self._table
 
     def check(self) -> None:
-        """Raises DATA_LOSS if a file was changed, UNAVAILABLE if it is gone."""
+        """Raises DATA_LOSS if a file was changed, UNAVAILABLE if it was removed."""
         self._regions.check()
 
     def seal(self, keep: bool = False) -> float:
-        """Looks whether the files are unchanged; copies nothing."""
+        """Checks that the files are unchanged; copies nothing."""
         self.check()
         self._has_seal = True
         return 0.0
@@ -128,7 +128,7 @@ class DirectorySource:
         return self._not_finite
 
     def withdraw(self, seconds: float) -> None:
-        """Closes as `close` does, once no reader keeps what was lent; nobody does of files."""
+        """Closes as `close` does; readers of files keep no memory, so there is nothing to wait for."""
         self._lending.withdraw(seconds)
         self.close()
 

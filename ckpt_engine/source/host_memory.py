@@ -22,8 +22,8 @@ from ckpt_engine.transport.shared_memory.memory import ALIGNMENT, OwnedMemory, S
 class FormerMemory:
     """Memory that tensors were moved out of.
 
-    It lives as long as the arena that they were moved into: what kept a pointer into it, unseen, writes to no memory of
-    something else. And it is compared: such a write reaches neither the tensors nor a replica.
+    It lives as long as the arena that they were moved into, so that a pointer into it, kept unseen by other code, never
+    points to other memory. It is compared at each seal, since such a write reaches neither the tensors nor a replica.
     """
 
     names: tuple[str, ...]  # of the tensors that lay there
@@ -40,7 +40,7 @@ _former_memories: WeakKeyDictionary[OwnedMemory, list[FormerMemory]] = WeakKeyDi
 class HostOffer:
     """Room for tensors in shared memory. `regions[i]`, `offsets[i]`, `memory[i]`: where tensor i lies.
 
-    What is copied there is contiguous; what lives there keeps its strides.
+    Copies are contiguous; tensors that live there keep their strides.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class HostOffer:
         known: Sequence[torch.Tensor],
         lend: Callable[[HostMemory], int],
     ) -> None:
-        """What is not copied and does not lie in an arena yet is moved into a new one, whole storages, with all tensors
-        of `known` in them. lend: is given each arena, before anything moves, and returns its region.
+        """Moves tensors that are not copied and lie in no arena yet into a new one: whole storages, with all tensors of
+        `known` in them. lend: called with each arena before anything moves; returns its region.
 
-        Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
+        Raises UNAVAILABLE without room, and what `lend` raises; nothing has moved then.
         """
         on_cpu = [index for index, each in enumerate(tensors) if each.device.type == "cpu" and each.numel()]
         live = [index for index in on_cpu if not copied[index]]
@@ -103,8 +103,7 @@ class HostOffer:
         self._digests_at_move = self._former_digests.run() if self._former_digests is not None else []
 
     def written(self) -> list[str]:
-        """The tensors that something wrote to where they lay before they were moved, since this was made. Reads all of
-        that memory."""
+        """Names of moved tensors if something has written to their former memory since. Reads all of that memory."""
         if self._former_digests is None:
             return []
         owners = [former for former in self._former for _ in _parts(former.bytes)]
@@ -114,7 +113,7 @@ class HostOffer:
         )
 
     def close(self) -> None:
-        """Lets go of it; what lives in it goes on living."""
+        """Releases the arena; tensors that live in it keep it."""
         self.memory, self._former, self._former_digests = [], [], None
         if self._arena is not None:
             self._arena.close()
@@ -123,7 +122,7 @@ class HostOffer:
 def _move(
     arena: OwnedMemory, places: dict[int, int], moving: Sequence[Sequence[torch.Tensor]], names: dict[int, list[str]]
 ) -> None:
-    """Moves storages, each given by all tensors that use it, to their places, and keeps what they leave."""
+    """Moves storages, each given by all tensors that use it, to their places, and keeps the former memory."""
     for group in moving:
         key, old = storage_key(group[0]), storage_bytes(group[0])
         home = arena.tensor(places[key], old.shape, torch.uint8)
@@ -150,7 +149,7 @@ def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], on_cpu: Sequen
 
 
 def _parts(memory: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes as rows of 16-bit integers, which are digested several times as fast as one long row, and what is left."""
+    """Bytes as rows of 16-bit integers, and the remainder. Rows are digested several times as fast as one long row."""
     whole = memory.numel() // _ROW * _ROW
     return [part for part in (memory[:whole].view(torch.int16).view(-1, _ROW // 2), memory[whole:]) if part.numel()]
 

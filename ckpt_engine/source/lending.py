@@ -1,9 +1,9 @@
 """What one source lends, over every transport that takes such memory. It knows no transport by name.
 
-The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. Memory of a
-GPU that others read is besides offered for collectives, if CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one:
-they may have no other way. Not in a cluster that encrypts, since collectives do not: there `transport="nccl"` has to be
-asked for. The thread that owns the weights.
+The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. If
+CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one, memory of a GPU is also offered for collectives, since other
+hosts may have no other way. Not in a cluster that encrypts, since collectives do not: there the user must ask for
+`transport="nccl"`. Runs on the thread that owns the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
 log = logging.getLogger(__name__)
 
 COLLECTIVE = "CKPT_ENGINE_COLLECTIVE"
-"""Environment variable: 1: memory of GPUs is offered for collectives besides."""
+"""Environment variable; 1: memory of GPUs is offered for collectives as well."""
 
 
 def encrypts() -> bool:
@@ -31,12 +31,12 @@ def encrypts() -> bool:
 
 
 def offers_collectives() -> bool:
-    """Whether memory of GPUs is offered for collectives that nobody asked for by name. Raises INVALID_ARGUMENT for a
-    value that says neither."""
+    """Whether memory of GPUs is offered for collectives without `transport="nccl"`. Raises INVALID_ARGUMENT for another
+    value of the variable than 0 and 1."""
     value = os.environ.get(COLLECTIVE, "")
     if value not in ("", "0", "1"):
         raise invalid(
-            f"{COLLECTIVE} is {value!r}: set it to 1 to offer weights on GPUs for collectives besides, or leave it out"
+            f"{COLLECTIVE} is {value!r}: set it to 1 to offer weights on GPUs for collectives as well, or leave it out"
         )
     return value == "1" and not encrypts()
 
@@ -62,12 +62,12 @@ class Lending:
         return [self._regions[id] for id in sorted(self._regions)]
 
     def takes(self, kind: str) -> bool:
-        """Whether there is a way for memory of this kind (core/transports.py) at all."""
+        """Whether any transport lends memory of this kind (core/transports.py)."""
         return bool(lending(kind, self._transport))
 
     def offer(self, id: int, memory: Memory) -> bool:
-        """Lends memory in as many ways as it can. False, and reasons, if there is none. Raises what a transport raises
-        that cannot even begin, and a driver's errors."""
+        """Lends memory over all transports that take it. False, and `reasons`, if none does. Raises what a transport
+        raises that cannot start, and a driver's errors."""
         ways = []
         for kind in lending(memory.kind, self._transport):
             try:
@@ -83,13 +83,13 @@ class Lending:
         return bool(ways)
 
     def must_offer(self, id: int, memory: Memory) -> None:
-        """Offers as `offer` does. Raises UNAVAILABLE, with the reasons, if there is no way."""
+        """Offers as `offer` does. Raises UNAVAILABLE, with the reasons, if no transport takes it."""
         if not self.offer(id, memory):
             way = f"transport={self._transport!r}" if self._transport else "any transport"
             raise unavailable(f"{memory.kind} cannot be lent over {way}: {'; '.join(self.reasons) or 'none takes it'}")
 
     def unchanged(self) -> bool:
-        """Whether all that is offered is still there and the same."""
+        """Whether all offered memory still exists, unchanged."""
         return all(lender.unchanged() for lender in self._lenders.values())
 
     def withdraw(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Lending:
             lender.close()
 
     def _for_collectives(self, id: int, memory: Memory) -> list[Region]:
-        """Ways that nobody asked for: what hinders them hinders nothing else."""
+        """Offers memory for collectives. A failure is logged and hinders nothing else."""
         found = []
         for kind in collective_kinds(memory.kind):
             try:
@@ -123,7 +123,8 @@ class Lending:
         return found
 
     def _lender(self, kind: TransportKind) -> Lender:
-        """Made for the first region. One that could not be made is not tried again, since that may take seconds."""
+        """The lender of a transport, made for the first region. After a failure it is not tried again, since that may
+        take seconds."""
         found = self._lenders.get(kind.name)
         if found is None:
             if (problem := self._lender_problems.get(kind.name)) is not None:

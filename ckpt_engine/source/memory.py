@@ -39,10 +39,10 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSp
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
+"""Seconds that `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
 
 PREPARED_KEPT = 2
-"""Sets of atoms for which digests are kept ready: that of all replicas, and that of one which joined late."""
+"""Sets of atoms for which digests are kept ready: that of all replicas, and that of a late one."""
 
 
 class MemorySource:
@@ -51,10 +51,10 @@ class MemorySource:
     find: looks the tensors up; called when opened and before every seal, so that a parameter that was replaced is
         noticed (live, re-homed) or followed (copied).
 
-    warnings: logged, and told in the report of each update.
+    warnings: logged, and repeated in the report of each update.
 
     Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, a wish that cannot be fulfilled), UNAVAILABLE (no
-    room). It changes nothing of the model if it raises. While re-homing, both copies exist.
+    room). The model is unchanged if it raises. While re-homing, both copies exist.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class MemorySource:
         return time.perf_counter() - began if any(self._copied) else 0.0
 
     def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
-        """Puts the values of what is copied into `_sealed`. Returns what each was copied from, to be compared with its
-        copy once that is digested; empty: nothing is to be."""
+        """Copies values into `_sealed`. Returns the tensors that were copied from, to be compared with the copies once
+        these are digested; empty: nothing was copied."""
         live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
         TensorCopy(
             (sealed, plain_values(live_tensor))
@@ -187,14 +187,14 @@ class MemorySource:
         return digests
 
     def withdraw(self, seconds: float) -> None:
-        """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some
-        do."""
+        """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED if some still do; it is not
+        closed then."""
         self._has_seal = False
         self._lending.withdraw(seconds)
         self.close()
 
     def close(self) -> None:
-        """New readers cannot open the memory, and those of GPU memory let go. A re-homed model goes on living in it.
+        """Refuses new readers, and has those of GPU memory let go. A re-homed model stays in its shared memory.
 
         Holds no tensor afterwards.
         """
@@ -211,7 +211,7 @@ class MemorySource:
             self._host.close()
 
     def _offer_devices(self) -> None:
-        """Places the GPU tensors that can be offered on their GPU; the others stay to be copied to shared memory."""
+        """Offers GPU tensors on their GPU where that works; the others will be copied to shared memory."""
         indices = [index for index, box in enumerate(self._published) if may_share(box, self._wish)]
         if not indices:
             return
@@ -237,7 +237,7 @@ class MemorySource:
             self._sealed[index] = place.memory
 
     def _check_wish(self, index: int, on_device: bool) -> None:
-        """A GPU tensor has to be copied, on its GPU or to shared memory: raises if the caller forbade that."""
+        """Raises if a GPU tensor has to be copied, on its GPU or to shared memory, and the caller forbade that."""
         box, wish = self._published[index], self._wish
         option = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
         stuck = not on_device and not self._lending.takes(HOST_MEMORY)
@@ -251,7 +251,7 @@ class MemorySource:
         return "; ".join(self._lending.reasons) or "its memory cannot be shared"
 
     def _offer_host(self) -> None:
-        """Places everything else in shared memory, and makes what is re-homed live there."""
+        """Places all other tensors in shared memory, and moves those that are re-homed."""
         indices = [index for index, on_gpu in enumerate(self._on_gpu) if not on_gpu]
         if not indices:
             return
@@ -310,7 +310,7 @@ class MemorySource:
         )
 
     def _manner(self) -> str:
-        """What was decided, for people."""
+        """How the tensors are offered, in words."""
         ways = []
         why = f" ({'; '.join(self._lending.reasons)})" if self._lending.reasons else ""
         for box, on_gpu, copied in zip(self._published, self._on_gpu, self._copied, strict=True):
@@ -357,7 +357,7 @@ class MemorySource:
             )
         if not self._lending.unchanged():
             raise precondition(
-                "memory of the published tensors was given back (a GPU's to its driver) and taken anew; publish again",
+                "memory of the published tensors was freed (a GPU's to its driver) and allocated again; publish again",
                 ranks=[self._rank],
             )
         return boxes

@@ -22,9 +22,9 @@ def named_source(
     rank: int = 0,
     wish: PublishWish | None = None,
 ) -> MemorySource:
-    """Opens named tensors. A mapping, and whatever can be iterated over again, is looked at before each seal: a tensor
-    that it holds instead of another is copied, or refused by name, as a module's is. An iterator is read once, and its
-    tensors are held until the source is closed.
+    """Opens named tensors. A mapping, or anything that can be iterated over again, is read before each seal: a replaced
+    tensor is copied, or refused by name, as a module's is. An iterator is read once, and its tensors are held until the
+    source is closed.
 
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
@@ -48,14 +48,14 @@ def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
 
 
 def _remedy(value: object) -> str:
-    """What to publish where a value is no tensor."""
+    """What to do about a value that is not a tensor."""
     if isinstance(value, Mapping):
         return "publish what it holds by itself, as a model's part of a checkpoint"
     return "wrap it with torch.from_numpy" if hasattr(value, "__array_interface__") else "leave it out"
 
 
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
-    """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
+    """Returns `item` if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
     if not (isinstance(item, tuple) and len(item) == 2):
         hint = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
         raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{hint}")

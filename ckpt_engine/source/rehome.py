@@ -37,7 +37,7 @@ HELD = (
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
     """Why the memory of each box cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
-    Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
+    Collects garbage if something else seems to use their memory: objects that wait to be freed are no hindrance.
     """
     reasons = _why_not(boxes)
     if ALIASED in reasons or HELD in reasons:
@@ -97,14 +97,14 @@ def _fixed(group: Sequence[torch.Tensor]) -> str:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How often the tensor behind a Python object is held: once, by that object, unless native code holds it, too. 1 if
-    this torch does not tell."""
+    """Reference count of the tensor behind a Python object: 1, unless native code holds it, too. 1 if this torch does
+    not report it."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor's storage is used, and how often the Python object for it. Both count this look, too: compare
-    them with those of a tensor that nobody else has."""
+    """How often a tensor's storage is used, and how often the Python object for it. Both counts include this call:
+    compare them with those of a fresh tensor."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

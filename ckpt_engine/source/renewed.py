@@ -1,7 +1,7 @@
-"""A source of tensors that a callable yields anew at each update: gathered, merged, renamed or fused ones.
+"""A source of tensors that a callable yields again at each update: gathered, merged, renamed or fused ones.
 
-It decides where each yielded tensor is put, and refuses walks that yield something else than the first one did. What is
-yielded, and whether all ranks walk together, is the callable's business.
+It decides where each yielded tensor is put, and refuses walks that yield other tensors than the first one. The callable
+decides what is yielded, and whether all ranks walk together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RenewedSource(MemorySource):
         half of its free memory has room for it, else in shared memory. The walk may be a collective: every rank walks
         to its end, unless its own walk raises.
 
-    What one walk yields, each later one must, with equal shapes and dtypes, in any order: so nothing is planned again.
+    Each later walk must yield the same names, shapes and dtypes, in any order, so that plans stay valid.
     Raises INVALID_ARGUMENT as MemorySource does, and whatever `walk` raises.
     """
 
@@ -61,7 +61,7 @@ class RenewedSource(MemorySource):
         return self._published
 
     def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
-        """Walks. If that raises nothing is sealed until the next update, and what replicas have stays as it is."""
+        """Walks and copies. If that raises, nothing is sealed until the next update, and replicas are unchanged."""
         places = {box.name: index for index, box in enumerate(boxes)}
         missing = set(places)
         with self._walking() as pairs:
@@ -104,8 +104,8 @@ class RenewedSource(MemorySource):
 
     @contextmanager
     def _walking(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The pairs of one walk. However it ends, a generator is closed before this returns, so that what it does in a
-        `finally` (take a merged adapter out again) is done before training goes on."""
+        """The pairs of one walk. A generator is always closed before this returns, so that its `finally` (taking a
+        merged adapter out again) has run before training goes on."""
         pairs = self._walk()
         if not isinstance(pairs, Iterable):
             raise invalid(f"the callable returned a {type(pairs).__name__}, not (name, tensor) pairs or a mapping")

@@ -1,8 +1,8 @@
 """Reads the headers of safetensors files: which tensors, and where in the file. Reads no weights.
 
 A file is 8 bytes (length of the header, little endian), the header (JSON: name to dtype, shape and data_offsets) and
-the data. Files come from anywhere, so nothing in them is believed: a header that is too long, does not parse, or whose
-tensors do not tile the data exactly is refused.
+the data. Files come from anywhere, so everything is checked: a header is refused that is too long, does not parse, or
+has tensors that do not tile the data exactly.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a file holds. data_start, data_size: bytes."""
+    """The content of a file."""
 
     path: Path
-    data_start: int
-    data_size: int
+    data_start: int  # bytes from the file's start
+    data_size: int  # bytes
     tensors: tuple[FileTensor, ...]
 
 
@@ -149,7 +149,7 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
 
 
 def _open(path: str, flags: int) -> int:
-    """Waits for nothing: a pipe is opened only once something writes to it."""
+    """Opens without waiting: a pipe would block until something writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,5 +1,6 @@
-"""What the `state_dict` of a module does beyond listing its tensors. A source does not call it, so it says what it left
-out. It decides nothing about tensors.
+"""Warns of what the `state_dict` of a module does beyond listing its tensors: a source does not call it.
+
+Decides nothing about tensors.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from torch import nn
 from ckpt_engine.core.names import some
 
 _LIBRARY = ("torch.distributed.", "torch.nn.")
-"""Hooks defined here gather shards, name wrappers and count formats: a source does as much by itself."""
+"""Hooks defined in these packages gather shards, rename wrappers and number formats: a source needs none of them."""
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def ignored(module: nn.Module) -> list[str]:
-    """One sentence a kind of what its checkpoint may hold otherwise than it is published; none for plain modules."""
+    """A sentence for each way in which the module's checkpoint may differ from what is published; none for plain
+    modules."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, part in module.named_modules():
         title = f"{name or 'the module itself'} ({type(part).__name__})"

@@ -1,4 +1,4 @@
-"""Which way each tensor of this process goes to readers: read where it lies, moved into shared memory, or copied."""
+"""Decides how readers get each tensor of this process: where it lies, moved into shared memory, or copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_engine.transport.shared_memory.memory import arena_at
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
 CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
-"""What a served dtype applies to."""
+"""Dtypes of tensors that a served dtype applies to."""
 
 ASKED = "is copied since snapshot=True asks for it"
 STAYS = "lies on a CPU, and moves into shared memory only with move=True"
@@ -28,24 +28,17 @@ NAMED_MOST = 16
 
 @dataclass(frozen=True, slots=True)
 class PublishWish:
-    """What the caller asks for.
+    """The options of a publication."""
 
-    snapshot: True: all are copied. False: none may need it. None: only those that need it.
-    move: CPU memory that can be moved into shared memory is. Not with snapshot=True.
-    dtype: served dtype of floating-point tensors; None: their own, or that of `kept_dtypes`.
-    kept_dtypes: narrower ones that models keep, see core/kept.py.
-    transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
-    """
-
-    snapshot: bool | None = None
-    move: bool = False
-    dtype: torch.dtype | None = None
-    transport: str | None = None
-    kept_dtypes: Kept = field(default_factory=dict)
+    snapshot: bool | None = None  # True: copy all. False: refuse what needs a copy. None: copy only what needs it
+    move: bool = False  # move CPU memory into shared memory where possible; not with snapshot=True
+    dtype: torch.dtype | None = None  # served, of floating-point tensors; None: their own, or that of `kept_dtypes`
+    transport: str | None = None  # None: all that lend unasked, on the GPU where that works
+    kept_dtypes: Kept = field(default_factory=dict)  # narrower ones that models keep, see core/kept.py
 
 
 def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtype:
-    """The dtype that readers get a tensor of ``dtype`` in. Raises INVALID_ARGUMENT if weights cannot have it."""
+    """The dtype in which a tensor of ``dtype`` is served. Raises INVALID_ARGUMENT if weights cannot have it."""
     try:
         if dtype not in CASTABLE:
             dtype_name(dtype)
@@ -56,12 +49,12 @@ def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtyp
 
 
 def may_share(box: HeldBox, wish: PublishWish) -> bool:
-    """Whether it is offered on its GPU, if that works."""
+    """Whether a tensor may be offered on its GPU."""
     return box.tensor.device.type == "cuda" and bool(lending(GPU_MEMORY, wish.transport))
 
 
 def copy_reasons(boxes: Sequence[HeldBox], served: Sequence[torch.dtype], wish: PublishWish) -> list[str]:
-    """Why each box is copied at each seal; empty if it is not: what lies in an arena of this process is offered there.
+    """Why each box is copied at each seal; empty if it is not. What lies in an arena of this process is offered there.
 
     Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
     """
@@ -85,7 +78,7 @@ def copy_reasons(boxes: Sequence[HeldBox], served: Sequence[torch.dtype], wish: 
 def tell_copied(
     rank: int, boxes: Sequence[HeldBox], served: Sequence[torch.dtype], reasons: Sequence[str]
 ) -> list[CopiedTensors]:
-    """What is copied at each seal, for the report: one entry a reason, most bytes first."""
+    """The copied tensors, for the report: one entry a reason, most bytes first."""
     entries: dict[str, CopiedTensors] = {}
     for box, dtype, why in zip(boxes, served, reasons, strict=True):
         if why and box.tensor.numel():
@@ -103,7 +96,7 @@ def _moves(tensor: torch.Tensor) -> bool:
 
 
 def _must_copy(box: HeldBox, served: torch.dtype, wish: PublishWish) -> str:
-    """Why it cannot be offered where it is, whoever else uses its memory."""
+    """Why a box cannot be offered where it is, apart from other users of its memory; empty if it can."""
     device = box.tensor.device
     if may_share(box, wish):
         return box.must_copy

@@ -59,8 +59,8 @@ class Trainer:
         CKPT_ENGINE_ADVERTISE, if it is set.
     deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
-    Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable; only a
-    manager that refuses the session itself (the rank is taken, the lineage has another world size) does so for good.
+    Every method raises CkptEngineError; its `problem` names tensors and ranks. The trainer stays usable, unless the
+    manager refused the session itself (the rank is taken, the lineage has another world size).
     """
 
     def __init__(
@@ -91,10 +91,8 @@ class Trainer:
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
-        self._kept_dtypes: dict[
-            str, str
-        ] = {}  # in which dtypes weights are served, where replicas were found to keep these
-        self._republish: Callable[[], None] | None = None  # until the first update of what was published
+        self._kept_dtypes: dict[str, str] = {}  # dtypes that replicas were found to keep, by tensor; served in them
+        self._republish: Callable[[], None] | None = None  # set until the first update of what was published
         self._busy = threading.Lock()
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
@@ -176,13 +174,13 @@ class Trainer:
     def withdraw(self, timeout: float = 60.0) -> None:
         """Takes back what was published; returns when no replica and no relay maps GPU memory of this rank any more.
 
-        Deleting the weights then really frees their memory; before, it would not as long as somebody maps it. Relays
+        Deleting the weights then really frees their memory; before, it would not as long as a process maps it. Relays
         let go of memory of the host, too, soon after. This trainer holds no reference to the weights afterwards.
         Updates are refused until `publish` is called again. Replicas keep serving what they have, relays keep what they
-        hold, and late replicas are brought up from these. Nothing was published: returns at once.
+        hold, and late replicas are brought up from these. Returns at once if nothing was published.
 
-        Raises DEADLINE_EXCEEDED if some replica or relay still maps it after `timeout` seconds, as one does that a
-        fenced update left in the middle of an install; it may be called again.
+        Raises DEADLINE_EXCEEDED if some replica or relay still maps it after `timeout` seconds, as after a fenced
+        update that ended in the middle of an install. It may be called again.
         """
         check_seconds("a timeout", timeout)
         with self._alone("withdraw"):
@@ -216,7 +214,7 @@ class Trainer:
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
-        """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
+        """Brings the replicas to the weights as they are now. Every rank calls it; all return when it has ended.
 
         Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here. A
         change while they are copied is refused by name; a change while replicas read leaves these closed.
@@ -267,9 +265,9 @@ class Trainer:
         Also of an update that ended long ago, or under a manager that has been killed since: the ledger keeps reports.
         timeout: seconds; none: the deadline of an update. A manager that is away meanwhile is waited for.
 
-        Raises CkptEngineError: NOT_FOUND, naming the last ones, if no update to it is known; DEADLINE_EXCEEDED, saying
-        what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
-        what the update itself was refused with.
+        Raises CkptEngineError: NOT_FOUND, naming the last ones, if no update to it is known; DEADLINE_EXCEEDED, with
+        its phase, if it still runs; ABORTED if the manager ended in the middle, so that there is no report; and the
+        error with which the update itself was refused.
         """
         checked_version(version)
         seconds = self._deadlines.update if timeout is None else timeout
@@ -295,7 +293,7 @@ class Trainer:
         """Has replicas take their memory back: "weights" before "kv_cache"; no tags: both. One rank calls it.
 
         replicas, timeout: as for `sleep`.
-        A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
+        A replica that discarded its weights serves again after its next update. Raises as `sleep` does.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
         checked_names("tags", tags)
