@@ -1,4 +1,4 @@
-"""Addresses of servers: ``host:port``, with brackets around an IPv6 host; where ours may listen, and for whom."""
+"""Addresses of servers: ``host:port``, with brackets around an IPv6 host. Decides which of them ours may listen on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it loads gRPC, which is in no engine
 log = logging.getLogger(__name__)
 
 MANAGER = "127.0.0.1:50051"
-"""Where a manager listens, and members look for it, unless they are told otherwise."""
+"""Default address of a manager, for itself and for its members."""
 
 
 def split_address(address: str, option: str = "") -> tuple[str, int]:
@@ -55,7 +55,7 @@ def with_port(address: str, port: int, option: str) -> str:
 
 
 def check_free(address: str) -> None:
-    """Binds an address for a moment. Raises UNAVAILABLE if that cannot be; gRPC would say so among lines of its own."""
+    """Binds an address for a moment. Raises UNAVAILABLE if that fails; gRPC would report it among lines of its own."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -83,7 +83,7 @@ def listening(address: str) -> socket.socket:
 
 
 def check_reach(host: str, security: ServerSecurity) -> None:
-    """Refuses to serve others without authentication (INVALID_ARGUMENT), or says in the log that it was asked to."""
+    """Raises INVALID_ARGUMENT if other machines would be served without authentication; with --insecure warns only."""
     if is_loopback(host) or security.authenticates:
         return
     if not security.insecure:

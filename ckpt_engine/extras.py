@@ -1,4 +1,4 @@
-"""Which extra of the package brings what, told to whoever lacks it."""
+"""Checks for optional modules, and names the extra of the package that brings them."""
 
 from __future__ import annotations
 

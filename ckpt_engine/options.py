@@ -1,5 +1,4 @@
-"""How an update or a rollback is to be carried out: the options of every call that asks for one, checked before
-anything is dialled. Decides nothing about how it is carried out."""
+"""The options of updates and rollbacks, checked before anything is dialled. Decides nothing about how these run."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ PauseMode: TypeAlias = Literal["keep", "abort", "wait", "in_place"]
 end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
 
 Prefetch: TypeAlias = Literal["auto", "always", "never"]
-"""Whether weights go by way of relays, which are filled before anything is paused: where that is better, wherever a
-relay is within reach, or not at all. `report.prefetch` says what was done, and why."""
+"""Whether weights go by way of relays, which are filled before anything is paused: where that is better (auto),
+wherever a relay is within reach (always), or not at all (never). `report.prefetch` says what was done, and why."""
 
 Until: TypeAlias = Literal["installed", "held"]
 """What an update waits for: every replica's outcome, or only until relays hold the version, verified, and the weights
@@ -45,7 +44,7 @@ UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.UNTIL_INSTA
 
 
 Progress: TypeAlias = Callable[[manager_pb2.UpdateProgress], object]
-"""What a caller gives as `on_progress`, to hear how far an update is; what it returns is not looked at."""
+"""A caller's `on_progress`, called as an update proceeds; its result is ignored."""
 
 
 class RollbackOptions(TypedDict, total=False):
@@ -74,7 +73,7 @@ class UpdateOptions(RollbackOptions, total=False):
 
 
 def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") -> manager_pb2.UpdateOptions:
-    """The options as they travel. pool: where none is given. Raises INVALID_ARGUMENT, saying which value cannot be."""
+    """The options as a message. pool: the default one. Raises INVALID_ARGUMENT, naming the invalid value."""
     known = UpdateOptions.__annotations__
     for name in options:
         if name not in known:
@@ -104,7 +103,7 @@ def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") ->
 
 
 def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
-    """The options of a message. Raises INVALID_ARGUMENT for a number that stands for no word here."""
+    """The options of a message. Raises INVALID_ARGUMENT for an unknown enum number."""
     options: UpdateOptions = {
         "replicas": list(message.replicas),
         "pool": message.pool,

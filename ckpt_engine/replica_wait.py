@@ -1,7 +1,7 @@
 """One `wait_for_replicas`: which replicas of a pool are up by now, and when and how the wait ends.
 
-Decides what is ready, what is said meanwhile, and what ends it. Does not ask, and does not sleep: that is done by its
-caller, on its thread or loop.
+Decides which replicas are ready, what is logged meanwhile, and what ends the wait. The caller asks the manager and
+sleeps, on its thread or loop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NO_ANSWER = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED})
 
 
 class ReplicaWait:
-    """Until `count` replicas of a pool are up, for `timeout` seconds at most. logger: of the caller.
+    """A wait until `count` replicas of a pool are up, for `timeout` seconds at most. logger: of the caller.
 
-    Raises INVALID_ARGUMENT for what is no count or time.
+    Raises INVALID_ARGUMENT for an invalid count or time.
     """
 
     def __init__(self, count: int, pool: str, timeout: float, logger: logging.Logger) -> None:
@@ -33,8 +33,8 @@ class ReplicaWait:
         self._last_state = "the manager was not asked yet"
 
     def look(self, status: manager_pb2.GetStatusResponse, hindrance: str = "") -> list[str] | None:
-        """The names, if there are enough by now. hindrance: why the status is empty. Raises DEADLINE_EXCEEDED if the
-        time is over."""
+        """Takes a status; returns the names if there are enough by now. hindrance: why the status is empty. Raises
+        DEADLINE_EXCEEDED after the end."""
         found, elsewhere = ready_replicas(status, self._pool)
         if len(found) >= self._count:
             return found
@@ -46,13 +46,13 @@ class ReplicaWait:
         return None
 
     def failed(self, error: CkptEngineError) -> None:
-        """The manager did not answer: it may not run yet. Raises what is no matter of time, and all at the end."""
+        """Takes a failed status call: the manager may not run yet. Raises other errors at once, and all at the end."""
         if error.code not in NO_ANSWER or time.monotonic() >= self._end:
             raise error
         self._last_state = error.problem.message
 
     def pause(self, seconds: float) -> float:
-        """Seconds until the next look: so many, or what is left. Says after a while what is waited for, once."""
+        """Seconds until the next status call: `seconds`, or the rest. After a while it logs once what it waits for."""
         remaining = max(0.0, self._end - time.monotonic())
         if time.monotonic() >= self._notice:
             self._logger.warning("%s; waiting up to %.0f s more", self._last_state, remaining)
@@ -61,8 +61,8 @@ class ReplicaWait:
 
 
 def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[list[str], str]:
-    """The replicas of a pool that updates bring weights to and whose engines are up, by name; and which other pools
-    have some, as words to append to a message."""
+    """Names of a pool's replicas that have an engine up and get weights by updates; and the other pools that have such
+    replicas, as words to append to a message."""
     # Agents connect before their engine runs, and name it once it answers.
     running = [each for each in status.replicas if each.connected and each.HasField("engine")]
     up = [each for each in running if each.mode != manager_pb2.MODE_COLOCATED]

@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces of their own on one switch, each with an interface and an address.
 
-To relays these are hosts: nothing of one is reached from another but over the switch. They share the disk and the
-kernel. All of it goes when the block ends, and also when the process that made it is killed. Linux, root.
+To relays these are hosts: they reach each other only over the switch. They share the disk and the kernel. Everything
+is removed when the block ends, and also when the process that made it is killed. Linux, root.
 """
 
 from __future__ import annotations
@@ -17,33 +17,30 @@ from pathlib import Path
 
 DEVICE = "eth0"
 COMMANDS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-"""What makes them, and the package that has it."""
+"""Commands that make the hosts, and their packages."""
 
 NET = "10.77.0"
-"""Of their addresses. No network of the machine is touched, so it may have the same."""
+"""Start of the hosts' addresses. The machine may use the same network: it is not touched."""
 
 STEP_SECONDS = 30.0
 
 
 class HostsError(Exception):
-    """There can be no such hosts here; the message says what is missing and what to do."""
+    """Such hosts cannot be made here; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True)
 class NetworkHost:
-    """A host of the demo: a network namespace.
+    """A host of the demo: a network namespace."""
 
-    keeper: the process that holds its network. address: of its interface `device`.
-    """
-
-    keeper: int
-    address: str
+    keeper: int  # pid of the process that holds the network
+    address: str  # of its interface `device`
     device: str
 
     @property
     def inside(self) -> list[str]:
-        """What a command is to begin with that runs on this host, with process ids of its own. What it starts ends
-        with it; SIGTERM must be sent to its group."""
+        """The begin of a command that runs on this host, with process ids of its own. What it starts ends with it;
+        SIGTERM must be sent to its group."""
         return [
             *("nsenter", f"--net=/proc/{self.keeper}/ns/net", "--"),
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -51,8 +48,8 @@ class NetworkHost:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Sockets of this thread, and processes and threads that it starts meanwhile, are on this host's network.
-        Raises OSError."""
+        """Puts this thread, with the processes and threads that it starts meanwhile, on this host's network. Raises
+        OSError."""
         with open("/proc/thread-self/ns/net", "rb") as before, open(f"/proc/{self.keeper}/ns/net", "rb") as network:
             _enter(network.fileno())
             try:
@@ -61,7 +58,7 @@ class NetworkHost:
                 _enter(before.fileno())
 
     def sent(self) -> int:
-        """Bytes that left its interface, headers and all, by the kernel's count. Raises HostsError."""
+        """Bytes that left its interface, headers included, by the kernel's count. Raises HostsError."""
         return self._counters()[8]
 
     def received(self) -> int:
@@ -79,7 +76,7 @@ class NetworkHost:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[NetworkHost]]:
-    """So many of them. Raises HostsError."""
+    """Gives so many hosts on one switch, and removes them. Raises HostsError."""
     _check()
     with ExitStack() as stack:
         try:
@@ -108,7 +105,7 @@ def _check() -> None:
 
 
 def _network(stack: ExitStack) -> int:
-    """A network of its own. Returns its keeper, which ends with the block, or when this process has gone."""
+    """Makes a network. Returns the pid of its keeper, which ends with the block, or when this process has ended."""
     command = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
     keeper = subprocess.Popen(
         command,
@@ -116,7 +113,7 @@ def _network(stack: ExitStack) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for us: the hosts go last
+        start_new_session=True,  # Ctrl-C is for us: the hosts end last
     )
     stack.callback(_end, keeper)
     assert keeper.stdout is not None
@@ -154,7 +151,7 @@ def _ip(keeper: int, *arguments: str) -> None:
 
 
 def _enter(network: int) -> None:
-    """os.setns is there from Python 3.12 on."""
+    """Does what os.setns does from Python 3.12 on."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.setns(network, 0):
         number = ctypes.get_errno()

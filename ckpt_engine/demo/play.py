@@ -27,47 +27,45 @@ LINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Act:
-    """One update and what the replicas said after it. report: the trainer's. wire: what went through the hosts'
-    interfaces meanwhile."""
+    """One update, and the replicas' answers after it."""
 
-    report: UpdateReport
-    loss: float
-    """Before the last optimizer step, nats a byte; NaN if there was none yet."""
+    report: UpdateReport  # the trainer's
+    loss: float  # before the last optimizer step, nats a byte; NaN if there was none yet
     recitals: list[Recital]
-    wire: Wire = field(default_factory=lambda: Wire({}))
+    wire: Wire = field(default_factory=lambda: Wire({}))  # bytes through the hosts' interfaces meanwhile
 
     @property
     def verified(self) -> bool:
-        """The update was whole and verified, and each replica answered with its version."""
+        """Whether the update was whole and verified, and each replica answered with its version."""
         served = all(recital.version == self.report.version for recital in self.recitals)
         return self.report.ok and self.report.verified and served
 
     @property
     def matches(self) -> bool:
-        """Every replica recites the text."""
+        """Whether every replica recites the text."""
         return bool(self.recitals) and all(recital.matches for recital in self.recitals)
 
 
 @dataclass
 class Outcome:
-    """What the demo found. problem: why it ended early; empty if it did not."""
+    """The result of a demo."""
 
     settings: DemoSettings
     acts: list[Act] = field(default_factory=list)
     start_seconds: float = 0.0
     play_seconds: float = 0.0
     stop_seconds: float = 0.0
-    problem: str = ""
+    problem: str = ""  # why it ended early; empty if it did not
 
     @property
     def ok(self) -> bool:
-        """All updates were made and verified, and the text is recited in the end."""
+        """Whether all updates were made and verified, and the text is recited in the end."""
         complete = len(self.acts) == self.settings.updates
         return not self.problem and complete and self.verified and self.final_text_matches
 
     @property
     def verified(self) -> bool:
-        """Every update that was made is."""
+        """Whether every update that was made is verified."""
         return bool(self.acts) and all(act.verified for act in self.acts)
 
     @property
@@ -103,10 +101,10 @@ class Outcome:
 
 
 class Show(Protocol):
-    """What the demo tells whoever shows it."""
+    """Shows the demo to a user."""
 
     def state(self, words: str) -> None:
-        """What is going on; replaces what was said before."""
+        """Shows the current step, in place of the last one."""
         ...
 
     def started(self, stage: Stage, seconds: float) -> None: ...
@@ -114,13 +112,13 @@ class Show(Protocol):
     def act(self, act: Act) -> None: ...
 
     def stay_open(self, stage: Stage) -> None:
-        """Everything runs on, for who looks at the page."""
+        """Shows that everything keeps running, for a user of the page."""
         ...
 
 
 async def play(settings: DemoSettings, show: Show) -> Outcome:
-    """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
-    demo that failed, which its problem names."""
+    """Runs the demo. When it returns, or is cancelled, none of its processes runs. No file remains, but for the logs of
+    a demo that failed, which its problem names."""
     outcome = Outcome(settings)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
@@ -152,7 +150,7 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
 
 
 def _keep_logs(directory: Path) -> str:
-    """A new directory with the logs of this one, which goes. Empty: nothing has begun to write one."""
+    """Copies the logs into a new directory, since this one is removed. Empty: there are none."""
     logs = [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]
     if not logs:
         return ""
@@ -193,8 +191,8 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
 
 
 async def _keep(stage: Stage, show: Show) -> None:
-    """Returns when this task is cancelled, which is how the demo ends then. Goes on without processes that have ended:
-    the page has buttons that end replicas."""
+    """Waits until this task is cancelled, which ends the demo. Processes may have ended by then: the page has buttons
+    that end replicas."""
     show.stay_open(stage)
     try:
         await asyncio.Event().wait()

@@ -34,7 +34,7 @@ class ConsoleShow:
         self._status.stop()
 
     def introduce(self, settings: DemoSettings) -> None:
-        """Says what will be seen."""
+        """Prints what the demo will show."""
         workers = f", each with {settings.tensor_parallel} tensor-parallel workers," * (settings.tensor_parallel > 1)
         self._console.print(
             Text(
@@ -96,7 +96,7 @@ class ConsoleShow:
         if outcome.problem:
             self._console.print(Text(outcome.problem, style="red"))
         if not outcome.acts:
-            return  # nothing happened that there could be a verdict on
+            return  # no update, no verdict
         recited = "yes" if outcome.final_text_matches else "NO"
         timing = f"{outcome.start_seconds:.0f} s to start, {outcome.play_seconds:.0f} s to train and update"
         self._console.print(

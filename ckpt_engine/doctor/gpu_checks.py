@@ -1,4 +1,4 @@
-"""What the GPUs of this host can do for an update, found by doing it. For `ckpt-engine doctor`; it starts CUDA."""
+"""Checks what the GPUs of this host can do for an update, by doing it. For `ckpt-engine doctor`; it starts CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine.source.lending import Lending
 from ckpt_engine.v1.weights_pb2 import GpuReach
 
 Row = tuple[str, bool | None, str]
-"""Name, whether it works (None: a note), and what was found, or why not and what to do."""
+"""Name; whether it works (None: a note); what was found, or why not and what to do."""
 
 _LINKS = {
     GpuReach.NVLINK: "over NVLink",
@@ -29,7 +29,7 @@ _LINKS = {
 
 
 def gpu_rows() -> Iterator[Row]:
-    """One row a GPU and question. Never raises for a GPU that is sick; it says so."""
+    """One row for each GPU and check. A GPU that fails gets a row and raises nothing."""
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = f"torch is built for CUDA {built} but finds no GPU" if built else "torch is built without CUDA"
@@ -48,7 +48,7 @@ def gpu_rows() -> Iterator[Row]:
 
 
 def torch_ordinal(uuid: bytes) -> int | None:
-    """What this process calls the GPU."""
+    """This process's number of a GPU; None: it does not see it."""
     from ckpt_engine.cuda.driver import driver
 
     return driver().device_of_uuid(uuid)
@@ -92,7 +92,7 @@ def _one(ordinal: int) -> Iterator[Row]:
 
 
 def _why_not_lent(tensor: torch.Tensor, copied: bool) -> str:
-    """Tries what a trainer does. Empty if it works."""
+    """Lends memory as a trainer does; why that fails, empty if it works."""
     lending = Lending()
     try:
         offer = DeviceOffer([tensor], [tensor.dtype], [copied], 0, lending)

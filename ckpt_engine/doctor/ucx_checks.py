@@ -1,5 +1,5 @@
-"""Whether a relay of this host could use UCX, and what would stop it or slow it down. Each row: name, whether it works
-(None: a fact that decides nothing), what was found, or why not and what to do. None of them raises."""
+"""Checks whether a relay of this host could use UCX, and what would stop it or slow it down. Each row: name, whether it
+works (None: a fact that decides nothing), what was found, or why not and what to do. No check raises."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INTERFACES = Path("/sys/class/net")
 RDMA = Path("/sys/class/infiniband")
 
 _BETWEEN_HOSTS = {"all", "tcp", "rc", "ud", "dc", "ib", "srd", "efa"}
-"""How names of UCX's transports begin, up to the underscore, of those that lead to another host."""
+"""UCX's transports that lead to another host: their names up to the underscore."""
 
 
 def ucx_rows(
     interfaces: Path = INTERFACES, rdma: Path = RDMA, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Row]:
-    """What a relay with --ucx-devices that was started now by this user would find. Starts one for a moment, if NIXL is
-    there. interfaces, rdma: where the kernel lists devices."""
+    """What a relay with --ucx-devices would find that this user starts now. Starts its helper for a moment, if NIXL is
+    installed. interfaces, rdma: where the kernel lists devices."""
     package = installed()
     if package is None:
         yield (
@@ -86,7 +86,7 @@ def _devices(interfaces: Path, rdma: Path) -> set[str]:
 
 
 def _variables(devices: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
-    """Variables of UCX itself, which helpers inherit."""
+    """Checks variables of UCX itself, which helpers inherit."""
     if (chosen := environment.get("UCX_TLS")) is not None:
         begin = {each.strip().split("_")[0] for each in chosen.split(",")}
         ok = chosen.startswith("^") or bool(begin & _BETWEEN_HOSTS)
@@ -120,7 +120,7 @@ def _locked_memory() -> Row:
 
 
 def _gids(rdma: Path) -> Iterator[Row]:
-    """RoCE needs an address (GID) of the right kind; UCX picks one, or is told by UCX_IB_GID_INDEX."""
+    """Checks for an address (GID), which RoCE needs; UCX picks one, or takes that of UCX_IB_GID_INDEX."""
     for device in sorted(rdma.iterdir()):
         for port in sorted((device / "ports").glob("*")):
             name = f"{device.name}:{port.name}"

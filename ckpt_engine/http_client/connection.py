@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to an engine: a request, its answer piece by piece, then the next one. On one event loop.
 
 Every token of the gateway passes here, and every call that an agent makes while its engine is paused, so it does as
-little as can be: a general client (httpx) takes more of a processor for a token than all the rest of the gateway, and
+little as possible. A general client (httpx) takes more processor time for a token than all the rest of the gateway, and
 1.3 ms longer for a call.
 """
 
@@ -13,31 +13,31 @@ from collections.abc import Callable, Mapping
 import httptools
 
 MOST_HELD_BYTES = 1 << 18
-"""Of an answer that nobody has taken yet: then no more is read, and the engine has to wait."""
+"""Bytes of an answer that wait for their reader, above which no more is read and the engine has to wait."""
 
 MOST_HEAD_BYTES = 1 << 16
-"""Also of what else may come between two parts of an answer."""
+"""Bytes of a head, or of anything else between two parts of an answer, above which it is refused."""
 
 
 class WireError(Exception):
-    """An answer did not come, or not to its end."""
+    """An answer did not come, or broke off."""
 
 
 class SilentError(WireError):
-    """The engine sent nothing for as long as that may last."""
+    """The engine sent nothing for the whole idle time."""
 
 
 class ConnectError(WireError):
-    """There is no connection, so nothing was asked."""
+    """There is no connection; no request was sent."""
 
 
 class UnreachableError(ConnectError):
-    """Nobody takes connections there."""
+    """No server accepts connections at this address."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time. status, headers (names in lower case): of its answer, once `ask`
-    has returned. left: called once when the connection is gone."""
+    """A connection that carries one request at a time. status, headers (names in lower case): of the answer, once `ask`
+    has returned. on_end: called once when the connection has ended."""
 
     def __init__(self, on_end: Callable[[Connection], None]) -> None:
         self.status = 0
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
             await self._await_news(seconds)
 
     async def more(self, seconds: float) -> bytes:
-        """What has come since the last time; empty at the end. Raises WireError as `ask` does."""
+        """The bytes since the last call; empty at the end. Raises WireError as `ask` does."""
         while not self._arrived:
             if self._complete:
                 return b""
@@ -84,7 +84,7 @@ class Connection(asyncio.Protocol):
         return data
 
     async def whole(self, most: int, seconds: float) -> bytes:
-        """All that is left of an answer. Raises WireError, also for more than so many bytes."""
+        """The rest of an answer. Raises WireError, also for more than `most` bytes."""
         parts, size = [], 0
         while data := await self.more(seconds):
             parts.append(data)
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         return b"".join(parts)
 
     def rest(self, seconds: float) -> bool:
-        """Whether it can be asked again; then it closes itself if that does not happen for so long."""
+        """Whether another request may follow; if so, the connection closes itself after `seconds` without one."""
         if self.closed or not self._complete or self._arrived or not self._reusable:
             return False
         self._until(seconds)
@@ -102,17 +102,17 @@ class Connection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it can carry nothing any more."""
+        """Whether the connection can carry no further request."""
         return self._error is not None
 
     @property
     def unanswered(self) -> bool:
-        """Whether not one byte has come of an answer that was asked for."""
+        """Whether no byte of the current answer has come."""
         return not self._head_complete and not self._barren
 
     def close(self) -> None:
-        """Closes at once: an engine then drops what it was asked for."""
-        self._error = self._error or WireError("it was closed here")  # the loop tells only later that it is gone
+        """Closes at once; an engine then drops the request."""
+        self._error = self._error or WireError("it was closed here")  # connection_lost comes only later
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._waiter = None
 
     def _until(self, seconds: float) -> None:
-        """One timer, which is moved when it goes off and not with each piece."""
+        """Sets the deadline. There is one timer, which is moved when it fires and not with each piece."""
         self._end, self._seconds = self._loop.time() + seconds, seconds
         if self._timer is not None and self._timer.when() > self._end:
             self._timer.cancel()
@@ -143,13 +143,13 @@ class Connection(asyncio.Protocol):
     def _look(self) -> None:
         self._timer = None
         if self._waiter is None and not self._complete:
-            return  # what has come waits for its reader
+            return  # an answer waits for its reader
         if self._loop.time() < self._end:
             self._timer = self._loop.call_at(self._end, self._look)
         elif self._waiter is not None:
             self._fail(SilentError(f"nothing came for {self._seconds:g} s"))
         else:
-            self.close()  # nobody asked again
+            self.close()  # no further request came
 
     def _fail(self, error: WireError) -> None:
         self._error = self._error or error
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:  # an answer that nobody asked for
+        if self._complete:  # an answer without a request
             self._fail(WireError("it spoke without being asked"))
             return
         self._barren += len(data)

@@ -1,4 +1,4 @@
-"""Connections to engines: those that have nothing to do are asked first. On one event loop."""
+"""Connections to engines: idle ones are used first. On one event loop."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from ckpt_engine.http_client.connection import (
 )
 
 KEPT_SECONDS = 4.0
-"""How long one that has nothing to do is kept: engines close theirs after 5 s or later."""
+"""Seconds that an idle connection is kept: engines close theirs after 5 s or later."""
 
 MOST_KEPT = 512
-"""Of one engine."""
+"""Most idle connections to one engine."""
 
 MOST_ANSWER_BYTES = 64 << 20
-"""Of an answer that is taken as a whole."""
+"""Most bytes of an answer that is read as a whole."""
 
 MOST_SMALL_BYTES = 4 << 20
-"""Of what an engine says of itself; its metrics and its list of routes have up to 1 MiB."""
+"""Most bytes of a small answer; an engine's metrics and its list of routes have up to 1 MiB."""
 
 
 @dataclass(frozen=True)
 class HttpOrigin:
-    """Where connections go, and what requests on them say. path: before every route."""
+    """Where connections go, and what all requests on them have in common."""
 
     secure: bool
     host: str
     port: int
-    authority: str
-    path: str
+    authority: str  # for the Host header
+    path: str  # before every route
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A small answer, read as a whole. headers: names in lower case."""
+    """A small answer, read as a whole."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in lower case
     content: bytes
 
     @property
@@ -88,7 +88,7 @@ def authorities() -> ssl.SSLContext:
 class Connections:
     """The connections of one owner to engines.
 
-    connect: seconds until one must be there; no call waits longer for it than for its answer.
+    connect: seconds for connecting; a call waits no longer for its connection than for its answer.
     """
 
     def __init__(self, connect: float) -> None:
@@ -106,11 +106,11 @@ class Connections:
         idle: float,
         again: bool = True,
     ) -> Connection:
-        """Sends a request; the head of its answer is there then. Give the connection back with `done`.
+        """Sends a request and returns once the head of its answer has come. Give the connection back with `done`.
 
-        Raises ConnectError if nothing was asked, WireError. idle: seconds that an engine may be silent. again: a
-        connection that was kept is asked first; if it ends before a byte of the answer, as one does that the engine
-        closes at that moment, a new one is asked the same. Else a new one is asked, once.
+        idle: seconds that an engine may be silent. again: try an idle connection first; if it ends before a byte of the
+        answer, as when the engine closes it at that moment, send the request once more on a new one. False: use a new
+        connection, once. Raises ConnectError if no request was sent; WireError.
         """
         origin = origin_of(url)
         head = request_head(method, origin.path + route, origin.authority, headers, body)
@@ -131,7 +131,7 @@ class Connections:
         return await _ask(connection, head, body, idle)
 
     async def get(self, url: str, route: str, seconds: float) -> Answer:
-        """A small answer: as a whole within so many seconds, and those of connecting. Raises WireError."""
+        """Gets a small answer as a whole. seconds: for the answer, without connecting. Raises WireError."""
         limit = min(self._connect, seconds) + seconds
         return await self.whole("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
 
@@ -148,8 +148,8 @@ class Connections:
         most: int = MOST_ANSWER_BYTES,
         again: bool = True,
     ) -> Answer:
-        """An answer, read as a whole. seconds: that an engine may be silent. limit: of the whole call with connecting,
-        seconds; 0: as many. most: bytes of the answer. again: as for `ask`. Raises WireError."""
+        """Reads an answer as a whole. seconds: that an engine may be silent. limit: seconds for the whole call with
+        connecting; 0: `seconds`. most: bytes of the answer. again: as for `ask`. Raises WireError."""
         limit = limit or seconds
         headers = {"accept-encoding": "identity", **headers}
         try:
@@ -201,7 +201,7 @@ class Connections:
             raise ConnectError(f"no TLS with it: {error}") from error
         except (OSError, UnicodeError) as error:
             raise UnreachableError(f"no connection: {error}") from error
-        if connection.closed:  # nothing tells of its end once more
+        if connection.closed:  # its end has been reported already
             raise ConnectError("the connection ended before anything was asked")
         self._all.add(connection)
         return connection

@@ -1,8 +1,9 @@
-"""What prime-rl's orchestrator asks of each inference server's admin address, answered for all replicas together.
+"""The admin address that prime-rl's orchestrator expects of each inference server, answered for all replicas together.
 
-It POSTs `/pause`, `/update_weights {"weight_dir": ...}` and `/resume` to every server. Here the second one is an update
-from a directory, which pauses each replica by itself and only as long as it must; the first one says how, and the third
-one ends that. An application of one event loop; `ckpt-engine prime-rl` serves it.
+The orchestrator POSTs `/pause`, `/update_weights {"weight_dir": ...}` and `/resume` to every server. Here
+`/update_weights` is an update from a directory, which pauses each replica by itself and only as long as it must;
+`/pause` sets its pause mode, and `/resume` resets that. An application of one event loop; `ckpt-engine prime-rl` serves
+it.
 """
 
 from __future__ import annotations
@@ -54,34 +55,28 @@ Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 @dataclass(frozen=True)
 class PrimeRlSettings:
-    """How the prime-rl front runs.
+    """How the prime-rl front runs."""
 
-    manager: host:port. lineage: of the run; empty: a fresh one. pool: of the replicas. replicas: so many must be
-    connected before `/health` says so. min_replicas: so many suffice; None: all that are registered. models: what
-    `/v1/models` names. timeout: of an update, seconds; None: the manager's. tokens: of callers; None: nobody is asked.
-    loopback: whether it listens there only.
-    """
-
-    manager: str
-    lineage: str = ""
-    pool: str = ""
-    replicas: int = 1
-    min_replicas: int | None = None
-    models: tuple[str, ...] = ()
-    timeout: float | None = None
-    tokens: Tokens | None = None
-    loopback: bool = False
+    manager: str  # host:port
+    lineage: str = ""  # of the run; empty: a fresh one
+    pool: str = ""  # of the replicas
+    replicas: int = 1  # that must be connected before `/health` answers 200
+    min_replicas: int | None = None  # that suffice for an update; None: all that are registered
+    models: tuple[str, ...] = ()  # names in `/v1/models`
+    timeout: float | None = None  # of an update, seconds; None: the manager's
+    tokens: Tokens | None = None  # of callers; None: no token is required
+    loopback: bool = False  # whether it listens on loopback only
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 def step_of(directory: str) -> int | None:
-    """The step that a directory's name tells: of its last part called step_N; None: no part is."""
+    """The step in a directory's name: of its last part called step_N; None: there is none."""
     found = STEP.findall(directory)
     return int(found[-1]) if found else None
 
 
 class Steps:
-    """Which lineage a directory's weights are of: a step that does not rise is another run's, and begins a new one."""
+    """Assigns directories to lineages: a step that does not rise is of another run, and begins a new lineage."""
 
     def __init__(self, lineage: str) -> None:
         self._name = lineage
@@ -104,7 +99,7 @@ class Steps:
 
 
 class Facade:
-    """What answers prime-rl's orchestrator. Used on one event loop."""
+    """Answers prime-rl's orchestrator. Used on one event loop."""
 
     def __init__(self, settings: PrimeRlSettings) -> None:
         self._settings = settings
@@ -125,7 +120,7 @@ class Facade:
         return Starlette(routes=routes)
 
     def _with_answers(self, handler: Handler) -> Handler:
-        """Who may not, and what is refused, get a status that prime-rl takes right: it repeats 5xx, and no 4xx."""
+        """Checks the caller, and turns errors into a status: prime-rl repeats a request after 5xx, not after 4xx."""
 
         async def answer(request: Request) -> JSONResponse:
             try:
@@ -142,7 +137,7 @@ class Facade:
         return answer
 
     def _check_page(self, request: Request) -> None:
-        """Refuses what a page in a browser could ask for, which can post to this machine, but reads no answers."""
+        """Refuses requests that a page in a browser could make: it can post to this machine without reading answers."""
         headers = request.headers
         if self._settings.loopback and not is_loopback(host_of(headers.get("host", ""))):
             raise forbidden(f"this is not {headers.get('host')!r}; it serves its own machine only")

@@ -1,7 +1,7 @@
 """Writes a version into a directory of safetensors files, which is there whole or not at all.
 
-A tensor is written once it was verified. Everything goes into a directory beside the one that is wanted, which gets
-its name when all of it is on the disk.
+Tensors are verified before they are written. All files go into a draft directory beside the target, which gets the
+target's name when everything is on the disk.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ckpt_engine.source.safetensors import DTYPES, INDEX, SINGLE
 from ckpt_engine.torch_dtypes import dtype_name
 
 FILE_BYTES = 5_000_000_000
-"""Of weights in one file, unless one tensor is larger."""
+"""Most bytes of weights in one file, unless one tensor is larger."""
 
 SPARE_BYTES = 16 << 20
-"""That must be free besides: for the index, and what a file system takes for itself."""
+"""Bytes that must be free in addition: for the index, and the file system's own use."""
 
 CODES: Mapping[str, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 Progress = Callable[[int, int], object]
-"""(bytes that are written, bytes in all)."""
+"""Called with the bytes that are written, and the bytes in all."""
 
 
 def pull(
@@ -45,12 +45,12 @@ def pull(
 ) -> tuple[str, int]:
     """Writes the weights of a version, verified, as safetensors files; returns its lineage and number.
 
-    address, lineage, version, deadlines: as for `Reader`. directory: is made; it may be there if it is empty. Several
-    files get an index, as transformers writes it. on_progress: called on this thread with bytes written and in all.
+    address, lineage, version, deadlines: as for `Reader`. directory: created; it may exist if it is empty. Several
+    files get an index, as transformers writes it. on_progress: called on this thread.
 
-    Raises CkptEngineError as `Reader` and `Reader.tensors` do; INVALID_ARGUMENT for a directory that is not empty, or
-    is none, or lies in none; FAILED_PRECONDITION, naming both numbers, for too little room; UNAVAILABLE if it cannot be
-    written. The directory is then as it was.
+    Raises CkptEngineError as `Reader` and `Reader.tensors` do; INVALID_ARGUMENT if `directory` is not empty, is a file,
+    or has no parent directory; FAILED_PRECONDITION, naming both numbers, for too little room; UNAVAILABLE if it cannot
+    be written. The directory is then as it was.
     """
     directory = Path(os.path.abspath(directory))
     try:
@@ -81,7 +81,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
-    """For each file, by name: its first bytes (length and header) and the tensors behind them, in order."""
+    """For each file, by name: its first bytes (length and header) and the names of its tensors, in order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in reader.names:
@@ -115,13 +115,13 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
 
 @contextmanager
 def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
-    """A directory beside the target, of which the target gets all, or nothing."""
+    """Gives a draft directory beside the target; renames it to the target at the end, and removes it after an error."""
     draft = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
     draft.mkdir()
     try:
         yield draft
         _to_disk(draft)
-        os.rename(draft, directory)  # also over an empty directory; one that has got content meanwhile is refused
+        os.rename(draft, directory)  # replaces an empty directory; fails if it has got content meanwhile
         _to_disk(directory.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

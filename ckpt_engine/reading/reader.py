@@ -1,4 +1,4 @@
-"""Reads a version from whoever holds it: relays, and sources that stay sealed. Each tensor is verified, then given.
+"""Reads a version from its holders: relays, and sources that stay sealed. Each tensor is verified before it is given.
 
 No session is opened: the manager is asked once where the version lies. Used by one thread.
 """
@@ -33,21 +33,21 @@ from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
 
 GROUP_BYTES = 256 << 20
-"""Tensors are brought together up to so many bytes, into one buffer; a larger one comes by itself."""
+"""Tensors up to so many bytes are brought together, into one buffer; a larger one comes by itself."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Reader:
-    """One version, as long as somebody holds it. Use it as a context manager, or call `close`.
+    """One version, as long as a holder has it. Use it as a context manager, or call `close`.
 
-    address: the manager, host:port. lineage: of which run; none: the only one of which a version can be read. version:
-    by its number; none: the lineage's latest one. deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES.
+    address: the manager, host:port. lineage: None: the only one with a version that can be read. version: None: the
+    lineage's latest. deadlines: None: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
-    lineage, version, root: of what was found. names: of its tensors, sorted.
+    The attributes lineage, version and root are those of the version that was found.
 
-    Raises CkptEngineError: NOT_FOUND, naming what can be read, if nobody holds it; PERMISSION_DENIED without a grant of
-    a trainer, holder or replica; DATA_LOSS for a record that is not of this version; UNAVAILABLE.
+    Raises CkptEngineError: NOT_FOUND, naming what can be read, if no holder has it; PERMISSION_DENIED without a grant
+    of a trainer, holder or replica; DATA_LOSS for a record that is not of this version; UNAVAILABLE.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Reader:
         return _size(self._specs[self._number(name)])
 
     def tensors(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pairs of name and tensor (contiguous, on the CPU, the caller's own). names: only these, in this order; none:
-        all, sorted by name. Some hundred MB are brought at a time.
+        """Yields pairs of name and tensor (contiguous, on the CPU, the caller's own). names: only these, in this order;
+        None: all, sorted by name. Some hundred MB are brought at a time.
 
-        Raises CkptEngineError: NOT_FOUND for a name that there is not, or when nobody within reach holds a tensor any
-        more; DATA_LOSS, naming it, when all who do have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if it is
-        closed in between. What was given before is right.
+        Raises CkptEngineError: NOT_FOUND for an unknown name, or if no holder within reach has a tensor any more;
+        DATA_LOSS, naming the tensor, if all holders have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if the
+        reader was closed in between. Tensors yielded before are right.
         """
         numbers = [self._number(name) for name in (self.names if names is None else names)]
         layouts = [(group, self._layout(group)) for group in self._groups(numbers)]
@@ -122,11 +122,11 @@ class Reader:
             atoms: dict[int, list[RelayAtom]] = {number: [] for number in group}
             for atom in layout.atoms:
                 atoms[atom.tensor].append(atom)
-            # All are taken out of the buffer before the caller has its turn, who may ask for others in between.
+            # Take all out of the buffer before yielding: the caller may ask for other tensors in between.
             yield from [(self._specs[number].name, self._assemble(number, atoms[number])) for number in group]
 
     def close(self) -> None:
-        """Lets go of what is mapped. May be repeated; `tensors` may follow."""
+        """Unmaps the sources. May be repeated; `tensors` may follow."""
         sources, self._sources = self._sources, None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if sources is not None:
@@ -157,7 +157,7 @@ class Reader:
         return lay_out(self._record, [boxes])
 
     def _open(self, size: int) -> None:
-        """Sources that bring what they read into a buffer of so many bytes."""
+        """Opens sources that read into a buffer of so many bytes."""
         if self._sources is not None and len(self._buffer) >= size:
             return
         self.close()
@@ -171,7 +171,7 @@ class Reader:
         if not layout.atoms:
             return
         if self._sources is None:
-            raise precondition("the reader was closed while its tensors were given: ask for the others anew")
+            raise precondition("the reader was closed while its tensors were read: ask for the others again")
         filling = SlotFilling(layout, self._at, self._sources)
         filling.check()
         filled = filling.run(self._record, time.monotonic() + self._deadlines.fill)
@@ -195,7 +195,7 @@ def _size(spec: TensorSpec) -> int:
 
 
 def _blob(stub: Any, ref: manager_pb2.BlobRef, seconds: float) -> bytes:
-    """Raises grpc.RpcError, and DATA_LOSS for other bytes."""
+    """Fetches a blob. Raises grpc.RpcError, and DATA_LOSS for other bytes."""
     data = b"".join(chunk.data for chunk in stub.GetBlob(ref, timeout=seconds))
     if blob_ref(data) != ref:
         raise data_loss(f"a blob of {ref.size} bytes arrived as {len(data)} other bytes")

@@ -1,7 +1,7 @@
-"""Whether a recording accounts for every byte of a model: loaded, filled, derived or constant.
+"""Checks that a recording accounts for every byte of a model: loaded, filled, derived or constant.
 
-Knows the model's tensors by where they lie in which storage, so tied weights count once and views of a tensor are
-told apart. Integers only once a tensor's layout has been read.
+Identifies the model's tensors by storage and position, so that tied weights count once and views of a tensor are
+distinguished. Integers only, once a tensor's layout has been read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Owner:
     aliases: list[str] = field(default_factory=list)  # names of tensors that lie within it
 
     def boxes(self, view: View) -> list[Box]:
-        """The boxes of this tensor that a view of its storage shows; raises Undecodable if it shows others."""
+        """The boxes of this tensor that a view of its storage shows. Raises Undecodable if it shows other elements."""
         found: list[ViewBlock] = blocks(view._replace(offset=view.offset - self.offset), self.digits)
         return [Box(block.start, block.stop) for block in found]
 
@@ -97,7 +97,7 @@ class Owners:
         return key in self._by_storage
 
     def sharing(self, tensor: torch.Tensor) -> list[Owner]:
-        """The tensors of the model that what ``tensor`` shows may belong to."""
+        """The tensors of the model that ``tensor`` may show elements of."""
         try:
             found = self.find(tensor)
         except Undecodable:
@@ -145,9 +145,9 @@ def account(
     constant: Mapping[str, str],
     manifest_names: Iterable[str],
 ) -> tuple[list[weights_pb2.Accounted], list[Fill]]:
-    """One row for every tensor of the model, and the fills that copies leave to do.
+    """One row for every tensor of the model, and the fills of what no copy writes.
 
-    Raises INVALID_ARGUMENT naming each tensor of which bytes come from nowhere.
+    Raises INVALID_ARGUMENT naming each tensor with bytes that come from nowhere.
     """
     rows: list[weights_pb2.Accounted] = []
     fills: list[Fill] = []
@@ -176,7 +176,7 @@ def account(
 
 
 def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
-    """What fills leave in the parts that nothing loads: where they overlap, the last one counts."""
+    """The fills of parts that nothing loads. Where fills overlap, the last one counts."""
     fills = []
     open_boxes = unloaded
     for box, value in reversed(owner.filled):
@@ -218,7 +218,7 @@ def _pattern(name: str) -> str:
 
 
 def _guesses(owner: Owner, missing: list[Box], siblings: list[Owner], published: set[str]) -> list[str]:
-    """Checkpoint names that would fill what is left: those that filled the same place of the same tensor elsewhere."""
+    """Checkpoint names that may fill the missing boxes: those that fill the same place in tensors of other layers."""
     numbers = re.findall(r"\d+", owner.name)
     found: list[str] = []
     for other in siblings:

@@ -1,6 +1,6 @@
-"""Which checkpoint tensors have to go through the engine's own loader at every install, since it computes on them.
+"""Finds the checkpoint tensors that the engine's own loader must take at every install, since it computes on them.
 
-The smallest sets are sought: a computed tensor of the model, the checkpoint tensors that it depends on, everything that
+It seeks the smallest sets: a computed tensor of the model, the checkpoint tensors that it depends on, all tensors that
 these are loaded to, and so on until nothing is shared. All else stays plain copies. A loader that decides on values
 cannot be split up: then everything goes through it.
 """
@@ -16,7 +16,7 @@ from ckpt_engine.record.recording import Handover
 
 
 def handovers(recorder: Recorder, owners: Owners) -> list[Handover]:
-    """What `recorder` found to be computed, as sets that have nothing in common."""
+    """The computed tensors that `recorder` found, as disjoint sets."""
     if recorder.decided:
         return [everything(recorder, owners, recorder.decided)]
     loads: dict[int, set[str]] = {}

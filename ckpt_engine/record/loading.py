@@ -1,9 +1,9 @@
-"""Runs the engine's own loader on real values and sees to it that it writes what it must.
+"""Runs the engine's own loader on real values and checks that it writes what it must.
 
-Only for what a recording could not turn into copies (`Handover`). The loader is given whole checkpoint tensors one at a
-time, so a few of them are in memory at once; the caller has verified each before it is handed over. Every write to the
-model is watched: a loader that leaves out a part of what it wrote when it was recorded fails the install, since the
-worker is DIRTY by then and stays so.
+Only for what a recording could not turn into copies (`Handover`). The loader gets whole checkpoint tensors one at a
+time, so only a few of them are in memory at once; the caller verifies each before it is handed over. Every write to the
+model is watched. A loader that leaves out a part of what it wrote when it was recorded fails the install; the worker is
+DIRTY by then and stays so.
 
 Runs on the engine's thread.
 """
@@ -29,7 +29,7 @@ from ckpt_engine.torch_storages import storage_key
 def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapping[str, torch.Tensor]) -> None:
     """Hands `weights` to the target's loader, which writes to `tensors` (the model's, by name, as they lie now).
 
-    weights: what it raises comes out of here, also if the loader swallows it.
+    weights: what it raises is raised here, also if the loader swallows it.
     Raises CkptEngineError: INTERNAL if the loader raises, does not take every tensor, does not write all of the
     handover's boxes, or replaces a tensor instead of writing to it.
     """
@@ -63,7 +63,7 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
 
 
 class _WeightFeed:
-    """An iterator over weights that remembers how far it came, and what it raised."""
+    """An iterator over weights that remembers its position, and what it raised."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -75,7 +75,7 @@ class _WeightFeed:
         try:
             weights = iter(self._weights)
             while True:
-                with _disable_current_modes():  # reading and hashing is nothing to watch
+                with _disable_current_modes():  # do not watch reading and hashing
                     item = next(weights, None)
                 if item is None:
                     break
@@ -110,7 +110,7 @@ class _Watch(Watching):
                 try:
                     found = self._owners.find(tensor)
                 except Undecodable:
-                    continue  # not counted; what is written in no other way is missed, and refused
+                    continue  # not counted: boxes that are written in no other way count as unwritten
                 if found is not None:
                     found[0].loaded += ((box, "") for box in found[1])
         return result

@@ -1,17 +1,17 @@
-"""Learns what a worker needs by running the engine's own weight loader once, on tensors that have no memory.
+"""Records what a worker needs by running the engine's own weight loader once, on tensors that have no memory.
 
-The loader gets one torch meta tensor for every checkpoint tensor. Whatever views it takes of them share the tensor's
-(empty) storage, so when a view ends in a ``copy_``, its offset, sizes and strides tell the box that it shows. The
-copy itself is not done: the model is left as it was. Clones and copies to another device are followed, since loaders
-do ``weight.t().contiguous()``. Fills of the model's tensors (padding) are noted.
+The loader gets one torch meta tensor for every checkpoint tensor. All views that it takes share the tensor's (empty)
+storage, so when a view ends in a ``copy_``, its offset, sizes and strides tell the box that it shows. The copy itself
+is not done: the model stays as it was. Clones and copies to another device are followed, since loaders do
+``weight.t().contiguous()``. Fills of the model's tensors (padding) are noted.
 
 What a loader computes on values (arithmetic, casts, ``cat``, ``.item()``) cannot be replayed as copies. The checkpoint
-tensors concerned are needed whole, and are handed to the engine's own loader at every install (`handovers.py`); the
-bytes that it must write count as loaded all the same, so what is missing is found here and not in the middle of an
-install. Handing only some tensors over is rehearsed, and if the loader then writes other things, it gets all of them.
+tensors concerned are needed whole, and are handed to the engine's own loader at every install (`handovers.py`). The
+bytes that it must write count as loaded all the same, so that missing ones are found here and not in the middle of an
+install. Handing only some tensors over is rehearsed; if the loader then writes other things, it gets all of them.
 
-Decides: what each copy means, and whether the loader accounts for every byte. Does not decide where bytes come from.
-What replaces parameters, or cannot be followed without values, raises NotRecordable.
+Decides what each copy means, and whether the loader accounts for every byte. Does not decide where bytes come from.
+A loader that replaces parameters, or cannot be followed without values, raises NotRecordable.
 
 A tensor that is loaded twice to the same place is allowed: both needs are recorded, and as each is verified against
 the same place after installing, the update succeeds only if both have equal content.
@@ -66,17 +66,17 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class _RecordRun:
-    """What one run of the loader over the whole manifest showed. elsewhere: tensors that other workers load."""
+    """The results of one run of the loader over the whole manifest."""
 
     recorder: Recorder
     owners: Owners
     accounted: list[weights_pb2.Accounted]
     fills: list[Fill]
-    elsewhere: list[int]
+    elsewhere: list[int]  # indices of tensors that other workers load
 
 
 def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _RecordRun:
-    """A loader that decides on values gets one stand-in for all of them, then, if that fails, the other."""
+    """Runs the loader. One that decides on values gets False for all of them; if that fails, True in a second run."""
     for answer in (False, True):
         owners = Owners(target.named_tensors())
         recorder = Recorder(manifest, owners, stop_at, answer)
@@ -100,7 +100,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
         if recorder.problem is None:
             raise
     except Exception as error:
-        # A bug of the loader and a tensor that it rightly refuses look alike; both are answered with its own words.
+        # A bug of the loader and a tensor that it rightly refuses look alike: the error repeats the loader's text.
         recorder.problem = recorder.problem or _loader_failed(recorder, target, error)
     if recorder.problem is not None:  # also when the loader has swallowed it
         raise recorder.problem
@@ -111,7 +111,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
 
 
 def _handovers(run: _RecordRun, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> list[Handover]:
-    """What is handed over, rehearsed: a loader that is given less than everything may do other things."""
+    """The handovers, rehearsed: a loader that is given only some tensors may do other things."""
     found = handovers(run.recorder, run.owners)
     for handover in found:
         if not handover.everything and not _rehearse(handover, manifest, target, stop_at):
@@ -139,7 +139,7 @@ def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
 
 
 def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, found: list[Handover]) -> Recording:
-    """Needs are those of plain copies, then one for each tensor that is handed over."""
+    """Makes the recording. Its needs are those of plain copies, then one for each tensor that is handed over."""
     why = {name: reason for handover in found for name, reason in handover.why.items()}
     fills = tuple(fill for fill in run.fills if fill.tensor not in why)
     needs: dict[NeedBox, int] = {}
@@ -189,7 +189,7 @@ def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> 
 
 
 def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
-    """A loader that assigns (``parameter.data = weight``) would have to be run at every update."""
+    """Raises for a loader that assigns (``parameter.data = weight``): it would have to run at every update."""
     now = dict(target.named_tensors())
     for name, place in owners.slices.items():
         if name not in now:
@@ -202,7 +202,7 @@ def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
 
 
 def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
-    """casts: of each tensor its name, what is published and what the model keeps."""
+    """The error for tensors published in other dtypes. casts: name, published dtype and the model's, of each."""
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, have, want in casts:
         pairs.setdefault((have, want), []).append(name)
@@ -218,7 +218,7 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
 
 
 def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:
-    """The tensors that other workers of this engine load; raises INVALID_ARGUMENT for those that nobody takes."""
+    """The tensors that other workers of this engine load. Raises INVALID_ARGUMENT for those that no worker takes."""
     unused = {index for index in range(len(manifest.tensors)) if index not in recorder.used}
     elsewhere = {index for index in unused if target.elsewhere(manifest.tensors[index].name) is not None}
     unknown = [manifest.tensors[index].name for index in sorted(unused - elsewhere)]

@@ -1,4 +1,4 @@
-"""Which part of a tensor a strided view of it shows. Integers only, no torch.
+"""Decodes which part of a tensor a strided view of it shows. Integers only, no torch.
 
 A view shows elements of a storage at ``offset + sum(index * stride)``. Here it is decoded against the axes of the
 tensor that the storage holds ("digits": the position of an element in the storage, written with one digit an axis),
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAXIMUM_PARTS = 4096
-"""A view that is the union of more boxes than this is not worth recording: every box costs a piece of work."""
+"""A view that is the union of more boxes than this is not recorded: every box costs work at each install."""
 
 
 class Undecodable(Exception):  # noqa: N818
@@ -63,7 +63,7 @@ class AxisPlace(NamedTuple):
 
 
 class ViewPart(NamedTuple):
-    """A part of a view whose every axis walks along one digit only, without carries."""
+    """A part of a view in which every axis walks along one digit only, without carries."""
 
     start: tuple[int, ...]  # the first element, one entry a digit
     partner_offset: int
@@ -156,7 +156,7 @@ def through(view: View, digits: Sequence[Digit], strides: Sequence[int], offset:
 
 
 def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> ViewPart | list[View]:
-    """The part that ``view`` is, or the views that it has to be split into first."""
+    """Returns ``view`` as a part, or the views that it has to be split into first."""
     start = [0] * len(digits)
     rest = view.offset
     for index in order:
@@ -230,7 +230,7 @@ def _narrow(view: View, axes: Iterable[Axis], axis: Axis = _NOWHERE, index: int 
 
 
 def _block(part: ViewPart, rank: int) -> ViewBlock | AxisPlace:
-    """The box that ``part`` is, or the axis whose indices have to be told apart first."""
+    """Returns ``part`` as a box, or the axis that has to be split into its indices first."""
     extent = [1] * rank
     stride = [1] * rank  # of axes with one element, which nothing is ever multiplied with
     for axis in sorted(part.places, key=lambda axis: axis.step):

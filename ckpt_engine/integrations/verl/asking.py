@@ -1,5 +1,4 @@
-"""A Ray actor that stands beside each replica: how it is asked what verl asks, and what verl's abort and resume mean
-for the requests that run."""
+"""A Ray actor for each replica: translates verl's requests for it, and verl's abort and resume for running requests."""
 
 from __future__ import annotations
 
@@ -30,38 +29,38 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (None, 0.0),
     "presence_penalty": (None, 0.0),
 }
-"""Sampling parameters that change nothing with these values: left out, as servers differ in what they know."""
+"""Sampling parameters that change nothing with these values: left out, since not all servers know each."""
 
 
 ENDS = {"stop": "completed", "length": "completed", "abort": "aborted", None: "aborted"}
-"""An engine's finish reason to verl's; others stay. None: it was cut, or broke off. verl's client asks for the rest of
-what is "aborted"."""
+"""Engines' finish reasons to verl's; others stay. None: the request was cut, or broke off. verl's client asks for the
+rest of an "aborted" answer."""
 
 STEPS = ("global_steps", "min_global_steps", "max_global_steps")
 
 
 @dataclass
 class _Leg:
-    """What came of one request. admitted: the version that the replica held when it let the request in."""
+    """The answer to one request so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end_reason: str | None = None
-    admitted: int | None = None
+    admitted: int | None = None  # the version that the replica held when it let the request in
 
 
 class ReplicaActor:
     """A Ray actor that asks one replica, on its event loop. verl's client calls `generate`, its manager the rest.
 
-    verl aborts before each update: requests that run are cut, and answered with the tokens so far and "aborted"; new
-    ones wait until it resumes. verl's FullyAsyncLLMServerClient asks for the rest then. What the engine itself aborts
-    (pause mode "abort") ends in the same way, as does a request whose replica breaks off.
+    verl aborts before each update: running requests are cut, and answered with the tokens so far and "aborted"; new
+    ones wait until it resumes. verl's FullyAsyncLLMServerClient then asks for the rest. A request that the engine
+    aborts (pause mode "abort"), or that breaks off with its replica, ends in the same way.
     """
 
     def __init__(
         self, options: Options, name: str, prompt_length: int, response_length: int, always: Mapping[str, Any]
     ) -> None:
-        """name: the replica's. always: what each request says."""
+        """name: of the replica. always: fields of each request."""
         self._options, self._name, self._always = options, name, always
         self._prompt_length, self._response_length = prompt_length, response_length
         self._client = httpx.AsyncClient(timeout=options.answer_seconds, limits=httpx.Limits(max_connections=None))
@@ -72,14 +71,14 @@ class ReplicaActor:
         self._legs: dict[asyncio.Task[TokenOutput], _Leg] = {}
 
     def execute_checkpoint_engine(self, method: str, **_: Any) -> dict[str, Any]:
-        """What verl's manager asks of the process beside an engine: "prepare" is answered, the rest needs nothing."""
+        """Answers verl's manager, which expects a process beside an engine: only "prepare" needs an answer."""
         return {"replica": self._name} if method == "prepare" else {}
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """Nothing: agents bring the weights. verl calls it while trainer ranks send."""
+        """Does nothing: agents bring the weights. verl calls it while trainer ranks send."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Cuts what runs; returns when all of it is answered. reject_request: new ones are answered "aborted" at
+        """Cuts running requests; returns when all are answered. reject_request: new ones are answered "aborted" at
         once, instead of waiting."""
         self._set_admission(False, reject_request)
         self._cut.set()
@@ -94,7 +93,7 @@ class ReplicaActor:
         self._set_admission(True, False)
 
     def _set_admission(self, opened: bool, rejects: bool) -> None:
-        """Whether requests are let in, or refused; those that wait look again."""
+        """Sets whether requests are let in or rejected, and wakes those that wait."""
         self._open, self._rejects = opened, rejects
         self._changed.set()
         self._changed = asyncio.Event()
@@ -104,9 +103,9 @@ class ReplicaActor:
     ) -> TokenOutput:
         """Tokens after `prompt_ids`, and their log-probabilities if `sampling_params["logprobs"]` says so.
 
-        `extra_fields` has `global_steps`, `min_global_steps` and `max_global_steps`: the versions that made them. These
-        differ only if an update came in between that verl did not announce; `global_steps` is the older one then.
-        Raises CkptEngineError: something but ids was given, the replica refuses the request, or does not serve in time.
+        `extra_fields` has `global_steps`, `min_global_steps` and `max_global_steps`: the versions that made them. They
+        differ only if an update came in between that verl did not announce; `global_steps` is then the older one.
+        Raises CkptEngineError if media were given, or if the replica refuses the request or does not serve in time.
         """
         media_names = sorted(name for name, value in media.items() if value is not None)
         if media_names:
@@ -117,7 +116,7 @@ class ReplicaActor:
                     await self._changed.wait()
         except TimeoutError:
             raise deadline(f"verl did not resume generation within {self._options.held_seconds:g} s") from None
-        # From here to the leg's start nothing is awaited: an abort either holds the request or cuts it.
+        # Nothing is awaited from here to the leg's start, so that an abort either holds the request or cuts it.
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=dict.fromkeys(STEPS))
         leg = _Leg()
@@ -181,7 +180,7 @@ class ReplicaActor:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _steps(self, leg: _Leg) -> dict[str, int | None]:
-        """The versions that can have made the leg's tokens: the one that let it in, and the one that is held now."""
+        """The versions that can have made the leg's tokens: the admitted one, and the one that is held now."""
         newest = leg.admitted
         if leg.tokens and self._url is not None:
             try:
@@ -193,8 +192,8 @@ class ReplicaActor:
         return dict(zip(STEPS, (leg.admitted, leg.admitted, newest), strict=True))
 
     async def _serving(self, end: float, why: str) -> str:
-        """The replica's URL, once the manager says that it serves. why: it has not answered so far. Raises
-        DEADLINE_EXCEEDED, also for a replica that is said to serve and does not."""
+        """The replica's URL, once the manager says that it serves. why: the last failure. Raises DEADLINE_EXCEEDED,
+        also for a replica that is said to serve and does not."""
         while True:
             if time.monotonic() >= end:
                 raise deadline(
@@ -209,7 +208,7 @@ class ReplicaActor:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _ask_manager(self) -> tuple[str | None, str]:
-        """What the manager says: the URL if the replica serves, and else why it does not."""
+        """Asks the manager for the replica: its URL if it serves, else None and the reason."""
         channel = open_channel(self._options.manager)
         try:
             stub = ManagerStub(channel)

@@ -17,9 +17,9 @@ from ckpt_engine.integrations.verl.options import NAME, REMEDY, Options
 class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
     """Updates from what verl gathers. One object a trainer rank, in its process; verl calls it there.
 
-    verl yields every tensor on every rank. Each rank publishes its share of them (the ranks take turns, so that all
-    have about as many bytes), in memory of its own, and walks the others without keeping them. At the first update a
-    rank's share is held twice, as the names are learnt from what can be walked once only.
+    verl yields every tensor on every rank. Each rank publishes a share of about equal bytes, in memory of its own, and
+    skips the others. At the first update a rank's share is held twice: its names become known only in the walk, which
+    cannot be repeated.
     """
 
     def __init__(self, bucket_size: int = 0, is_master: bool | None = None, **options: Any) -> None:
@@ -33,15 +33,15 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
 
     def prepare(self) -> dict[str, Any]:
-        """What `build_topology` is told of this process."""
+        """This process's metadata for `build_topology`."""
         return {"lineage": self._options.lineage or f"verl-{uuid.uuid4().hex[:12]}"} if self._trains else {}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Ranks, and rank 0's name for the run. Raises INVALID_ARGUMENT for rollouts that are not ours, before anything
-        is touched."""
+        """Arguments of `init_process_group`: ranks, and rank 0's name for the run. Raises INVALID_ARGUMENT for rollouts
+        that are not ours, before anything is changed."""
         world = actor_wg_world_size
         if any("replica" not in each for each in metadata[world:]):
             raise invalid(f"verl's own rollouts cannot be given weights by ckpt-engine: {REMEDY}")
@@ -49,8 +49,8 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         return {"rank": list(range(world)), "world_size": [world] * world, "lineage": [lineage] * world}, {}
 
     def init_process_group(self, rank: int, world_size: int, lineage: str) -> None:
-        """Remembers who this rank is; nothing is dialled. verl calls it before each update, and later names of the run
-        count for nothing. Raises FAILED_PRECONDITION if the world is another one than at the first update."""
+        """Stores this rank's number; dials nothing. verl calls it before each update; the first lineage stays. Raises
+        FAILED_PRECONDITION if the world differs from that of the first update."""
         if self._world is None:
             self._world = (rank, world_size, lineage)
         elif self._world[:2] != (rank, world_size):
@@ -65,7 +65,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         """Walks `weights` to its end and brings the replicas to them, on the calling thread, as `global_steps`; None:
         the last version plus one.
 
-        Returns figures for verl's metrics. Raises CkptEngineError as `RankUpdates` does; the walk is ended before,
+        Returns figures for verl's metrics. Raises CkptEngineError as `RankUpdates` does, after the walk has ended,
         since other ranks gather with this one.
         """
         if self._world is None:
@@ -97,10 +97,10 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         raise invalid(f"verl's own rollouts cannot be given weights by ckpt-engine: {REMEDY}")
 
     def finalize(self) -> None:
-        """Keeps the session, and what is sealed, for replicas that start late."""
+        """Does nothing: the session and its sealed weights stay, for replicas that start late."""
 
     def close(self) -> None:
-        """Ends the session. verl does not call it; the end of the process does as much."""
+        """Ends the session. verl does not call it; the end of the process has the same effect."""
         if self._updates is not None:
             self._updates.close()
 
@@ -121,7 +121,7 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
     def _first_share(
         self, walk: Iterator[tuple[str, torch.Tensor]], rank: int, world: int
     ) -> list[tuple[str, torch.Tensor]]:
-        """This rank's share, copied, since what is yielded may be written again by the next step of the walk."""
+        """This rank's share, copied: the next step of the walk may overwrite a yielded tensor."""
         loads = [0] * world
         share = []
         for name, tensor in walk:
