@@ -183,13 +183,13 @@ def _in_common(
     manager: Annotated[str, typer.Option(metavar="HOST:PORT", help="The manager.")] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and sentences.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of a report.")] = False,
-    log_level: Annotated[Level | None, typer.Option(help="What is worth a line.")] = None,
-    log_format: Annotated[LogForm | None, typer.Option(help="Of the log's lines.")] = None,
+    log_level: Annotated[Level | None, typer.Option(help="Least level that is logged.")] = None,
+    log_format: Annotated[LogForm | None, typer.Option(help="Format of the log.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     """Each training step's weights, in every inference server, exactly.
 
-    What stands here before a command may as well stand behind it, if the command knows it.
+    Options before a command may also come behind it, if the command knows them.
     """
     if version:
         typer.echo(f"ckpt-engine {software_version()}")

@@ -71,14 +71,18 @@ def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
 
 def agent(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
-    engine: Annotated[Engine | None, typer.Option(help="Kind of the engine. Default: what stands behind --.")] = None,
+    engine: Annotated[
+        Engine | None, typer.Option(help="Kind of the engine. Default: that of the command behind --.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
     pool: Annotated[
         str,
-        typer.Option(envvar="CKPT_ENGINE_POOL", help="Replicas of one name are updated together, apart from others."),
+        typer.Option(
+            envvar="CKPT_ENGINE_POOL", help="Pool of this replica. Updates of different pools run independently."
+        ),
     ] = "",
-    mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
+    mode: Annotated[Mode, typer.Option(help="How it shares its GPUs with a trainer: docs/modes.md.")] = Mode.STANDALONE,
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.", min=0, max=65535)] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[
@@ -100,13 +104,13 @@ def agent(
     ] = None,
     restart: Annotated[
         Restart,
-        typer.Option(help="When a launched engine ends: on-failure: if it has worked once; always: also if never."),
+        typer.Option(help="Restart an engine that ends: on-failure: if it has worked once; always: also if never."),
     ] = Restart.ON_FAILURE,
     restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
     nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
     node_rank: Annotated[
         int,
-        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Of this node, from 0, which leads and has the HTTP server."),
+        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Number of this node; node 0 leads and has the HTTP server."),
     ] = 0,
     leader: Annotated[
         str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
@@ -121,17 +125,17 @@ def agent(
         ),
     ] = False,
     hold_seconds: Annotated[
-        float, typer.Option(help="Longest that the gate keeps a request during an update; 0: it refuses.", min=0)
+        float, typer.Option(help="Most seconds that the gate keeps a request during an update; 0: none.", min=0)
     ] = _HOLD.seconds,
-    hold_requests: Annotated[int, typer.Option(help="Requests that may wait at a time.", min=0)] = _HOLD.requests,
+    hold_requests: Annotated[int, typer.Option(help="Most requests that wait at a time.", min=0)] = _HOLD.requests,
     hold_bytes: Annotated[
-        int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
+        int, typer.Option(help="Most bytes of the bodies of waiting requests together.", min=0)
     ] = _HOLD.bytes,
     check_engine: Annotated[
         Policy,
         typer.Option(
             envvar="CKPT_ENGINE_CHECK_ENGINE",
-            help="Check an engine before its first update, by its own loader: auto: if no test has run its version.",
+            help="Check an engine with its own loader before its first update; auto: only an untested version.",
         ),
     ] = Policy.AUTO,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
@@ -151,16 +155,16 @@ def agent(
     log_format: LogFormat = LogForm.TEXT,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="That starts the engine, or its options alone; passed on untouched."),
+        typer.Argument(metavar="-- COMMAND", help="Command of the engine, or only its options; passed on unchanged."),
     ] = None,
 ) -> None:
-    """Runs the agent of one inference server, and launches the server unless --url names one that runs.
+    """Run the agent of one inference server, and launch the server unless --url names one that runs.
 
-    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits with 0 when it was asked to
-    stop, 3 when it was evicted, 2 for options that cannot be, 1 for anything else.
+    Runs until SIGTERM or Ctrl-C; a manager that does not answer is dialled again and again. Exits with 0 after SIGTERM
+    or Ctrl-C, 3 after an eviction, 2 for invalid options, 1 for anything else.
 
     \b
-    Behind -- stands what would start the engine by itself, or only its options:
+    Behind -- comes the command of the engine, or only its options:
       ckpt-engine agent --manager 127.0.0.1:50051 -- vllm serve ./model
       ckpt-engine agent --manager 127.0.0.1:50051 --engine vllm \\
         --model ./model -- --max-model-len 4096

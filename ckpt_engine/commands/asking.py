@@ -16,7 +16,7 @@ from ckpt_engine.core.problems import CkptEngineError
 Answer = TypeVar("Answer")
 
 Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
-Pool = Annotated[str, typer.Option(help="Of the replicas. Default: those that were started without one.")]
+Pool = Annotated[str, typer.Option(help="Only replicas in this pool. Default: those started without --pool.")]
 Names = Annotated[
     list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all of the pool.")
 ]

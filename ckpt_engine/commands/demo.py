@@ -28,7 +28,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
     ] = False,
     engine: Annotated[
-        Engine, typer.Option(help="What serves the model. All but the default must be installed.")
+        Engine, typer.Option(help="Engine that serves the model. All but the default must be installed.")
     ] = DEFAULT,
     updates: Annotated[
         int, typer.Option(min=1, max=task.STEPS + 1, help="How often the replicas get new weights.")

@@ -17,7 +17,7 @@ COLUMNS = 80
 
 
 def engines(
-    engine: Annotated[Engine | None, typer.Argument(help="Only this one.")] = None,
+    engine: Annotated[Engine | None, typer.Argument(help="Only this engine.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the source of docs/engines/README.md.")
     ] = False,

@@ -27,10 +27,10 @@ from ckpt_engine.security.server import ServerSecurity
 def gateway(
     context: typer.Context,
     manager: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager that tells of the replicas, host:port.")
+        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager of the replicas, host:port.")
     ] = "",
     pool: Annotated[
-        str, typer.Option(help="Of the manager's replicas. Default: those that were started without one.")
+        str, typer.Option(help="Only the manager's replicas in this pool. Default: those started without --pool.")
     ] = "",
     replica: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
@@ -38,36 +38,36 @@ def gateway(
     listen: Annotated[str, typer.Option(help="Where callers connect, host:port. Port 0 takes a free one.")] = (
         GatewaySettings.listen
     ),
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port, and nothing else.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port.")] = 1,
     queue_seconds: Annotated[
-        float, typer.Option(min=0, help="How long a request waits for a replica, unless its caller says.")
+        float, typer.Option(min=0, help="Seconds that a request waits for a replica, unless its caller says.")
     ] = GatewaySettings.queue_seconds,
     unready_after: Annotated[
-        float, typer.Option(min=0, help="/readyz answers 503 when nobody could serve for so long.")
+        float, typer.Option(min=0, help="Seconds without a serving replica after which /readyz answers 503.")
     ] = GatewaySettings.unready_after,
     idle_seconds: Annotated[
-        float, typer.Option(min=1, help="A request to an engine that brings nothing for so long is given up.")
+        float, typer.Option(min=1, help="Seconds of silence after which a request to an engine is given up.")
     ] = GatewaySettings.idle,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="How long running requests may go on after SIGTERM.")
+        float, typer.Option(min=0, help="Seconds that running requests may go on after SIGTERM.")
     ] = GatewaySettings.drain,
     requests: Annotated[
-        int, typer.Option(min=1, help="Requests that run or wait at most, in each process.")
+        int, typer.Option(min=1, help="Most requests that run or wait, in each process.")
     ] = GatewaySettings.requests,
     body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of a request's body at most.")
+        int, typer.Option(min=1, help="Most bytes of a request's body.")
     ] = GatewaySettings.body_bytes,
     body_values: Annotated[
-        int, typer.Option(min=1, help="Values in a request's body at most, such as token ids; texts are one each.")
+        int, typer.Option(min=1, help="Most values in a request's body, such as token ids; a text is one.")
     ] = GatewaySettings.body_values,
     resumes: Annotated[
-        int, typer.Option(min=0, help="How often one sample is resumed at most.")
+        int, typer.Option(min=0, help="Most times that one sample is resumed.")
     ] = GatewaySettings.resumes,
     certificate: Certificate = None,
     key: Key = None,
     client_authority: ClientAuthority = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="Ask callers for tokens with the grant `client`, see docs/security.md.")
+        Path | None, typer.Option(help="Require tokens with the grant `client` from callers, see docs/security.md.")
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,

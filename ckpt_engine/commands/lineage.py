@@ -24,9 +24,9 @@ def list_lineages(
     manager: Manager = MANAGER,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
-    """Show each lineage, its ranks, replicas and what can be read of it; and what the manager keeps for which of them.
+    """Show each lineage with its ranks, replicas and readable versions; and what the manager's store keeps for each.
 
-    One that has none of these is forgotten after a while.
+    A lineage without any of these is forgotten after a while.
     """
     answer = ask_manager(manager, lambda client: client.status(), "its status")
     if json_output:
@@ -38,9 +38,9 @@ def list_lineages(
 def evict(
     lineage: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For the logs of its ranks.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the logs of its ranks.")] = "",
 ) -> None:
-    """End a run: its ranks are sent away for good, and what they published is let go.
+    """End a run: its ranks' sessions end for good, and what they published is released.
 
     Replicas keep what they serve. A run that was killed loses its ranks by itself after a while.
     """
@@ -52,12 +52,12 @@ def evict(
 def forget(
     lineage: Name,
     manager: Manager = MANAGER,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether what it says is wanted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Forget a lineage that no rank and no replica uses, now and not after a while: newcomers are not brought to it.
+    """Forget a lineage that no rank and no replica uses, now and not after a while: new replicas do not get it.
 
-    Says what comes of it and asks first; without a terminal only --yes does it. The numbers of its versions stay taken.
-    Exits with 1 while ranks or replicas use it.
+    Prints the effects and asks first; without a terminal it needs --yes. The numbers of its versions stay taken. Exits
+    with 1 while ranks or replicas use it.
     """
     what = f"forgetting {lineage}"
     effects = ask_manager(manager, lambda client: client.forget(lineage, dry_run=True), what)

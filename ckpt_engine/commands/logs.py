@@ -14,10 +14,8 @@ import typer
 
 from ckpt_engine.commands.choices import Level, LogForm
 
-LogLevel = Annotated[Level, typer.Option(envvar="CKPT_ENGINE_LOG_LEVEL", help="What is worth a line.")]
-LogFormat = Annotated[
-    LogForm, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Lines for people, or one JSON object a line.")
-]
+LogLevel = Annotated[Level, typer.Option(envvar="CKPT_ENGINE_LOG_LEVEL", help="Least level that is logged.")]
+LogFormat = Annotated[LogForm, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Text, or one JSON object a line.")]
 
 _PLACE = re.compile(r"%(?:%|[-+ #0-9.]*[a-zA-Z])")
 _NAMED = re.compile(r"([A-Za-z_]\w*)=$")

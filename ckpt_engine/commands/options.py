@@ -16,16 +16,16 @@ Deadline = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=SECONDS",
-        help=f"Another value for a deadline of docs/configuration.md; repeatable; after those of {ENVIRONMENT}.",
+        help=f"Sets a deadline of docs/configuration.md, also over {ENVIRONMENT}; repeatable.",
     ),
 ]
 
 Certificate = Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")]
 Key = Annotated[Path | None, typer.Option(help="Its key (PEM).")]
 ClientAuthority = Annotated[
-    Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+    Path | None, typer.Option(help="Require certificates from callers that this one (PEM) has signed.")
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without authentication.")]
 
 
 def _waitable(seconds: float | None) -> float | None:
@@ -43,12 +43,10 @@ Timeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         callback=_waitable,
-        help="How long this may take in all; the command waits no longer. Default: docs/configuration.md.",
+        help="Seconds that this may take in all; the command waits no longer. Default: docs/configuration.md.",
     ),
 ]
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Wait until what was asked for has ended, for --timeout SECONDS at most.")
-]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end, for --timeout SECONDS at most.")]
 
 
 def seconds_to_wait(wait: bool, timeout: float | None, usual: float) -> float | None:

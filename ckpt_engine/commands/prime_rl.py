@@ -31,15 +31,15 @@ RUNS_BYTES = 8
 def prime_rl(
     manager: Manager = MANAGER,
     listen: Annotated[
-        str, typer.Option(help="For prime-rl's `admin_base_url`, host:port. Port 0 takes a free one.")
+        str, typer.Option(help="Address for prime-rl's `admin_base_url`, host:port. Port 0 takes a free one.")
     ] = "127.0.0.1:8100",
     lineage: Annotated[
-        str, typer.Option(help="What versions (prime-rl's steps) count in. Default: a fresh one at each start.")
+        str, typer.Option(help="Lineage of the versions (prime-rl's steps). Default: a fresh one at each start.")
     ] = "",
     pool: Pool = "",
-    replicas: Annotated[int, typer.Option(min=0, help="So many must be connected before /health says so.")] = 1,
+    replicas: Annotated[int, typer.Option(min=0, help="Replicas that must be connected for /health.")] = 1,
     min_replicas: Annotated[
-        int | None, typer.Option(min=0, help="So many suffice for an update. Default: all must serve.")
+        int | None, typer.Option(min=0, help="Replicas that suffice for an update. Default: all.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="A name for /v1/models; repeatable.")] = None,
     timeout: Timeout = None,
@@ -47,7 +47,7 @@ def prime_rl(
     key: Key = None,
     client_authority: ClientAuthority = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="Ask callers for tokens with a grant `trainer/...`, see docs/security.md.")
+        Path | None, typer.Option(help="Require tokens with a grant `trainer/...` from callers, see docs/security.md.")
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,

@@ -23,7 +23,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all of the report: a row a replica.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole report, with a row a replica.")]
 
 
 class _Lines(AbstractContextManager["_Lines"]):

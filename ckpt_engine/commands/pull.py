@@ -18,18 +18,18 @@ from ckpt_engine.extras import require
 
 
 def pull(
-    directory: Annotated[Path, typer.Argument(help="Is made; it may be there if it is empty.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write; it is created, or must be empty.")],
     manager: Manager = MANAGER,
-    version: Annotated[int | None, typer.Option(min=0, help="By its number. Default: the latest one.")] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Number of the version. Default: the latest.")] = None,
     lineage: Annotated[
-        str | None, typer.Option(help="Of which run. Default: the only one of which a version can be read.")
+        str | None, typer.Option(help="Lineage of the version. Default: the only one with a readable version.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")] = False,
 ) -> None:
     """Write the weights of a version into a directory, as safetensors files, each tensor verified.
 
-    They come from relays that hold it, or from a trainer that keeps it sealed. Configuration and tokenizer are not
-    among them. The directory is there whole or not at all.
+    They come from relays that hold it, or from a trainer that keeps it sealed, without configuration and tokenizer.
+    The directory appears only when it is complete.
     """
     try:
         checked_address(manager)

@@ -24,7 +24,7 @@ Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` 
 
 def list_replicas(
     manager: Manager = MANAGER,
-    pool: Annotated[str | None, typer.Option(help="Of one pool. Default: all.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Only this pool. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
     """Show each replica: what it serves and is to serve, and why these differ."""
@@ -52,7 +52,7 @@ def retry(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: T
 def hold(
     name: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For people: shown in status until it is released.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, shown in status until the release.")] = "",
 ) -> None:
     """Leave a replica as it is until it is released: nothing brings it to what it is to serve.
 
@@ -101,7 +101,7 @@ def _wait_for(name: str, manager: str, seconds: float | None) -> None:
 def evict(
     name: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For the log of its agent.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the log of its agent.")] = "",
 ) -> None:
     """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
 
@@ -135,7 +135,9 @@ def wake(
     replicas: Names = None,
     manager: Manager = MANAGER,
     pool: Pool = "",
-    tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
+    tag: Annotated[
+        list[Tag] | None, typer.Option(help="Memory to take back, weights first; repeatable. Default: both.")
+    ] = None,
     timeout: Timeout = None,
 ) -> None:
     """Have replicas take their memory back. One that discarded its weights serves again after its next update.

@@ -20,11 +20,12 @@ def rollback(
     version: Annotated[int, typer.Option(min=0, help="The version to go back to, by its number.")],
     manager: Manager = MANAGER,
     lineage: Annotated[
-        str | None, typer.Option(help="Of which run. Default: the only one of which that version is held.")
+        str | None,
+        typer.Option(help="Lineage of the version. Default: the only one in which it is held."),
     ] = None,
     pool: Pool = "",
     replica: Annotated[
-        list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
+        list[str] | None, typer.Option(help="Only this replica; repeatable. Default: all of the pool.")
     ] = None,
     pause_mode: Annotated[
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
@@ -35,8 +36,8 @@ def rollback(
 ) -> None:
     """Bring replicas back to a version that relays still hold. No trainer is needed.
 
-    The number of the next update goes on above the highest ever used. Until then replicas that start late, or again,
-    are brought to the version that was gone back to.
+    The next update's number goes on above the highest ever used. Until then replicas that start are brought to the
+    version of the rollback.
 
     Exits with 0 only if all of them serve that version, verified. A version without a holder is refused, with a list of
     those that are held.

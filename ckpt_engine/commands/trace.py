@@ -29,21 +29,19 @@ ODD_SHOWN = 5
 
 
 def trace(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="What to write; - is standard output.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is standard output.")],
     version: Annotated[
         int | None,
-        typer.Argument(min=0, help="The version that the update brought; of several updates to it the newest."),
+        typer.Argument(min=0, help="Version of the update; if there were several, the newest is shown."),
     ] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="The update by its epoch, instead of a version.")] = None,
     manager: Manager = MANAGER,
     lineage: Annotated[
-        str | None, typer.Option(help="Of which run. Default: the only one that has this version.")
+        str | None, typer.Option(help="Lineage of the version. Default: the only one that has it.")
     ] = None,
     rates: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="JSON: what links, copies and digests do here. Default: as was measured once."
-        ),
+        typer.Option(metavar="FILE", help="JSON file with rates of links, copies and digests. Default: measured ones."),
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,

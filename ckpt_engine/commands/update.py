@@ -28,21 +28,22 @@ LINEAGE = "checkpoint"
 
 def update(
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A directory of safetensors files, or one such file, that is read here.")
+        Path | None, typer.Option(help="Directory of safetensors files, or one such file, read on this host.")
     ] = None,
     from_directory: Annotated[
         Path | None,
-        typer.Option(help="The same, read on the manager's host, which allows it: --allow-directory of `manager`."),
+        typer.Option(help="The same, read on the manager's host, which must allow it (manager --allow-directory)."),
     ] = None,
     manager: Manager = MANAGER,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Rises from update to update. Default: the lineage's last one plus one.")
+        int | None,
+        typer.Option(min=0, help="Number of the version; must rise. Default: the lineage's last plus one."),
     ] = None,
     lineage: Annotated[
         str | None,
         typer.Option(
-            help="What the version counts in; going back needs another one. Default: checkpoint, or with "
-            "--from-directory: directory."
+            help="Lineage in which versions count; lower numbers need another one. Default: checkpoint, or directory "
+            "with --from-directory."
         ),
     ] = None,
     pause_mode: Annotated[
@@ -53,12 +54,12 @@ def update(
         int | None,
         typer.Option(
             min=0,
-            help="So many suffice: refuse to update fewer, exit with 0 if so many serve. Default: all must serve.",
+            help="Replicas that suffice: refuse to update fewer, exit with 0 if so many serve. Default: all.",
         ),
     ] = None,
     pool: Pool = "",
     replica: Annotated[
-        list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
+        list[str] | None, typer.Option(help="Only this replica; repeatable. Default: all of the pool.")
     ] = None,
     prefetch: Annotated[
         Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
@@ -70,7 +71,7 @@ def update(
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what an update would do: nothing is paused or written.")
+        bool, typer.Option("--dry-run", help="Only report what an update would do: pause and write nothing.")
     ] = False,
     verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,

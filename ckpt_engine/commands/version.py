@@ -18,7 +18,7 @@ from ckpt_engine.v1 import manager_pb2
 
 def list_versions(
     manager: Manager = MANAGER,
-    lineage: Annotated[str | None, typer.Option(help="Of one run. Default: all.")] = None,
+    lineage: Annotated[str | None, typer.Option(help="Only this lineage. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show each version that a relay or another holder has, or a replica serves: the newest of a run first.
