@@ -45,10 +45,10 @@ def with_port(address: str, port: int, option: str) -> str:
     """The address, with this port if it names a host alone. Raises as ``split_address``."""
     host = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     try:
-        alone = ":" not in host or ipaddress.ip_address(host).version == 6
+        is_host = ":" not in host or ipaddress.ip_address(host).version == 6
     except ValueError:
-        alone = False
-    if alone and not set(host) & set("[]/ "):
+        is_host = False
+    if is_host and not set(host) & set("[]/ "):
         return join_address(host, port)
     split_address(address, option)
     return address
@@ -66,20 +66,20 @@ def check_free(address: str) -> None:
         raise unavailable(f"cannot listen on {address}: {words}") from error
 
 
-def listening(address: str) -> socket.socket:
+def listen_on(address: str) -> socket.socket:
     """A socket that listens there, for the option --listen. Raises UNAVAILABLE for an address that cannot be bound."""
     host, port = split_address(address, "--listen")
     # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts.
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        bound.close()
+        listener.close()
         problem = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
         raise unavailable(problem) from error
-    bound.listen(2048)
-    return bound
+    listener.listen(2048)
+    return listener
 
 
 def check_reach(host: str, security: ServerSecurity) -> None:

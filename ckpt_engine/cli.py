@@ -149,14 +149,14 @@ class _CommandFirst(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Exits with 2 for an old spelling, and names the new one."""
-        words, behind = command_first(args)
-        spelling = command_now(words, behind)
+        words, rest = command_first(args)
+        spelling = command_now(words, rest)
         if spelling is not None and not ctx.resilient_parsing:
-            before, now = spelling
-            hint = f"; what is asked about one: `ckpt-engine {before} -h`" if before in OPERATIONS else ""
-            ctx.fail(f"`ckpt-engine {before}` is now `ckpt-engine {now}`{hint}")
+            old, new = spelling
+            hint = f"; what is asked about one: `ckpt-engine {old} -h`" if old in OPERATIONS else ""
+            ctx.fail(f"`ckpt-engine {old}` is now `ckpt-engine {new}`{hint}")
         with _hint(f"Options of a command stand behind it; also before it: {', '.join(GLOBAL)}"):
-            return super().parse_args(ctx, [*words, *behind])
+            return super().parse_args(ctx, [*words, *rest])
 
 
 def _operations(noun: str) -> typer.Typer:

@@ -100,8 +100,8 @@ class _Asks:
             options=wishes,
         )
         # A process has to start, and another update of the lineage may have to end, before this one begins.
-        whole = wishes.timeout_seconds or self.limits.update
-        seconds = self.limits.start + 2 * whole + 3 * self.limits.call_grace
+        limit = wishes.timeout_seconds or self.limits.update
+        seconds = self.limits.start + 2 * limit + 3 * self.limits.call_grace
         return Ask("UpdateFromDirectory", request, seconds, _as_it_is)
 
     def rollback(self, version: int, lineage: str | None, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
@@ -278,7 +278,7 @@ class Client:
             try:
                 status = self.status()
             except CkptEngineError as error:
-                wait.failed(error)
+                wait.take_error(error)
             else:
                 if (found := wait.look(status)) is not None:
                     return found
@@ -495,7 +495,7 @@ class AsyncClient:
             try:
                 status = await self.status()
             except CkptEngineError as error:
-                wait.failed(error)
+                wait.take_error(error)
             else:
                 if (found := wait.look(status)) is not None:
                     return found

@@ -74,11 +74,11 @@ class UpdateOptions(RollbackOptions, total=False):
 
 def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") -> manager_pb2.UpdateOptions:
     """The options as a message. pool: the default one. Raises INVALID_ARGUMENT, naming the invalid value."""
-    known = UpdateOptions.__annotations__
+    names = UpdateOptions.__annotations__
     for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise invalid(f"there is no option {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
+        if name not in names:
+            suggestions = get_close_matches(name, names, n=1)
+            raise invalid(f"there is no option {name!r}{f': did you mean {suggestions[0]!r}?' if suggestions else ''}")
     values: UpdateOptions = {**options}
     mode, seconds, least = values.get("pause_mode"), values.get("timeout"), values.get("min_replicas")
     own_pool = values.get("pool")
@@ -122,7 +122,7 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
 
 
 def _word(what: str, number: int, words: Mapping[Word, Any]) -> Word:
-    for word, known in words.items():
-        if known == number:
+    for word, value in words.items():
+        if value == number:
             return word
     raise invalid(f"{what} {number} means nothing here: bring caller and manager to one version")

@@ -35,17 +35,17 @@ class ReplicaWait:
     def look(self, status: manager_pb2.GetStatusResponse, hindrance: str = "") -> list[str] | None:
         """Takes a status; returns the names if there are enough by now. hindrance: why the status is empty. Raises
         DEADLINE_EXCEEDED after the end."""
-        found, elsewhere = ready_replicas(status, self._pool)
+        found, other_pools = ready_replicas(status, self._pool)
         if len(found) >= self._count:
             return found
         names = f" ({', '.join(found)})" if found else ""
-        why = f": {hindrance}" if hindrance else elsewhere
+        why = f": {hindrance}" if hindrance else other_pools
         if time.monotonic() >= self._end:
             raise deadline(f"{len(found)} of {self._count} replicas{names} were up after {self._timeout:g} s{why}")
         self._last_state = f"{len(found)} of {self._count} replicas{names} are up{why}"
         return None
 
-    def failed(self, error: CkptEngineError) -> None:
+    def take_error(self, error: CkptEngineError) -> None:
         """Takes a failed status call: the manager may not run yet. Raises other errors at once, and all at the end."""
         if error.code not in NO_ANSWER or time.monotonic() >= self._end:
             raise error
@@ -67,6 +67,6 @@ def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[li
     running = [each for each in status.replicas if each.connected and each.HasField("engine")]
     up = [each for each in running if each.mode != manager_pb2.MODE_COLOCATED]
     others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
-    elsewhere = f" (there are others {', '.join(others)})" if others else ""
-    why = f" {in_pool(pool)}{elsewhere}" if pool or others else ""
+    other_pools = f" (there are others {', '.join(others)})" if others else ""
+    why = f" {in_pool(pool)}{other_pools}" if pool or others else ""
     return [each.name for each in up if each.pool == pool], why

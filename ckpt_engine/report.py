@@ -364,7 +364,7 @@ def _exceptions(report: UpdateReport) -> str:
     """Replicas that do not serve the version (or would not), why, and what to do; then warnings. Empty: there are
     none."""
     unserved = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
-    lines = [f"{each.name}: {_standing(each)}" for each in unserved[:_SHOWN]]
+    lines = [f"{each.name}: {_outcome_text(each)}" for each in unserved[:_SHOWN]]
     hidden = len(unserved) - len(lines)
     parts = ["; ".join([f"{len(unserved)} do not: {lines[0]}" if hidden else lines[0], *lines[1:]])] if lines else []
     if hidden:
@@ -380,7 +380,7 @@ def _exceptions(report: UpdateReport) -> str:
     return "; ".join(parts)
 
 
-def _standing(replica: ReplicaReport) -> str:
+def _outcome_text(replica: ReplicaReport) -> str:
     kind = "left alone, held by an operator" if replica.operator_hold else _OUTCOMES.get(replica.outcome, "unknown")
     return f"{kind} ({_one_line(replica.problem)})" if replica.problem else kind
 
@@ -409,8 +409,8 @@ def _slowest(report: UpdateReport) -> str:
         return "there was no replica to bring it to"
     slowest = max(report.replicas, key=lambda replica: replica.pause_seconds)
     uses = dict.fromkeys(use.transport for replica in report.replicas for use in replica.transports)
-    moved = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
-    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {moved}"
+    traffic = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
+    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {traffic}"
 
 
 def _one_line(words: str) -> str:
@@ -432,8 +432,8 @@ def _dry_run_text(report: UpdateReport) -> str:
 
 def _table(report: UpdateReport) -> str:
     """The result of an update as text, with a row a replica."""
-    reached = f"{_serving(report)} of {len(report.replicas)} replicas"
-    what = f"{human_bytes(report.nbytes)} to {reached} in {report.seconds:.2f} s, {_state(report)}"
+    count = f"{_serving(report)} of {len(report.replicas)} replicas"
+    what = f"{human_bytes(report.nbytes)} to {count} in {report.seconds:.2f} s, {_state(report)}"
     if report.held:
         what = _held(report)
     head = (

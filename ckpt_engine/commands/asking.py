@@ -28,11 +28,11 @@ def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, A
 
     async def answer() -> Answer:
         async with AsyncClient(manager) as client:
-            asking = asyncio.ensure_future(ask(client))
-            done, _ = await asyncio.wait((asking,), timeout=NOTICE_SECONDS)
+            call = asyncio.ensure_future(ask(client))
+            done, _ = await asyncio.wait((call,), timeout=NOTICE_SECONDS)
             if not done:
                 typer.echo(f"waiting for the manager at {manager}: {what}", err=True)
-            return await asking
+            return await call
 
     try:
         return asyncio.run(answer())

@@ -87,9 +87,9 @@ def _console(json_output: bool) -> Console:
 
 
 async def _show(settings: DemoSettings, console: Console) -> Outcome:
-    playing = asyncio.current_task()
-    assert playing is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with ConsoleShow(console) as show:
         show.introduce(settings)
         outcome = await play(settings, show)

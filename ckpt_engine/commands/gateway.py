@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.addresses import join_address, listening, split_address
+from ckpt_engine.addresses import join_address, listen_on, split_address
 from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
@@ -100,26 +100,26 @@ def gateway(
     )
     try:
         check(settings)
-        bound = listening(settings.listen)
+        listener = listen_on(settings.listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(error.exit_status) from error
-    at = join_address(split_address(listen)[0], bound.getsockname()[1])
+    at = join_address(split_address(listen)[0], listener.getsockname()[1])
     log.info("gateway listens on %s for %s workers=%d", at, manager or ", ".join(settings.replicas), workers)
     end_loading()
     if workers > 1:
-        raise typer.Exit(run_workers(settings, bound, workers))
-    asyncio.run(serve(settings, bound))
+        raise typer.Exit(run_workers(settings, listener, workers))
+    asyncio.run(serve(settings, listener))
 
 
 def work() -> None:
     """Runs one of several processes behind one port, see workers.py."""
     log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), LogForm(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
     settings = GatewaySettings.from_json(os.environ[SETTINGS])
-    bound = socket.socket(fileno=int(os.environ[SOCKET]))
+    listener = socket.socket(fileno=int(os.environ[SOCKET]))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     end_loading()
-    asyncio.run(serve(settings, bound))
+    asyncio.run(serve(settings, listener))
 
 
 if __name__ == "__main__":

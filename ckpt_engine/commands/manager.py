@@ -80,8 +80,8 @@ def manager(
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
-    if renamed := variables_now(os.environ):  # one of them may restrict callers: do not start without it
-        changes = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
+    if new_names := variables_now(os.environ):  # one of them may restrict callers: do not start without it
+        changes = ", ".join(f"{old} is now {new}" for old, new in new_names.items())
         raise typer.BadParameter(f"{changes}: set these, and not those", param_hint="the environment")
     config = ManagerConfig(
         listen=listen,
@@ -106,9 +106,9 @@ async def _serve(config: ManagerConfig) -> None:
     from ckpt_engine.manager.service import ManagerServer
 
     end_loading()
-    ended = asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, stop.set)
     async with ManagerServer(config) as server:
-        await server.serve(ended)
+        await server.serve(stop)

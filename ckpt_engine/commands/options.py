@@ -65,11 +65,11 @@ def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
     The result goes back into the environment: an engine that this process launches waits by the same values.
     Raises typer.BadParameter for what cannot be.
     """
-    together = " ".join((os.environ.get(ENVIRONMENT, ""), *(settings or ()))).strip()
+    text = " ".join((os.environ.get(ENVIRONMENT, ""), *(settings or ()))).strip()
     try:
-        deadlines = Deadlines().changed(together)
+        deadlines = Deadlines().changed(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=f"--deadline or {ENVIRONMENT}") from error
-    if together:
-        os.environ[ENVIRONMENT] = together
+    if text:
+        os.environ[ENVIRONMENT] = text
     return deadlines

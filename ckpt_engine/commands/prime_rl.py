@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from starlette.types import ASGIApp
 
-from ckpt_engine.addresses import MANAGER, check_reach, join_address, listening, split_address
+from ckpt_engine.addresses import MANAGER, check_reach, join_address, listen_on, split_address
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
@@ -82,16 +82,16 @@ def prime_rl(
             loopback=is_loopback(host),
             deadlines=configured_deadlines(None),
         )
-        bound = listening(listen)
+        listener = listen_on(listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(error.exit_status) from error
     scheme = "http" if certificate is None else "https"
-    log.info("prime-rl: admin_base_url = %s://%s/v1", scheme, join_address(host, bound.getsockname()[1]))
-    asyncio.run(_serve(Facade(settings).application(), security, bound))
+    log.info("prime-rl: admin_base_url = %s://%s/v1", scheme, join_address(host, listener.getsockname()[1]))
+    asyncio.run(_serve(Facade(settings).application(), security, listener))
 
 
-async def _serve(application: ASGIApp, security: ServerSecurity, bound: socket.socket) -> None:
+async def _serve(application: ASGIApp, security: ServerSecurity, listener: socket.socket) -> None:
     server = HttpServer(application, security)
 
     def end() -> None:
@@ -99,4 +99,4 @@ async def _serve(application: ASGIApp, security: ServerSecurity, bound: socket.s
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
-    await server.serve(sockets=[bound])
+    await server.serve(sockets=[listener])

@@ -72,7 +72,7 @@ def relay(
         str,
         typer.Option(
             envvar="CKPT_ENGINE_ADVERTISE",
-            help="Name or IP at which they reach it. Default: that of --listen; if that is all, the one to the manager.",
+            help="Name or IP at which they reach it. Default: that of --listen; if that is all: towards the manager.",
         ),
     ] = "",
     insecure: Annotated[

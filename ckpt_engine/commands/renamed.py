@@ -27,20 +27,20 @@ VARIABLES = ("CKPT_ENGINE_SERVE_", "CKPT_ENGINE_MANAGER_")
 """Old and new prefix of the manager's variables."""
 
 
-def command_now(words: Sequence[str], behind: Sequence[str]) -> tuple[str, str] | None:
+def command_now(words: Sequence[str], rest: Sequence[str]) -> tuple[str, str] | None:
     """Old and new spelling of a command; None: it has not been renamed.
 
-    words: read as the command. behind: the arguments after them.
+    words: read as the command. rest: the arguments after them.
     """
-    if list(words) == ["replica"] and (not behind or not behind[0].startswith("-") or behind[0] in _HELP):
+    if list(words) == ["replica"] and (not rest or not rest[0].startswith("-") or rest[0] in _HELP):
         return None
-    for typed in (" ".join((*words, *behind[:1])), " ".join(words)):
-        if typed in COMMANDS:
-            return typed, COMMANDS[typed]
+    for spelling in (" ".join((*words, *rest[:1])), " ".join(words)):
+        if spelling in COMMANDS:
+            return spelling, COMMANDS[spelling]
     return None
 
 
 def variables_now(environment: Mapping[str, str]) -> dict[str, str]:
     """New names of variables that are set under their old ones, by the old name."""
-    before, now = VARIABLES
-    return {name: now + name.removeprefix(before) for name in sorted(environment) if name.startswith(before)}
+    old, new = VARIABLES
+    return {name: new + name.removeprefix(old) for name in sorted(environment) if name.startswith(old)}

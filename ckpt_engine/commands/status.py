@@ -174,8 +174,8 @@ def _drift(replica: manager_pb2.ReplicaStatus) -> str:
     if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit") or replica.HasField("hold"):
         return ""
     target = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
-    after = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
-    return f"{target}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
+    retry = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
+    return f"{target}: {replica.drift.reason}{retry if replica.drift.HasField('next_attempt_seconds') else ''}"
 
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:

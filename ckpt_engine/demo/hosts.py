@@ -47,15 +47,15 @@ class NetworkHost:
         ]
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def on_network(self) -> Iterator[None]:
         """Puts this thread, with the processes and threads that it starts meanwhile, on this host's network. Raises
         OSError."""
-        with open("/proc/thread-self/ns/net", "rb") as before, open(f"/proc/{self.keeper}/ns/net", "rb") as network:
+        with open("/proc/thread-self/ns/net", "rb") as former, open(f"/proc/{self.keeper}/ns/net", "rb") as network:
             _enter(network.fileno())
             try:
                 yield
             finally:
-                _enter(before.fileno())
+                _enter(former.fileno())
 
     def sent(self) -> int:
         """Bytes that left its interface, headers included, by the kernel's count. Raises HostsError."""

@@ -125,7 +125,7 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
         try:
             found = stack.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
             if found:
-                stack.enter_context(found[0].entered())
+                stack.enter_context(found[0].on_network())
             stage = Stage(settings, Path(directory), found)
         except HostsError as error:
             outcome.problem = str(error)
@@ -168,7 +168,7 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
     start = time.monotonic()
     loss = math.nan
     while len(outcome.acts) < settings.updates:
-        before = Wire.now(stage.sites)
+        former_wire = Wire.now(stage.sites)
         stage.give_turn()
         while "report" not in (line := await stage.line(LINE_SECONDS)):
             if "problem" in line:
@@ -180,7 +180,7 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
         report = UpdateReport(message)
         if not report.ok:
             raise DemoError(f"the update is not whole:\n{line['table']}")
-        wire = Wire.now(stage.sites).since(before)
+        wire = Wire.now(stage.sites).since(former_wire)
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
         act = Act(report, loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)

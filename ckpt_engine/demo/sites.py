@@ -18,7 +18,7 @@ class Site:
     """A place where the demo's processes run."""
 
     name: str
-    before: Sequence[str]  # begin of a command that runs there
+    prefix: Sequence[str]  # begin of a command that runs there
     address: str  # at which the other sites reach it
     directory: Path  # for files of its processes
     host: NetworkHost | None = None  # None: this machine itself
@@ -50,8 +50,8 @@ def sites_of(hosts: Sequence[NetworkHost], directory: Path) -> list[Site]:
     for number, host in enumerate(hosts, 1):
         own = directory / f"host-{number}"
         own.mkdir(mode=0o700)
-        before = () if number == 1 else tuple(host.inside)
-        found.append(Site(f"host-{number}", before, host.address, own, host))
+        prefix = () if number == 1 else tuple(host.inside)
+        found.append(Site(f"host-{number}", prefix, host.address, own, host))
     return found
 
 
@@ -66,11 +66,11 @@ class Wire:
         """The counts since the hosts were made. Empty on this machine's loopback."""
         return cls({each.name: (each.host.sent(), each.host.received()) for each in sites if each.host is not None})
 
-    def since(self, before: Wire) -> Wire:
+    def since(self, earlier: Wire) -> Wire:
         """The difference to earlier counts."""
         return Wire(
             {
-                name: (sent - before.counts[name][0], received - before.counts[name][1])
+                name: (sent - earlier.counts[name][0], received - earlier.counts[name][1])
                 for name, (sent, received) in self.counts.items()
             }
         )

@@ -175,8 +175,8 @@ class Stage:
     def _replica_command(self, name: str, site: Site, port: int, model: Path) -> Sequence[str]:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
         agent_options, engine_options = site.listen_options
-        more = ("--port", str(port), "--restart", "no", *agent_options)
-        return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._server_command(), *engine_options)
+        options = ("--port", str(port), "--restart", "no", *agent_options)
+        return ("-m", "ckpt_engine", "agent", *agent, *options, "--", *self._server_command(), *engine_options)
 
     def _server_command(self) -> Sequence[str]:
         """The command of a server: in the environment that `engines/run` names, if it names one, and its arguments."""
@@ -206,7 +206,7 @@ class Stage:
     ) -> None:
         site = self._home if site is None else site
         child = EngineProcess(
-            (*site.before, sys.executable, *arguments),
+            (*site.prefix, sys.executable, *arguments),
             {**self._environment(site), **site.variables},
             self._directory / f"{name}.log",
             on_line=on_line,

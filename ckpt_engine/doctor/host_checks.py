@@ -66,8 +66,8 @@ def _guard(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
     try:
         yield from check()
     except ModuleNotFoundError as error:
-        lacking = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
-        yield HostCheck("doctor", check.__name__, Result.NO, lacking)
+        reason = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
+        yield HostCheck("doctor", check.__name__, Result.NO, reason)
     except Exception as error:
         yield HostCheck(
             "doctor", check.__name__, Result.NO, f"the check itself failed: {type(error).__name__}: {error}"
@@ -115,7 +115,7 @@ def host_digests() -> Iterable[HostCheck]:
 def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) -> tuple[bool, str]:
     """Runs Python code in a child; returns whether it succeeded, and the last line that it printed."""
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-I", "-c", code, *arguments],
             capture_output=True,
             text=True,
@@ -125,8 +125,8 @@ def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) ->
         )
     except (OSError, subprocess.SubprocessError) as error:
         return False, str(error)
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    return done.returncode == 0, lines[-1] if lines else f"the child exited with status {done.returncode}"
+    lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
+    return child.returncode == 0, lines[-1] if lines else f"the child exited with status {child.returncode}"
 
 
 _READ_PARENTS_MEMORY = """
@@ -279,5 +279,5 @@ def works(checks: Iterable[HostCheck]) -> bool:
 def as_json(checks: Iterable[HostCheck]) -> str:
     """One object: `ok`, and a list of rows with group, name, result and detail."""
     rows = list(checks)
-    listed = [{"group": c.group, "name": c.name, "result": c.result.value, "detail": c.detail} for c in rows]
-    return json.dumps({"ok": works(rows), "checks": listed}, indent=2)
+    entries = [{"group": c.group, "name": c.name, "result": c.result.value, "detail": c.detail} for c in rows]
+    return json.dumps({"ok": works(rows), "checks": entries}, indent=2)

@@ -58,7 +58,7 @@ class Stream:
             raise BrokenError(f"{self._url} {said}")
         events, over = Events(), False
         try:
-            while data := await self._connection.more(self._idle):
+            while data := await self._connection.read(self._idle):
                 told = events.feed(data)
                 if DONE in told:
                     over, told = True, told[: told.index(DONE)]
@@ -75,7 +75,7 @@ class Stream:
     async def whole(self) -> bytes:
         """All of a body. Raises BrokenError."""
         try:
-            return await self._connection.whole(MOST_ANSWER_BYTES, self._idle)
+            return await self._connection.read_all(MOST_ANSWER_BYTES, self._idle)
         except WireError as error:
             raise _broken(self._url, error) from error
 
@@ -119,7 +119,7 @@ class Upstream:
 
     async def _refuse(self, connection: Connection, url: str) -> None:
         try:
-            said = await connection.whole(MOST_REFUSAL_BYTES, self._settings.idle)
+            said = await connection.read_all(MOST_REFUSAL_BYTES, self._settings.idle)
         except WireError:
             said = b""
         words, status = _said(said[:4096]), connection.status

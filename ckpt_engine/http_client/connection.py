@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         while not self._head_complete:
             await self._await_news(seconds)
 
-    async def more(self, seconds: float) -> bytes:
+    async def read(self, seconds: float) -> bytes:
         """The bytes since the last call; empty at the end. Raises WireError as `ask` does."""
         while not self._arrived:
             if self._complete:
@@ -83,17 +83,17 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def whole(self, most: int, seconds: float) -> bytes:
+    async def read_all(self, most: int, seconds: float) -> bytes:
         """The rest of an answer. Raises WireError, also for more than `most` bytes."""
         parts, size = [], 0
-        while data := await self.more(seconds):
+        while data := await self.read(seconds):
             parts.append(data)
             size += len(data)
             if size > most:
                 raise WireError(f"an answer of more than {most} bytes")
         return b"".join(parts)
 
-    def rest(self, seconds: float) -> bool:
+    def keep_idle(self, seconds: float) -> bool:
         """Whether another request may follow; if so, the connection closes itself after `seconds` without one."""
         if self.closed or not self._complete or self._arrived or not self._reusable:
             return False

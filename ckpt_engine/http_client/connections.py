@@ -133,9 +133,9 @@ class Connections:
     async def get(self, url: str, route: str, seconds: float) -> Answer:
         """Gets a small answer as a whole. seconds: for the answer, without connecting. Raises WireError."""
         limit = min(self._connect, seconds) + seconds
-        return await self.whole("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
+        return await self.read_all("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
 
-    async def whole(
+    async def read_all(
         self,
         method: str,
         url: str,
@@ -156,7 +156,7 @@ class Connections:
             async with asyncio.timeout(limit):
                 connection = await self.ask(method, url, route, headers, body, seconds, again)
                 try:
-                    content = await connection.whole(most, seconds)
+                    content = await connection.read_all(most, seconds)
                     return Answer(connection.status, connection.headers, content)
                 finally:
                     self.done(url, connection)
@@ -166,7 +166,7 @@ class Connections:
     def done(self, url: str, connection: Connection) -> None:
         """Keeps the connection for the next request if its answer was read to its end, and closes it if not."""
         origin = origin_of(url)
-        if len(self._free.get(origin, ())) < MOST_KEPT and connection.rest(KEPT_SECONDS):
+        if len(self._free.get(origin, ())) < MOST_KEPT and connection.keep_idle(KEPT_SECONDS):
             self._free.setdefault(origin, []).append(connection)
         else:
             connection.close()

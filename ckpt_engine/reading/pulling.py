@@ -85,12 +85,12 @@ def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name in reader.names:
-        more = reader.nbytes_of(name)
-        if shards[-1] and size + more > FILE_BYTES:
+        nbytes = reader.nbytes_of(name)
+        if shards[-1] and size + nbytes > FILE_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += more
+        size += nbytes
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -130,16 +130,16 @@ def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
 def _write(
     draft: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
 ) -> None:
-    done, total = 0, reader.nbytes
+    written_bytes, total = 0, reader.nbytes
     for file, (header, names) in files.items():
         with (draft / file).open("wb") as stream:
             stream.write(header)
             for _, tensor in reader.tensors(names):
                 if tensor.numel():
                     stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                done += tensor.nbytes
+                written_bytes += tensor.nbytes
                 if progress is not None:
-                    progress(done, total)
+                    progress(written_bytes, total)
             stream.flush()
             os.fsync(stream.fileno())
     if len(files) > 1:

@@ -143,12 +143,12 @@ class Reader:
         group: list[int] = []
         size = 0
         for number in numbers:
-            more = _size(self._specs[number])
-            if group and size + more > GROUP_BYTES:
+            nbytes = _size(self._specs[number])
+            if group and size + nbytes > GROUP_BYTES:
                 yield group
                 group, size = [], 0
             group.append(number)
-            size += more
+            size += nbytes
         if group:
             yield group
 

@@ -237,8 +237,8 @@ def _guesses(owner: Owner, missing: list[Box], siblings: list[Owner], published:
 def _renumbered(name: str, old: list[str], new: list[str]) -> str:
     """``name`` with its first numbers, as far as they are ``old`` ones, replaced: layers.1.x to layers.0.x."""
     parts = re.split(r"(\d+)", name)
-    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+    for index, (old_number, new_number) in enumerate(zip(old, new, strict=True)):
         place = 2 * index + 1
-        if place < len(parts) and parts[place] == before:
-            parts[place] = after
+        if place < len(parts) and parts[place] == old_number:
+            parts[place] = new_number
     return "".join(parts)

@@ -70,6 +70,6 @@ def _closure(name: str, writers: dict[str, set[int]], loads: dict[int, set[str]]
 
 
 def _handover(recorder: Recorder, owners: Owners, tensors: Iterable[int], names: Iterable[str]) -> Handover:
-    ordered = sorted(names)
-    why = {name: recorder.computed.get(name, "loaded from a tensor that the loader computes on") for name in ordered}
-    return Handover(tuple(sorted(tensors)), {name: written_boxes(owners, name) for name in ordered}, why, False)
+    boxes = {name: written_boxes(owners, name) for name in sorted(names)}
+    why = {name: recorder.computed.get(name, "loaded from a tensor that the loader computes on") for name in boxes}
+    return Handover(tuple(sorted(tensors)), boxes, why, False)

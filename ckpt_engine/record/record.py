@@ -180,7 +180,7 @@ def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> 
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     name = recorder.suspect(text)
     about = f"loading {name} {recorder.shape_of(name)}" if name else "loading the weights"
-    own = next((tensor for known, tensor in target.named_tensors() if known == name), None) if name else None
+    own = next((tensor for other, tensor in target.named_tensors() if other == name), None) if name else None
     if own is not None:
         about += f" into the model's {list(own.shape)}"
     if "meta tensor" in text or "incompatible tensor type" in text or "meta device" in text:
@@ -190,15 +190,15 @@ def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> 
 
 def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
     """Raises for a loader that assigns (``parameter.data = weight``): it would have to run at every update."""
-    now = dict(target.named_tensors())
+    tensors_now = dict(target.named_tensors())
     for name, place in owners.slices.items():
-        if name not in now:
+        if name not in tensors_now:
             raise NotRecordable(f"the loader removed the model's tensor {name}", name)
-        if StorageSlice.of(now[name]) != place:
+        if StorageSlice.of(tensors_now[name]) != place:
             raise NotRecordable(f"the loader replaced the model's tensor {name} instead of writing to it", name)
-    added = sorted(now.keys() - owners.slices.keys())
-    if added:
-        raise NotRecordable(f"the loader added the tensor {added[0]} to the model", added[0])
+    new_names = sorted(tensors_now.keys() - owners.slices.keys())
+    if new_names:
+        raise NotRecordable(f"the loader added the tensor {new_names[0]} to the model", new_names[0])
 
 
 def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:

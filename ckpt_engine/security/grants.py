@@ -71,8 +71,8 @@ class Caller:
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
         if not self.may_any(*roles):
-            needed = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
-            raise forbidden(f"{self.name} may not act as {' or '.join(roles)}: {self._may(needed)}")
+            needed_grants = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
+            raise forbidden(f"{self.name} may not act as {' or '.join(roles)}: {self._may(needed_grants)}")
 
     def may_any(self, *roles: str) -> bool:
         """Whether it has a grant of one of these roles, under whatever name."""

@@ -45,7 +45,7 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
+def held(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
     """The box of each tensor that this process holds: the whole, or its shard of a DTensor; none for an empty shard.
 
     Raises INVALID_ARGUMENT for tensors with memory that cannot be offered (meta, sparse, quantised, other subclasses,
@@ -53,7 +53,7 @@ def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
     tensors with memory that was freed.
     """
     found: dict[str, HeldBox | None] = {}
-    for name, tensor in named:
+    for name, tensor in pairs:
         check_name(name)
         if name in found:
             raise invalid(f"two tensors are called {name!r} once wrappers are stripped; rename one", tensors=[name])

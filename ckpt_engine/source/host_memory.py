@@ -49,18 +49,18 @@ class HostOffer:
         tensors: Sequence[torch.Tensor],
         served: Sequence[torch.dtype],
         copied: Sequence[bool],
-        known: Sequence[torch.Tensor],
+        published: Sequence[torch.Tensor],
         lend: Callable[[HostMemory], int],
     ) -> None:
         """Moves tensors that are not copied and lie in no arena yet into a new one: whole storages, with all tensors of
-        `known` in them. lend: called with each arena before anything moves; returns its region.
+        `published` in them. lend: called with each arena before anything moves; returns its region.
 
         Raises UNAVAILABLE without room, and what `lend` raises; nothing has moved then.
         """
         on_cpu = [index for index, each in enumerate(tensors) if each.device.type == "cpu" and each.numel()]
         live = [index for index in on_cpu if not copied[index]]
         homes = {index: found for index in live if (found := arena_at(tensors[index].data_ptr())) is not None}
-        moving = by_storage([tensors[index] for index in live if index not in homes], of=known)
+        moving = by_storage([tensors[index] for index in live if index not in homes], of=published)
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
         places: dict[int, int] = {}
         for group in moving:

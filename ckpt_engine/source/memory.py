@@ -178,7 +178,7 @@ class MemorySource:
         return self._not_finite
 
     def _digest(self, atoms: Atoms) -> list[int]:
-        prepared = next((each for known, each in self._prepared if known is atoms), None)
+        prepared = next((each for old_atoms, each in self._prepared if old_atoms is atoms), None)
         if prepared is None:
             prepared = prepare_atoms(self._table, self._sealed, atoms)
             self._prepared = [*self._prepared[1 - PREPARED_KEPT :], (atoms, prepared)]
@@ -227,7 +227,7 @@ class MemorySource:
             if place is None or not place.live:
                 self._check_wish(index, on_device=place is not None)
             if (place is None or not place.live) and not self._why[index]:
-                self._why[index] = f"cannot be offered where it lies: {self._unshared()}"
+                self._why[index] = f"cannot be offered where it lies: {self._sharing_problem()}"
             self._copied[index] = bool(self._why[index])
             if place is None:
                 continue
@@ -243,10 +243,11 @@ class MemorySource:
         stuck = not on_device and not self._lending.takes(HOST_MEMORY)
         if box.tensor.numel() and (wish.snapshot is False or stuck):
             raise invalid(
-                f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {option}", [box.name]
+                f"{box.name!r} cannot be offered where it lies ({self._sharing_problem()}): do not pass {option}",
+                [box.name],
             )
 
-    def _unshared(self) -> str:
+    def _sharing_problem(self) -> str:
         """Why GPU memory cannot be shared."""
         return "; ".join(self._lending.reasons) or "its memory cannot be shared"
 

@@ -78,11 +78,12 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
-    found = {storage_key(group[0]): _fixed(group) for group in by_storage([tensor for box in boxes for tensor in box])}
+    storages = by_storage([tensor for box in boxes for tensor in box])
+    found = {storage_key(group[0]): _hindrance(group) for group in storages}
     return [next((found[storage_key(each)] for each in box if each.numel()), "") for box in boxes]
 
 
-def _fixed(group: Sequence[torch.Tensor]) -> str:
+def _hindrance(group: Sequence[torch.Tensor]) -> str:
     """Why a storage, of which these tensors are known, cannot move."""
     tensor = group[0]
     if tensor.is_shared():

@@ -64,7 +64,7 @@ class RenewedSource(MemorySource):
         """Walks and copies. If that raises, nothing is sealed until the next update, and replicas are unchanged."""
         places = {box.name: index for index, box in enumerate(boxes)}
         missing = set(places)
-        with self._walking() as pairs:
+        with self._walk_pairs() as pairs:
             for raw, tensor in pairs:
                 name = self._names.get(raw)
                 if name is None:
@@ -89,7 +89,7 @@ class RenewedSource(MemorySource):
     def _learn(self) -> list[HeldBox]:
         """What the first walk yields, each with a stand-in that has its shape and dtype, and no memory."""
         shards: dict[str, list[HeldBox]] = {}
-        with self._walking() as pairs:
+        with self._walk_pairs() as pairs:
             for raw, tensor in pairs:
                 if raw in shards:
                     raise invalid(f"{raw!r} was yielded twice", tensors=[raw])
@@ -103,7 +103,7 @@ class RenewedSource(MemorySource):
         return [replace(box, name=self._names[raw]) for raw, boxes in shards.items() for box in boxes]
 
     @contextmanager
-    def _walking(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def _walk_pairs(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The pairs of one walk. A generator is always closed before this returns, so that its `finally` (taking a
         merged adapter out again) has run before training goes on."""
         pairs = self._walk()

@@ -122,8 +122,8 @@ def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
         for amount in relay.filled.brought:
-            near = lending(GPU_MEMORY if amount.source in gpus else HOST_MEMORY, None)[0].name
-            transport = passing_transport() if amount.source.startswith("relay ") else near
+            transport_on_host = lending(GPU_MEMORY if amount.source in gpus else HOST_MEMORY, None)[0].name
+            transport = passing_transport() if amount.source.startswith("relay ") else transport_on_host
             hosts = (amount.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
             edge = PredictedEdge(amount.source, relay.relay, transport, amount.bytes, *hosts)
             waves.setdefault(relay.stage, []).append(edge)
@@ -174,6 +174,6 @@ def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
         facts[SEAL] = max(sealed)
     waves = {relay.stage for relay in report.relays}
     if report.relays:
-        alone = max(relay.filled.fill_seconds for relay in report.relays)
-        facts[FILL] = alone if len(waves) == 1 else max(alone, spent.get("filling", 0.0))
+        slowest_fill = max(relay.filled.fill_seconds for relay in report.relays)
+        facts[FILL] = slowest_fill if len(waves) == 1 else max(slowest_fill, spent.get("filling", 0.0))
     return facts

@@ -127,7 +127,7 @@ def _do(work: _CallWork[T]) -> None:
     if not work.answer.set_running_or_notify_cancel():
         return  # it was cancelled while it waited
     try:
-        done = work.do()
+        result = work.do()
     except CkptEngineError as error:
         work.answer.set_exception(error)
     except Exception as error:
@@ -137,4 +137,4 @@ def _do(work: _CallWork[T]) -> None:
         work.answer.set_exception(departure_error())
         raise
     else:
-        work.answer.set_result(done)
+        work.answer.set_result(result)

@@ -23,8 +23,8 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
     """
     if rank is None and world_size is None:
         rank_text, size_text = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-        launched = all(each.isascii() and each.isdigit() for each in (rank_text, size_text))
-        rank, world_size = (int(rank_text), int(size_text)) if launched else (0, 1)
+        by_torchrun = all(each.isascii() and each.isdigit() for each in (rank_text, size_text))
+        rank, world_size = (int(rank_text), int(size_text)) if by_torchrun else (0, 1)
     if rank is None or world_size is None:
         raise invalid(f"rank {rank} of world_size {world_size}: give both, or neither under torchrun")
     if not (whole(rank) and whole(world_size)):

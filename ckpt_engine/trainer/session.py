@@ -93,7 +93,7 @@ class OfferingSession:
         self._stub = ManagerStub(self._channel)
         self._kind = machine.kind
         self._role = role
-        self._loop = Loop(role, machine, self._perform, self._run, self._failed)
+        self._loop = Loop(role, machine, self._perform, self._run, self._fail)
         self._seal = seal
         self._further = further
         self._broken = broken
@@ -119,7 +119,7 @@ class OfferingSession:
         """Gives the machine an event and performs its commands. A machine that has raised gets no further event."""
         self._loop.feed(event)
 
-    def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
+    def _fail(self, _event: object, problem: weights_pb2.Problem) -> None:
         """Ends the session for good, and every update call that waits for the manager."""
         for peer in tuple(self._streams):
             self._perform(ClosePeer(peer))

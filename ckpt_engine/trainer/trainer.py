@@ -166,7 +166,7 @@ class Trainer:
             )
             self._background.publish(self._sealer.offer(source, check_finite))
 
-        with self._alone("publish"):
+        with self._exclusive("publish"):
             self._background.require_running()
             publish()
             self._republish = publish if dtype is None else None
@@ -183,7 +183,7 @@ class Trainer:
         update that ended in the middle of an install. It may be called again.
         """
         check_seconds("a timeout", timeout)
-        with self._alone("withdraw"):
+        with self._exclusive("withdraw"):
             self._republish = None
             if self._sealer.offering:
                 self._background.withdraw()
@@ -196,7 +196,7 @@ class Trainer:
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
         wait = ReplicaWait(count, self.pool, timeout, logger)
-        with self._alone("wait_for_replicas"):
+        with self._exclusive("wait_for_replicas"):
             while True:
                 status, hindrance = manager_pb2.GetStatusResponse(), ""
                 try:
@@ -234,16 +234,16 @@ class Trainer:
         wishes = options_message(options, self.pool)
         request = manager_pb2.UpdateWeightsRequest(version=version, options=wishes)
         request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
-        with self._alone("update_weights"):
+        with self._exclusive("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
-            whole = wishes.timeout_seconds or self._deadlines.update
-            end = time.monotonic() + whole
+            limit = wishes.timeout_seconds or self._deadlines.update
+            end = time.monotonic() + limit
             limits = self._deadlines
             settle = limits.settle if self.world_size > 1 else 0.0
             while True:
-                self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
+                self._background.await_published(min(limits.connect, limit), min(limits.gather, limit), settle)
                 request.adapts = self._republish is not None
                 try:
                     remaining = end - time.monotonic() + limits.call_grace
@@ -304,7 +304,7 @@ class Trainer:
     ) -> None:
         checked_names("replicas", replicas)
         check_seconds("a timeout", seconds)
-        with self._alone("sleep or wake"):
+        with self._exclusive("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
             ours = [each for each in status.replicas if each.pool == self.pool]
             hybrid = [each.name for each in ours if each.mode == manager_pb2.MODE_HYBRID]
@@ -331,7 +331,7 @@ class Trainer:
             raise precondition(f"{what}: this Trainer belongs to process {self._process}; make one in this process")
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _exclusive(self, what: str) -> Iterator[None]:
         self._check_process(what)
         if not self._busy.acquire(blocking=False):
             raise precondition(f"{what}: this Trainer is in use by another thread")

@@ -64,7 +64,7 @@ async def before(play: Play) -> AsyncIterator[tuple[Connections, str, list[Peer]
 
 async def answer_of(connection: http1.Connection, seconds: float) -> bytes:
     await connection.ask(request_head("GET", "/x", "host", {}, None), b"", seconds)
-    return await connection.whole(11, seconds)
+    return await connection.read_all(11, seconds)
 
 
 def always(*answers: bytes) -> Play:
@@ -104,7 +104,7 @@ async def test_what_is_sent() -> None:
 
     async with before(play) as (made, url, _):
         connection = await made.ask("POST", url, "/x", {"a": "b"}, b"{}", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
     host = url.split("/")[2]
     assert seen == [f"POST /engine/x HTTP/1.1\r\nhost: {host}\r\na: b\r\ncontent-length: 2\r\n\r\n{{}}".encode()]
 
@@ -228,7 +228,7 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
     async with before(play) as (made, url, peers):
         asking = partial(made.ask, "POST", url, "/x", {})
         connection = await asking(b"first", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         with pytest.raises(WireError, match="before the answer did"):
             await asking(b"second", SECONDS)
@@ -236,14 +236,14 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
         assert [each[-1:] for each in seen] == [b"t", b"d", b"d"], "once on the one that was kept, once on a new one"
 
         connection = await asking(b"fourth", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         with pytest.raises(WireError, match="before the answer did"):
             await asking(b"fifth", SECONDS)
         assert len(peers) == 3, "a byte of the answer had come"
 
         connection = await asking(b"sixth", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         connection = await asking(b"seventh", SECONDS, again=False)
         assert len(peers) == 5
@@ -305,7 +305,7 @@ async def test_an_answer_that_is_too_long() -> None:
     async with before(always(COUNTED)) as (made, url, _):
         connection = await made.ask("GET", url, "/x", {}, None, SECONDS)
         with pytest.raises(WireError, match="more than 10 bytes"):
-            await connection.whole(10, SECONDS)
+            await connection.read_all(10, SECONDS)
 
 
 @pytest.mark.parametrize("begins", [b"", CHUNKED[:60]])
@@ -331,8 +331,8 @@ async def test_a_silence_is_said_to_be_as_long_as_it_was() -> None:
 
     async with before(play) as (made, url, _):
         connection = await made.ask("GET", url, "/x", {}, None, SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
-        assert connection.rest(0.01)
+        assert await connection.read_all(11, SECONDS) == b"hello world"
+        assert connection.keep_idle(0.01)
         with pytest.raises(SilentError, match=r"nothing came for 0\.05 s"):
             await answer_of(connection, 0.05)
 
@@ -402,7 +402,7 @@ async def test_an_engine_waits_for_whoever_reads_slowly() -> None:
             await asyncio.sleep(0.05)
         assert connection._held < 8 * http1.MOST_HELD_BYTES
         assert sent < size
-        assert len(await connection.whole(size, SECONDS)) == size
+        assert len(await connection.read_all(size, SECONDS)) == size
 
 
 async def test_within_waits_for_what_has_to_wait_and_not_for_ever() -> None:
