@@ -21,7 +21,7 @@ KEPT_SECONDS = 5
 
 
 NO_HTTP = (
-    "somebody sent what is no HTTP to an HTTP port: trainers, replicas and commands dial the port of `ckpt-engine "
+    "a request to an HTTP port was not HTTP: trainers, replicas and commands dial the port of `ckpt-engine "
     "manager --listen`, and https:// needs a certificate"
 )
 

@@ -40,8 +40,8 @@ def list_replicas(
 def retry(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
     """Bring a quarantined replica to the latest version now, however often that has failed before.
 
-    Exits with 1 and says why if that cannot work, for example because no source of that version stays sealed, and with
-    --wait if the replica does not hold that version in time.
+    Exits with 1 and the reason if that cannot work, for example because no source of that version stays sealed; with
+    --wait also if the replica does not hold that version in time.
     """
     seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
     answer = ask_manager(manager, lambda client: client.retry(name), f"retry of {name}")
@@ -54,10 +54,10 @@ def hold(
     manager: Manager = MANAGER,
     reason: Annotated[str, typer.Option(help="Reason, shown in status until the release.")] = "",
 ) -> None:
-    """Leave a replica as it is until it is released: nothing brings it to what it is to serve.
+    """Leave a replica as it is until it is released, also in updates and rollbacks.
 
-    Updates and rollbacks leave it out, and are refused if they name it; what has begun with it goes on. It serves on,
-    sleeps and wakes. It stays held when its agent or the manager is restarted.
+    Updates and rollbacks leave it out, and are refused if they name it; a running one goes on. It still serves, sleeps
+    and wakes. It stays held when its agent or the manager is restarted.
     """
     answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
     operator_hold = OperatorHold(answer.since, answer.reason)
@@ -65,9 +65,9 @@ def hold(
 
 
 def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
-    """Let a replica that was held be brought to what it is to serve again.
+    """Release a held replica: it is brought to what it is to serve again.
 
-    Exits with 1 and says why, with --wait, if the replica does not hold that in time.
+    With --wait exits with 1 and the reason if the replica does not hold that in time.
     """
     seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
     answer = ask_manager(manager, lambda client: client.release(name), f"release of {name}")
@@ -103,7 +103,7 @@ def evict(
     manager: Manager = MANAGER,
     reason: Annotated[str, typer.Option(help="Reason, for the log of its agent.")] = "",
 ) -> None:
-    """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
+    """Take a replica out: its agent ends for good, with the engine that it launched. Then its name is free.
 
     Updates do not count it any more. Without a connected agent it is only forgotten; its engine stays as it is.
     """

@@ -49,11 +49,11 @@ def trace(
 ) -> None:
     """Write an update as a trace: what each process did when, and which bytes went where.
 
-    FILE is JSON that Perfetto opens. It shows the manager, trainers, relays, agents and workers on one clock; how wrong
-    that may be for each is said there and here. Beside what the stages took is what they should have taken, by their
-    bytes and by rates: see docs/timeline.md.
+    FILE is JSON for Perfetto. It shows the manager, trainers, relays, agents and workers on one clock; the error of
+    each clock is in FILE and printed here. Beside the time of each stage it shows a prediction by bytes and rates: see
+    docs/timeline.md.
 
-    Exits with 1 and says why if there is no such update, or FILE cannot be written.
+    Exits with 1 and the reason if there is no such update, or FILE cannot be written.
     """
     if (version is None) == (epoch is None):
         raise typer.BadParameter("name the update by its version, or by its epoch with --epoch: one of the two")

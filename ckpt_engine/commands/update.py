@@ -88,8 +88,8 @@ def update(
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
 
-    With --dry-run engines' loaders are recorded and plans are made, and no more: it tells of each replica over which
-    edges it would get the weights, or why not, and exits with 0 if the update would be well.
+    With --dry-run engines' loaders are recorded and plans are made, and no more. For each replica it prints the edges
+    over which it would get the weights, or why not. It exits with 0 if the update would be ok.
     """
     if (checkpoint is None) == (from_directory is None):
         raise typer.BadParameter("name one of them", param_hint="--checkpoint or --from-directory")

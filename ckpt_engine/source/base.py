@@ -1,4 +1,4 @@
-"""What offers weights: a trainer rank's model, a shard of it, a checkpoint directory.
+"""The protocol of all that offers weights: a trainer rank's model, a shard of it, a checkpoint directory.
 
 A source runs in the process that owns the weights. `table` says what it offers and where it lies; it stays the same,
 byte for byte, as long as the source is open, so that plans made from it can be kept. For each update the owner's
@@ -20,7 +20,7 @@ class Source(Protocol):
     """Sealed regions of one version of the weights."""
 
     def table(self) -> SourceTable:
-        """What it offers. The same message at every call; the caller must not change it."""
+        """The table of what it offers: the same message at every call. The caller must not change it."""
         ...
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where GPU tensors of this process lie when they are lent: live where they are, or in room for copies on their GPU.
+"""Lends GPU tensors of this process: live where they are, or as copies on their GPU.
 
 It decides, tensor by tensor, which of the two. What it declines (with a reason, in `Lending.reasons`) its caller copies
 to memory of the host. The transports decide how memory is lent. Runs on the thread that owns the weights. Nothing here

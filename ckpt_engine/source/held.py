@@ -20,20 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """The box of the global tensor `name` that starts at `start` and has the shape of `tensor`.
+    """A box of a global tensor, held by this process."""
 
-    tensor: the live memory, on any device, with any strides. shape: of the global tensor.
-    twins: other tensor objects of exactly this memory; where it moves, they move.
-    must_copy: why its memory can neither be read where it lies (GPU) nor be moved (CPU), so that it is copied at each
-        seal; empty: it can.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    must_copy: str = ""
-    twins: tuple[torch.Tensor, ...] = ()
+    name: str  # of the global tensor
+    tensor: torch.Tensor  # the live memory of the box, on any device, with any strides
+    shape: tuple[int, ...]  # of the global tensor
+    start: tuple[int, ...]  # of the box in it
+    must_copy: str = ""  # why it is copied at each seal: it can neither be read in place (GPU) nor move (CPU)
+    twins: tuple[torch.Tensor, ...] = ()  # other tensor objects of exactly this memory; they move with it
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:

@@ -1,4 +1,4 @@
-"""What one source lends, over every transport that takes such memory. It knows no transport by name.
+"""Lends the memory of one source over every transport that takes it. It knows no transport by name.
 
 The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. If
 CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one, memory of a GPU is also offered for collectives, since other

@@ -1,4 +1,4 @@
-"""Opens whatever a trainer has as a source."""
+"""Opens a trainer's weights, of whatever type, as a source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Publishable = (
     | str
     | os.PathLike[str]
 )
-"""What `open_source` takes."""
+"""The types that `open_source` takes."""
 
 
 def open_source(

@@ -1,4 +1,4 @@
-"""What the stages of an update should have taken, by its bytes and by rates, beside what they took. Pure."""
+"""Predicts the seconds of an update's stages by its bytes and by rates, and compares them with the real ones. Pure."""
 
 from __future__ import annotations
 

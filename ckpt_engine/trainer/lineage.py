@@ -1,4 +1,4 @@
-"""Which rank a process is, and which lineage its run has, so that all ranks name the same one.
+"""Decides which rank a process is, and which lineage its run has, so that all ranks name the same one.
 
 A lineage is one run: versions rise within it, and a run that starts again or goes back needs a new one. Runs on the
 trainer's calling thread. It may talk to the other ranks through torch.distributed, and to no other process.

@@ -1,8 +1,8 @@
-"""What a training loop calls: publish a model once, then `update_weights` after each step.
+"""The interface of a training loop: publish a model once, then call `update_weights` after each step.
 
 The calls are synchronous. A background thread keeps the session with the manager alive while the caller computes; it
-never reads live parameters. Whatever reads them (the snapshot, if the source needs one, and the digests) runs on the
-caller's thread, inside `update_weights`, where the caller by being there promises that nothing changes them.
+never reads live parameters. The snapshot (if the source needs one) and the digests read them, on the caller's thread
+inside `update_weights`: the call itself is the caller's promise that nothing changes them.
 
 Not supported: using a Trainer after a fork or from two threads at once (refused, but for `wait`), and pickling it.
 """
@@ -118,7 +118,7 @@ class Trainer:
         check_finite: bool = False,
     ) -> None:
         """Says which weights updates send: an nn.Module (also sharded by FSDP2), (name, tensor) pairs or a mapping, a
-        callable that yields pairs anew at each update, or a safetensors directory.
+        callable that yields pairs again at each update, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'; none: float32 weights are served in bfloat16 where replicas

@@ -229,7 +229,7 @@ def test_the_http_port_is_told_from_the_grpc_port(
         thread.join()
     assert result.exit_code == 1
     assert "does not speak gRPC: name the port of `ckpt-engine manager --listen`" in result.stderr
-    assert "somebody sent what is no HTTP to an HTTP port" in caplog.text, "the manager says it, too"
+    assert "a request to an HTTP port was not HTTP" in caplog.text, "the manager says it, too"
 
 
 @pytest.mark.parametrize(
