@@ -1,4 +1,4 @@
-"""Addresses of servers: ``host:port``, with brackets around an IPv6 host; where ours may listen, and for whom."""
+"""Addresses of servers: ``host:port``, with brackets around an IPv6 host. Decides which of them ours may listen on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:  # it loads gRPC, which is in no engine
 log = logging.getLogger(__name__)
 
 MANAGER = "127.0.0.1:50051"
-"""Where a manager listens, and members look for it, unless they are told otherwise."""
+"""Default address of a manager, for itself and for its members."""
 
 
 def split_address(address: str, option: str = "") -> tuple[str, int]:
     """Host (without brackets) and port. Raises INVALID_ARGUMENT naming an address that is not ``host:port``, and the
     option that it was given to."""
-    said = f"{option} {address!r}".lstrip()
+    subject = f"{option} {address!r}".lstrip()
     host, separator, port = address.rpartition(":")
     if "://" in address:
-        raise invalid(f"{said} is a URL: write host:port alone, like {MANAGER}")
+        raise invalid(f"{subject} is a URL: write host:port alone, like {MANAGER}")
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise invalid(f"{said} is not an address: write host:port, like {MANAGER} or [::1]:50051")
+        raise invalid(f"{subject} is not an address: write host:port, like {MANAGER} or [::1]:50051")
     if host.startswith("[") and host.endswith("]"):
         return host[1:-1], int(port)
     if ":" in host:
-        raise invalid(f"{said} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
+        raise invalid(f"{subject} is not an address: an IPv6 host stands in brackets, like [::1]:50051")
     return host, int(port)
 
 
@@ -45,17 +45,17 @@ def with_port(address: str, port: int, option: str) -> str:
     """The address, with this port if it names a host alone. Raises as ``split_address``."""
     host = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     try:
-        alone = ":" not in host or ipaddress.ip_address(host).version == 6
+        is_host = ":" not in host or ipaddress.ip_address(host).version == 6
     except ValueError:
-        alone = False
-    if alone and not set(host) & set("[]/ "):
+        is_host = False
+    if is_host and not set(host) & set("[]/ "):
         return join_address(host, port)
     split_address(address, option)
     return address
 
 
 def check_free(address: str) -> None:
-    """Binds an address for a moment. Raises UNAVAILABLE if that cannot be; gRPC would say so among lines of its own."""
+    """Binds an address for a moment. Raises UNAVAILABLE if that fails; gRPC would report it among lines of its own."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -66,24 +66,24 @@ def check_free(address: str) -> None:
         raise unavailable(f"cannot listen on {address}: {words}") from error
 
 
-def listening(address: str) -> socket.socket:
+def listen_on(address: str) -> socket.socket:
     """A socket that listens there, for the option --listen. Raises UNAVAILABLE for an address that cannot be bound."""
     host, port = split_address(address, "--listen")
     # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts.
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        bound.close()
-        said = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
-        raise unavailable(said) from error
-    bound.listen(2048)
-    return bound
+        listener.close()
+        problem = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
+        raise unavailable(problem) from error
+    listener.listen(2048)
+    return listener
 
 
 def check_reach(host: str, security: ServerSecurity) -> None:
-    """Refuses to serve others without authentication (INVALID_ARGUMENT), or says in the log that it was asked to."""
+    """Raises INVALID_ARGUMENT if other machines would be served without authentication; with --insecure warns only."""
     if is_loopback(host) or security.authenticates:
         return
     if not security.insecure:

@@ -1,4 +1,4 @@
-"""What trainers, agents and commands share as clients of the manager: channel, blobs, problems.
+"""The channel to the manager, for trainers, agents and commands: connection, blobs, problems.
 
 Runs in the member's process, on its asyncio loop. Decides nothing about the protocol: that is the state machines'
 part. Never imported by an engine (it needs grpc).
@@ -33,17 +33,17 @@ PROBLEM_METADATA_KEY = "ckpt-engine-problem-bin"
 """Trailing metadata in which the manager puts the serialised Problem behind a failed call."""
 
 NO_PING_MILLISECONDS = 1_000_000_000
-"""Between two pings of a connection: eleven days."""
+"""Milliseconds between two pings of a connection: eleven days."""
 
 
 def channel_options() -> list[tuple[str, int]]:
     """Options of every channel to the manager.
 
-    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. But a connection on which nothing that
-    was sent is acknowledged for a lease is given up (TCP_USER_TIMEOUT): TCP itself would go on for minutes, longer each
-    time, and the next session would wait on that connection after the network has healed. A lost manager is tried again
-    within two seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long
-    streams. Raises INVALID_ARGUMENT for deadlines in the environment that are none.
+    Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. A connection is given up if the peer
+    acknowledges nothing for a lease (TCP_USER_TIMEOUT). TCP itself would go on for minutes, longer each time, and the
+    next session would wait on that connection after the network has healed. A lost manager is tried again within two
+    seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long streams. Raises
+    INVALID_ARGUMENT for invalid deadlines in the environment.
     """
     try:
         lease = Deadlines.from_environment(os.environ).lease
@@ -64,10 +64,10 @@ def channel_options() -> list[tuple[str, int]]:
 
 
 def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
-    """A channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
+    """Opens a channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
 
-    security: none: what the environment says, see `security/client.py`. Raises INVALID_ARGUMENT if that cannot be, or
-    the address is none.
+    security: None: that of the environment, see `security/client.py`. Raises INVALID_ARGUMENT if that is invalid, or
+    the address is.
     """
     checked_address(address)
     quiet_loop()
@@ -80,7 +80,8 @@ def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.a
 
 
 def open_blocking_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
-    """The same for calls that block, in a process that may have event loops of its own. Raises the same."""
+    """Opens a channel for calls that block, in a process that may have event loops of its own. Raises as
+    `open_channel`."""
     checked_address(address)
     security = security or ClientSecurity.from_environment(os.environ)
     credentials = security.credentials()
@@ -110,7 +111,7 @@ async def put_blob(
     ask: bool = True,
 ) -> manager_pb2.BlobRef:
     """Stores `data` with the manager, unless it already holds those bytes, and returns the reference. ask: False for
-    bytes that nobody can have stored before.
+    bytes that cannot have been stored before.
 
     Raises CkptEngineError when the manager cannot be reached or refuses the blob.
     """
@@ -157,18 +158,18 @@ async def get_blob(stub: ManagerStub, ref: manager_pb2.BlobRef, timeout_seconds:
 
 
 def problem_of(error: grpc.RpcError) -> weights_pb2.Problem:
-    """The Problem behind a failed call: the manager's own if it sent one, else what the connection met, in our words.
-    gRPC's own are logged for debugging."""
+    """The Problem behind a failed call: the manager's own if it sent one, else the connection's in our words. gRPC's
+    words are logged for debugging."""
     return _manager_problem(error) or _own_problem(error)
 
 
 def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
-    """The failed call as the error that this library raises. Raise it `from None`: gRPC's text would stand in the
-    traceback. address: of the manager, which is named where it has not answered."""
-    answered = _manager_problem(error)
-    if answered is not None and answered.code != weights_pb2.Problem.UNAVAILABLE:
-        return CkptEngineError(answered)
-    problem = answered or _own_problem(error)
+    """The failed call as an error of this library. Raise it `from None`, so that gRPC's text is not in the traceback.
+    address: of the manager, which the message names if it has not answered."""
+    own_answer = _manager_problem(error)
+    if own_answer is not None and own_answer.code != weights_pb2.Problem.UNAVAILABLE:
+        return CkptEngineError(own_answer)
+    problem = own_answer or _own_problem(error)
     if address:
         problem.message = f"manager {address}: {problem.message}"
     return CkptEngineError(problem)

@@ -1,7 +1,7 @@
 """The ``ckpt-engine`` command: puts the commands together and does nothing else.
 
-Only the module of the command that was asked for is imported: commands start fast, and one command's missing
-dependency does not take the others away. The list of commands is therefore told here and not by them.
+Only the module of the requested command is imported: commands start fast, and one command's missing dependency does not
+break the others. So this module lists the commands.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPERATIONS = {
         "forget": "Forget a lineage that nothing uses.",
     },
 }
-"""What is asked about replicas, versions and lineages."""
+"""Commands about replicas, versions and lineages."""
 
 GLOBAL = {
     "--manager": True,
@@ -73,34 +73,34 @@ GLOBAL = {
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 _COMPLETE = "_CKPT_ENGINE_COMPLETE"
-"""Set by a shell that asks what could come next; what was typed is then in a variable, not among the arguments."""
+"""Set by a shell that asks for completions; the typed words are then in a variable, not among the arguments."""
 
 
 def command_first(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that name the command, and what stands behind them: first the options that stood before.
+    """Splits a command line into the words of the command and the rest, which begins with the options before them.
 
     `--manager A replica --json list x` is `replica list`, and `--manager A --json x`. Without a command there are no
-    words, and what was given stays as it is.
+    words, and the arguments stay as they are.
     """
     words: list[str] = []
-    moved: list[str] = []
+    options: list[str] = []
     at = 0
     while True:
         while at < len(arguments) and (name := arguments[at].partition("=")[0]) in GLOBAL:
             size = 2 if GLOBAL[name] and "=" not in arguments[at] else 1
-            moved += arguments[at : at + size]
+            options += arguments[at : at + size]
             at += size
-        given = arguments[at] if at < len(arguments) else ""
-        if not words and (not given or given.startswith("-")):
+        word = arguments[at] if at < len(arguments) else ""
+        if not words and (not word or word.startswith("-")):
             return [], list(arguments)
-        if words and (len(words) > 1 or given not in OPERATIONS.get(words[0], ())):
-            return words, [*moved, *arguments[at:]]
-        words.append(given)
+        if words and (len(words) > 1 or word not in OPERATIONS.get(words[0], ())):
+            return words, [*options, *arguments[at:]]
+        words.append(word)
         at += 1
 
 
 def app_for(arguments: Sequence[str]) -> typer.Typer:
-    """The application for this command line: with the command that it names, or with all of them to list."""
+    """The application for this command line: with the command that it names, else with all of them, to be listed."""
     app = typer.Typer(
         name="ckpt-engine",
         cls=_CommandFirst,
@@ -111,14 +111,14 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True, no_args_is_help=True)(_in_common)
     words, _ = command_first(arguments)
-    wanted = words[0] if words else ""
-    if wanted in OPERATIONS:
-        app.add_typer(_operations(wanted), name=wanted)
+    command = words[0] if words else ""
+    if command in OPERATIONS:
+        app.add_typer(_operations(command), name=command)
         return app
-    if wanted in COMMANDS:
-        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(wanted, TyperCommand)
-        function = wanted.replace("-", "_")
-        app.command(wanted, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
+    if command in COMMANDS:
+        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(command, TyperCommand)
+        function = command.replace("-", "_")
+        app.command(command, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
         return app
     for name, summary in COMMANDS.items():
         app.command(name, help=summary)(_only_listed)
@@ -133,7 +133,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if _COMPLETE in os.environ:
         arguments = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
-    # gRPC's own lines would stand among ours, which say the same in words; it reads this when it is imported.
+    # Without this gRPC prints lines of its own beside our errors; it reads the variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ckpt_engine.core.problems import CkptEngineError
 
@@ -145,22 +145,22 @@ def main() -> None:
 
 
 class _CommandFirst(TyperGroup):
-    """Reads the options that may stand before a command as if they stood behind it."""
+    """Accepts the options of `GLOBAL` before a command as well as behind it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Exits with 2 for a spelling of before, naming the one of now."""
-        words, behind = command_first(args)
-        renamed = command_now(words, behind)
-        if renamed is not None and not ctx.resilient_parsing:
-            before, now = renamed
-            asked = f"; what is asked about one: `ckpt-engine {before} -h`" if before in OPERATIONS else ""
-            ctx.fail(f"`ckpt-engine {before}` is now `ckpt-engine {now}`{asked}")
+        """Exits with 2 for an old spelling, and names the new one."""
+        words, rest = command_first(args)
+        spelling = command_now(words, rest)
+        if spelling is not None and not ctx.resilient_parsing:
+            old, new = spelling
+            hint = f"; what is asked about one: `ckpt-engine {old} -h`" if old in OPERATIONS else ""
+            ctx.fail(f"`ckpt-engine {old}` is now `ckpt-engine {new}`{hint}")
         with _hint(f"Options of a command stand behind it; also before it: {', '.join(GLOBAL)}"):
-            return super().parse_args(ctx, [*words, *behind])
+            return super().parse_args(ctx, [*words, *rest])
 
 
 def _operations(noun: str) -> typer.Typer:
-    """`replica retry` and the like."""
+    """The application of a noun's commands, such as `replica retry`."""
     operations = typer.Typer(
         help=COMMANDS[noun],
         no_args_is_help=True,
@@ -183,13 +183,13 @@ def _in_common(
     manager: Annotated[str, typer.Option(metavar="HOST:PORT", help="The manager.")] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and sentences.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print all of a report.")] = False,
-    log_level: Annotated[Level | None, typer.Option(help="What is worth a line.")] = None,
-    log_format: Annotated[LogForm | None, typer.Option(help="Of the log's lines.")] = None,
+    log_level: Annotated[Level | None, typer.Option(help="Least level that is logged.")] = None,
+    log_format: Annotated[LogForm | None, typer.Option(help="Format of the log.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     """Each training step's weights, in every inference server, exactly.
 
-    What stands here before a command may as well stand behind it, if the command knows it.
+    Options before a command may also come behind it, if the command knows them.
     """
     if version:
         typer.echo(f"ckpt-engine {software_version()}")
@@ -199,10 +199,10 @@ def _in_common(
 
 
 class _BeforeAnother(TyperCommand):
-    """A command whose line goes on, behind --, with the arguments of another one."""
+    """A command that takes another command and its arguments behind --."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Says of an unknown option where it may belong."""
+        """Adds to the refusal of an unknown option where it may belong."""
         with _hint("An argument of the engine stands behind --: -- {name} ..."):
             return super().parse_args(ctx, args)
 
@@ -211,7 +211,7 @@ class _OfACheckpoint(TyperCommand):
     """A command that names a directory by an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Says of an argument too many which option it may be meant for."""
+        """Adds to the refusal of an extra argument which option it may belong to."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -234,4 +234,4 @@ def _hint(where: str) -> Iterator[None]:
 
 
 def _only_listed() -> None:
-    """Never runs: a command line that names a command gets that command alone."""
+    """Stands for a command in the list; never runs, since a command line that names a command gets only that one."""

@@ -1,8 +1,8 @@
-"""The manager's public calls from Python, for everybody but trainer ranks: `Client` blocks, `AsyncClient` is for
-programs that run asyncio. No torch is needed, and no session is kept.
+"""The manager's public calls from Python, for all programs but trainer ranks: `Client` blocks, `AsyncClient` is for
+asyncio. Neither needs torch or keeps a session.
 
-Decides what a call may take and how its answer reads. What is asked, and what is refused, is the manager's affair.
-Both clients make the same calls (`Ask`), of which each is written once.
+Decides how long a call may take and how its answer is read. The manager decides what is accepted. Both clients make
+the same calls (`Ask`), of which each is written once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 Answer = TypeVar("Answer")
 
 POLL_SECONDS = 0.5
-"""Between two looks of `wait_for_replicas`."""
+"""Between two status calls of `wait_for_replicas`."""
 
 logger = logging.getLogger("ckpt_engine.client")
 
 
 @dataclass(frozen=True)
 class Ask(Generic[Answer]):
-    """One call: what is asked of whom, for how long, and how the answer reads."""
+    """One call: method, request, time limit, and how the answer is read."""
 
     method: str  # of the manager's service
     request: Message
@@ -71,7 +71,7 @@ def held_versions(status: manager_pb2.GetStatusResponse) -> list[manager_pb2.Ver
 
 
 class _Asks:
-    """The calls, as both clients make them. limits: deadlines of all that a caller gives no time for."""
+    """The calls, as both clients make them. limits: for calls without a timeout."""
 
     def __init__(self, address: str, limits: Deadlines) -> None:
         self.address = address
@@ -100,8 +100,8 @@ class _Asks:
             options=wishes,
         )
         # A process has to start, and another update of the lineage may have to end, before this one begins.
-        whole = wishes.timeout_seconds or self.limits.update
-        seconds = self.limits.start + 2 * whole + 3 * self.limits.call_grace
+        limit = wishes.timeout_seconds or self.limits.update
+        seconds = self.limits.start + 2 * limit + 3 * self.limits.call_grace
         return Ask("UpdateFromDirectory", request, seconds, _as_it_is)
 
     def rollback(self, version: int, lineage: str | None, options: RollbackOptions) -> Ask[manager_pb2.UpdateEvent]:
@@ -183,13 +183,13 @@ class _Asks:
 
 
 class _WatchedReplicas:
-    """All replicas by name, as a stream of WatchReplicas tells them."""
+    """All replicas by name, from a stream of WatchReplicas."""
 
     def __init__(self) -> None:
         self.replicas: dict[str, manager_pb2.WatchedReplica] = {}
 
     def take(self, message: manager_pb2.WatchReplicasResponse) -> Mapping[str, manager_pb2.WatchedReplica] | None:
-        """The replicas after a message; None: it brought no news of them."""
+        """Takes a message; returns the replicas after it, None if it brought no news."""
         if message.snapshot:
             self.replicas = {}
         elif not message.replicas and not message.gone:
@@ -201,10 +201,10 @@ class _WatchedReplicas:
 
 
 class Client:
-    """Asks the manager, and waits for its answers. Each method may be called from any thread.
+    """Calls the manager, and waits for its answers. Each method may be called from any thread.
 
-    Each raises CkptEngineError, whose `code` says what kind of problem it is: what the manager refused, UNAVAILABLE if
-    it cannot be reached, DEADLINE_EXCEEDED if it did not answer in time.
+    Each raises CkptEngineError with a `code` for the kind of problem: the manager's refusal, UNAVAILABLE if it cannot
+    be reached, DEADLINE_EXCEEDED if it did not answer in time.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Client:
         token; none: those of the environment (CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
         defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first call.
 
-        Raises INVALID_ARGUMENT for what is no address, or cannot be in the environment.
+        Raises INVALID_ARGUMENT for an invalid address or environment.
         """
         self.address, self._asks = _settings(address, deadlines)
         self._channel = open_blocking_channel(self.address, security)
@@ -239,7 +239,7 @@ class Client:
     # -- what there is
 
     def status(self) -> manager_pb2.GetStatusResponse:
-        """Trainers, holders and replicas, and what goes on: the message of the protocol (proto/ckpt_engine/v1)."""
+        """Trainers, holders, replicas and the manager's phase: the message of the protocol (proto/ckpt_engine/v1)."""
         return self._answer(self._asks.status())
 
     def replicas(self, pool: str | None = None) -> list[manager_pb2.ReplicaStatus]:
@@ -248,12 +248,14 @@ class Client:
         return [each for each in self.status().replicas if pool in (None, each.pool)]
 
     def versions(self, lineage: str | None = None) -> list[manager_pb2.VersionStatus]:
-        """What can be gone back to or read, and what replicas hold, the newest first. lineage: one run's; none: all."""
+        """The versions that can be gone back to or read, or that replicas hold, the newest first. lineage: only of this
+        one; None: all."""
         return [each for each in held_versions(self.status()) if lineage in (None, each.identity.lineage)]
 
     def watch(self, watcher: str = "") -> Iterator[Mapping[str, manager_pb2.WatchedReplica]]:
-        """All replicas by name, now and whenever one changes, for ever: the state, version and URL of each, as gateways
-        see them. watcher: who watches, for the manager's log. Raises UNAVAILABLE when the connection ends; call again.
+        """Yields all replicas by name, now and whenever one changes, for ever: the state, version and URL of each, as
+        gateways see them. watcher: this caller's name in the manager's log. Raises UNAVAILABLE when the connection
+        ends; call again.
         """
         watched = _WatchedReplicas()
         call: Any = self._stub.WatchReplicas(self._asks.watch(watcher))
@@ -267,16 +269,16 @@ class Client:
             call.cancel()
 
     def wait_for_replicas(self, count: int, *, pool: str = "", timeout: float = 600.0) -> list[str]:
-        """The names of the replicas that updates bring weights to, once there are `count` of them in the pool.
+        """Returns the names of the replicas that updates bring weights to, once the pool has `count` of them.
 
-        timeout: seconds; then DEADLINE_EXCEEDED. A manager that does not run yet is waited for.
+        timeout: seconds; then raises DEADLINE_EXCEEDED. Waits also for a manager that does not run yet.
         """
         wait = ReplicaWait(count, pool, timeout, logger)
         while True:
             try:
                 status = self.status()
             except CkptEngineError as error:
-                wait.failed(error)
+                wait.take_error(error)
             else:
                 if (found := wait.look(status)) is not None:
                     return found
@@ -294,7 +296,7 @@ class Client:
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
-        """Brings replicas to the safetensors files of a directory, without a trainer. Returns when it is over.
+        """Brings replicas to the safetensors files of a directory, without a trainer. Returns when that has ended.
 
         directory: its absolute path, or that of one file, the same on the manager's host and on those of the replicas
         (or of relays); the manager was started with `--allow-directory`. version: none: the lineage's last one plus
@@ -320,7 +322,7 @@ class Client:
         on_progress: Progress | None = None,
         **options: Unpack[RollbackOptions],
     ) -> UpdateReport:
-        """Brings replicas back to a version that relays, or other holders, hold. Returns when it is over.
+        """Brings replicas back to a version that relays, or other holders, hold. Returns when that has ended.
 
         version: by its number. lineage: of which run; none: the only one of which that number is held. on_progress:
         called on this thread with each UpdateProgress; what it raises ends the wait. options: see `RollbackOptions`.
@@ -337,17 +339,17 @@ class Client:
         return self._report(self._asks.rollback(version, lineage, options), on_progress)
 
     def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:
-        """The report of the lineage's last update to a version, once that has ended. As `Trainer.wait`, but a manager
-        that is away is UNAVAILABLE."""
+        """Returns the report of the lineage's last update to a version, once that has ended. As `Trainer.wait`, but
+        raises UNAVAILABLE while there is no manager."""
         return self._answer(self._asks.wait(lineage, version, timeout))
 
     def find_update(
         self, version: int | None = None, *, lineage: str | None = None, epoch: int | None = None
     ) -> manager_pb2.UpdateRecord:
-        """The newest update to a version, or the one of an epoch, as the manager's ledger keeps it: what it brought,
-        its `epoch`, and its `report` unless it runs. lineage: with a version; none: the only one that has it.
+        """The newest update to a version, or the one of an epoch, from the manager's ledger: its version, its `epoch`,
+        and its `report` unless it still runs. lineage: with a version; None: the only one that has it.
 
-        Raises NOT_FOUND, which says what is kept; INVALID_ARGUMENT if several lineages have that version.
+        Raises NOT_FOUND, naming the updates that are kept; INVALID_ARGUMENT if several lineages have that version.
         """
         return self._answer(self._asks.update(version, lineage, epoch))
 
@@ -375,12 +377,12 @@ class Client:
         timeout: float | None = None,
     ) -> list[manager_pb2.SleepWakeResult]:
         """Has replicas take their memory back. tags: "weights" before "kv_cache"; none: both. replicas, pool, timeout,
-        and what is returned: as for `sleep`. One whose weights were discarded serves again after its next update."""
+        and the results: as for `sleep`. A replica that discarded its weights serves again after its next update."""
         return self._answer(self._asks.wake(tags, replicas, pool, timeout))
 
     def retry(self, name: str) -> str:
-        """Has a replica brought to what it is to serve now, however often that has failed. Says what will happen.
-        Raises FAILED_PRECONDITION, saying why, if that cannot work."""
+        """Has a replica brought to what it is to serve now, however often that has failed. Returns a sentence about
+        what will happen. Raises FAILED_PRECONDITION, with the reason, if that cannot work."""
         return self._answer(self._asks.retry(name))
 
     def hold(self, name: str, reason: str = "") -> manager_pb2.OperatorHold:
@@ -388,23 +390,24 @@ class Client:
         return self._answer(self._asks.hold(name, reason))
 
     def release(self, name: str) -> str:
-        """Ends a hold. Says what comes next."""
+        """Ends a hold. Returns a sentence about what comes next."""
         return self._answer(self._asks.release(name))
 
     def evict(self, name: str, reason: str = "") -> bool:
-        """Takes a replica out: its agent ends for good. Whether that was connected. reason: for its log."""
+        """Takes a replica out: its agent ends for good. Returns whether that was connected. reason: for its log."""
         return self._answer(self._asks.evict(name, reason))
 
     # -- lineages
 
     def evict_lineage(self, lineage: str, reason: str = "") -> manager_pb2.EvictLineageResponse:
-        """Ends a run: its ranks are sent away for good, and what they published is let go. Replicas keep what they
+        """Ends a run: its ranks' sessions end for good, and what they published is released. Replicas keep what they
         serve. reason: for the ranks' logs."""
         return self._answer(self._asks.evict_lineage(lineage, reason))
 
     def forget(self, lineage: str, *, dry_run: bool = False) -> list[str]:
-        """Forgets a lineage, but for the numbers of its versions: nothing is to serve it any more. Returns what comes
-        of it, in sentences. dry_run: only says so. Raises FAILED_PRECONDITION while ranks or replicas use it."""
+        """Forgets a lineage, but for the numbers of its versions: no replica is to serve it any more. Returns the
+        effects, a sentence each. dry_run: only returns them. Raises FAILED_PRECONDITION while ranks or replicas use
+        it."""
         return self._answer(self._asks.forget(lineage, dry_run))
 
     @property
@@ -423,17 +426,17 @@ class Client:
         call: Any = getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)
         try:
             for event in call:
-                report = _told(event, on_progress) or report
+                report = _report_of(event, on_progress) or report
         except grpc.RpcError as error:
             raise error_of(error, self.address) from None
         finally:
             call.cancel()
-        return _required(report, ask)
+        return _require_report(report, ask)
 
 
 class AsyncClient:
-    """The same on an event loop: each method is that of `Client`, awaited. All calls are made on one loop. A call whose
-    task is cancelled is cancelled at the manager too."""
+    """The methods of `Client` for an event loop. All calls are made on one loop. Cancelling a call's task cancels the
+    call at the manager too."""
 
     def __init__(
         self,
@@ -480,7 +483,7 @@ class AsyncClient:
     async def watch(self, watcher: str = "") -> AsyncIterator[Mapping[str, manager_pb2.WatchedReplica]]:
         """As `Client.watch`."""
         watched = _WatchedReplicas()
-        with self._kept(self._stub.WatchReplicas(self._asks.watch(watcher))) as call:
+        with self._pending_call(self._stub.WatchReplicas(self._asks.watch(watcher))) as call:
             async for message in call:
                 if (replicas := watched.take(message)) is not None:
                     yield replicas
@@ -492,7 +495,7 @@ class AsyncClient:
             try:
                 status = await self.status()
             except CkptEngineError as error:
-                wait.failed(error)
+                wait.take_error(error)
             else:
                 if (found := wait.look(status)) is not None:
                     return found
@@ -592,9 +595,9 @@ class AsyncClient:
         return self._calls
 
     @contextmanager
-    def _kept(self, call: Any) -> Iterator[Any]:
-        """The call while it waits, and its failure as our error. Cancelled at the end, and by `close`, which grpc tells
-        as if the task had been."""
+    def _pending_call(self, call: Any) -> Iterator[Any]:
+        """Registers a call while it waits, raises its failure as our error, and cancels it at the end. `close` cancels
+        it too, which grpc reports as if the task had been cancelled."""
         self._open.add(call)
         try:
             yield call
@@ -610,20 +613,20 @@ class AsyncClient:
             call.cancel()
 
     async def _answer(self, ask: Ask[Answer]) -> Answer:
-        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             return ask.read(await call)
 
     async def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
         report: UpdateReport | None = None
-        with self._kept(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             async for event in call:
-                report = _told(event, on_progress) or report
-        return _required(report, ask)
+                report = _report_of(event, on_progress) or report
+        return _require_report(report, ask)
 
 
 def _settings(address: str | None, deadlines: Deadlines | None) -> tuple[str, _Asks]:
-    named = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
-    return named, _Asks(named, deadlines or Deadlines.from_environment(os.environ))
+    resolved = address if address is not None else os.environ.get("CKPT_ENGINE_MANAGER") or MANAGER
+    return resolved, _Asks(resolved, deadlines or Deadlines.from_environment(os.environ))
 
 
 def _check_open(closed: bool) -> None:
@@ -643,8 +646,8 @@ def _results(answer: manager_pb2.SleepResponse | manager_pb2.WakeResponse) -> li
     return list(answer.results)
 
 
-def _told(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> UpdateReport | None:
-    """The report, if this event has it."""
+def _report_of(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> UpdateReport | None:
+    """The report of an event, if it has one; else passes its progress on."""
     if event.HasField("report"):
         return UpdateReport(event.report)
     if on_progress is not None:
@@ -652,7 +655,7 @@ def _told(event: manager_pb2.UpdateEvent, on_progress: Progress | None) -> Updat
     return None
 
 
-def _required(report: UpdateReport | None, ask: Ask[Any]) -> UpdateReport:
+def _require_report(report: UpdateReport | None, ask: Ask[Any]) -> UpdateReport:
     if report is None:
         raise internal(f"the manager ended {ask.method} without a report")
     return report

@@ -1,6 +1,6 @@
-"""What is wrong on the way to the manager, in one sentence with the remedy. Pure.
+"""Explains failures on the way to the manager, each in one sentence with the remedy. Pure.
 
-The only place that knows gRPC's own words. The code that it gives says whether another attempt could mend it.
+The only place that knows gRPC's own words. Its error code says whether another attempt could succeed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_NAME = "this host name is not known here: check its spelling, and DNS"
 _NO_WAY = "no way leads to this host from here: check the address, and firewalls"
 _CUT = "the connection was lost before an answer came: the manager ended, or the network was cut; try again"
 
-_SAID = (
+_BY_TEXT = (
     ("http1.x server", Problem.INVALID_ARGUMENT, _NO_GRPC),
     ("Failed parsing HTTP/2", Problem.UNAVAILABLE, _NO_GRPC),
     (
@@ -95,9 +95,9 @@ _SAID = (
         "a message of this call is larger than caller and manager accept: ask for less at once",
     ),
 )
-"""What gRPC's text holds, with the code and the words for it; the first that fits."""
+"""A part of gRPC's text, with our code and words for it; the first match counts."""
 
-_OF_STATUS = {
+_BY_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: (
         Problem.FAILED_PRECONDITION,
         "the server there does not know this call: it is no manager of ckpt-engine, or an older one",
@@ -114,11 +114,11 @@ _OF_STATUS = {
     grpc.StatusCode.UNAUTHENTICATED: (Problem.UNAUTHENTICATED, f"the caller is not known there: set {TOKEN_FILE}"),
     grpc.StatusCode.PERMISSION_DENIED: (Problem.PERMISSION_DENIED, "this caller may not make this call there"),
 }
-"""Where no text fits: what a status without an answer of the manager means."""
+"""Code and words by gRPC's status, if no text matches."""
 
 
 def checked_address(address: str) -> str:
-    """The address, if a channel can be opened to it. Raises INVALID_ARGUMENT saying how to write it."""
+    """Returns the address if a channel can be opened to it. Raises INVALID_ARGUMENT saying how to write it."""
     if "://" in address:
         rest = address.partition("://")[2].partition("/")[0]
         if not _TARGET.fullmatch(address):
@@ -136,12 +136,12 @@ def checked_address(address: str) -> str:
 
 
 def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Problem:
-    """What stands behind a failure that is gRPC's own and not the manager's answer. gRPC's text is not repeated."""
+    """The problem behind a failure that gRPC reports and not the manager. Does not repeat gRPC's text."""
     if code is not grpc.StatusCode.UNIMPLEMENTED:
-        for said, kind, words in _SAID:
-            if said in details:
+        for text, kind, words in _BY_TEXT:
+            if text in details:
                 return Problem(code=kind, message=words)
-    kind, words = _OF_STATUS.get(
+    kind, words = _BY_STATUS.get(
         code, (Problem.INTERNAL, f"the call failed (gRPC status {code.name}): the manager's log says why")
     )
     return Problem(code=kind, message=words)

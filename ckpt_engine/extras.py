@@ -1,4 +1,4 @@
-"""Which extra of the package brings what, told to whoever lacks it."""
+"""Checks for optional modules, and names the extra of the package that brings them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def missing(*modules: str) -> list[str]:
 def require(extra: str, *modules: str, what: str) -> None:
     """Checks that `modules` are installed. Raises FAILED_PRECONDITION if one is not, with the extra that brings it to
     `what`."""
-    lacking = missing(*modules)
-    if lacking:
+    absent = missing(*modules)
+    if absent:
         raise precondition(
-            f"{what} needs {', '.join(lacking)}, which the base install leaves out: pip install 'ckpt-engine[{extra}]'"
+            f"{what} needs {', '.join(absent)}, which the base install leaves out: pip install 'ckpt-engine[{extra}]'"
         )

@@ -1,7 +1,7 @@
-"""Event loops that use grpc.aio and share a process: what is no error is not told as one.
+"""Silences false errors of event loops that use grpc.aio in one process.
 
 All loops of a process share one queue of grpc.aio. An event wakes all of them, one takes it, and the others find
-nothing, which grpc lets show as an error of a callback: a traceback in the log of whoever runs two loops.
+nothing. grpc reports that as an error of a callback: a traceback in the log of a program with two loops.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _Tell = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 def quiet_loop() -> None:
-    """Keeps the running loop from telling of wake-ups without an event; all else goes to the loop's own handler.
+    """Keeps the running loop from reporting wake-ups without an event; all else goes to the loop's own handler.
 
-    Called wherever a channel or a server is opened. May be repeated, on a loop of ours or of a user.
+    Call it wherever a channel or a server is opened. May be repeated, on a loop of ours or of a user.
     """
     loop = asyncio.get_running_loop()
     tell = loop.get_exception_handler()

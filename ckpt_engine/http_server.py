@@ -1,4 +1,4 @@
-"""An HTTP server inside a process of ours: silent, and no owner of the process's signals or of its logging."""
+"""An HTTP server inside a process of ours: silent, and it leaves the process's signals and logging alone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.security.server import ServerSecurity
 
 END_SECONDS = 2
-"""For connections to end by themselves, once the server is told to."""
+"""Seconds for connections to end by themselves when the server stops."""
 
 KEPT_SECONDS = 5
-"""How long an idle connection is kept, unless a server says otherwise."""
+"""Default time that an idle connection is kept."""
 
 
 NO_HTTP = (
-    "somebody sent what is no HTTP to an HTTP port: trainers, replicas and commands dial the port of `ckpt-engine "
+    "a request to an HTTP port was not HTTP: trainers, replicas and commands dial the port of `ckpt-engine "
     "manager --listen`, and https:// needs a certificate"
 )
 
 
 class _InOurWords(logging.Filter):
-    """uvicorn does not know who may have mistaken the port."""
+    """Replaces uvicorn's message about a request that is not HTTP: ours says which port may be meant."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.msg == "Invalid HTTP request received.":
@@ -39,7 +39,7 @@ logging.getLogger("uvicorn.error").addFilter(_InOurWords())
 
 
 class HttpServer(uvicorn.Server):
-    """Run `serve(sockets=[...])`; it returns after `should_exit = True`."""
+    """An HTTP server. `serve(sockets=[...])` returns after `should_exit = True`."""
 
     def __init__(self, application: ASGIApp, security: ServerSecurity, kept_seconds: int = KEPT_SECONDS) -> None:
         """security: its certificate and authority. kept_seconds: how long an idle connection is kept."""
@@ -61,7 +61,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: they belong to the process, whose own end stops this server."""
+        """Leaves signals alone: the process handles them, and stops this server at its end."""
         yield
 
 
@@ -72,8 +72,8 @@ TWO_LENGTHS = (
 
 
 def _of_one_length(application: ASGIApp) -> ASGIApp:
-    """Refuses what h11 lets through: a request that says its length in two ways. The connection closes, since what
-    follows may be a part of its body."""
+    """Refuses a request with two kinds of length, which h11 accepts. The connection closes, since the next bytes may
+    belong to its body."""
 
     async def one_length(scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope.get("headers", ())}

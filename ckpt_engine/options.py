@@ -1,5 +1,4 @@
-"""How an update or a rollback is to be carried out: the options of every call that asks for one, checked before
-anything is dialled. Decides nothing about how it is carried out."""
+"""The options of updates and rollbacks, checked before anything is dialled. Decides nothing about how these run."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ PauseMode: TypeAlias = Literal["keep", "abort", "wait", "in_place"]
 end early with what they have, finish first with the old weights, or go on with the new weights over old caches."""
 
 Prefetch: TypeAlias = Literal["auto", "always", "never"]
-"""Whether weights go by way of relays, which are filled before anything is paused: where that is better, wherever a
-relay is within reach, or not at all. `report.prefetch` says what was done, and why."""
+"""Whether weights go by way of relays, which are filled before anything is paused: where that is better (auto),
+wherever a relay is within reach (always), or not at all (never). `report.prefetch` says what was done, and why."""
 
 Until: TypeAlias = Literal["installed", "held"]
 """What an update waits for: every replica's outcome, or only until relays hold the version, verified, and the weights
@@ -45,7 +44,7 @@ UNTIL: Mapping[Until, manager_pb2.Until] = {"installed": manager_pb2.UNTIL_INSTA
 
 
 Progress: TypeAlias = Callable[[manager_pb2.UpdateProgress], object]
-"""What a caller gives as `on_progress`, to hear how far an update is; what it returns is not looked at."""
+"""A caller's `on_progress`, called as an update proceeds; its result is ignored."""
 
 
 class RollbackOptions(TypedDict, total=False):
@@ -74,37 +73,37 @@ class UpdateOptions(RollbackOptions, total=False):
 
 
 def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") -> manager_pb2.UpdateOptions:
-    """The options as they travel. pool: where none is given. Raises INVALID_ARGUMENT, saying which value cannot be."""
-    known = UpdateOptions.__annotations__
+    """The options as a message. pool: the default one. Raises INVALID_ARGUMENT, naming the invalid value."""
+    names = UpdateOptions.__annotations__
     for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise invalid(f"there is no option {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
-    asked: UpdateOptions = {**options}
-    mode, seconds, least = asked.get("pause_mode"), asked.get("timeout"), asked.get("min_replicas")
-    given = asked.get("pool")
-    chosen = pool if given is None else given
-    check_pool(chosen)
+        if name not in names:
+            suggestions = get_close_matches(name, names, n=1)
+            raise invalid(f"there is no option {name!r}{f': did you mean {suggestions[0]!r}?' if suggestions else ''}")
+    values: UpdateOptions = {**options}
+    mode, seconds, least = values.get("pause_mode"), values.get("timeout"), values.get("min_replicas")
+    own_pool = values.get("pool")
+    chosen_pool = pool if own_pool is None else own_pool
+    check_pool(chosen_pool)
     if seconds is not None:
         check_seconds("a timeout", seconds)
     if least is not None:
         checked_count("min_replicas", least, "replicas")
-    dry_run = asked.get("dry_run", False)
+    dry_run = values.get("dry_run", False)
     checked_flag("dry_run", dry_run)
     return manager_pb2.UpdateOptions(
         pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if mode is None else choice("pause_mode", mode, PAUSE_MODES),
         timeout_seconds=seconds or 0.0,
         min_replicas=least,
-        replicas=checked_names("replicas", asked.get("replicas", ())),
-        pool=chosen,
-        prefetch=choice("prefetch", asked.get("prefetch", "auto"), PREFETCH),
-        until=choice("until", asked.get("until", "installed"), UNTIL),
+        replicas=checked_names("replicas", values.get("replicas", ())),
+        pool=chosen_pool,
+        prefetch=choice("prefetch", values.get("prefetch", "auto"), PREFETCH),
+        until=choice("until", values.get("until", "installed"), UNTIL),
         dry_run=dry_run,
     )
 
 
 def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
-    """The options of a message. Raises INVALID_ARGUMENT for a number that stands for no word here."""
+    """The options of a message. Raises INVALID_ARGUMENT for an unknown enum number."""
     options: UpdateOptions = {
         "replicas": list(message.replicas),
         "pool": message.pool,
@@ -123,7 +122,7 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
 
 
 def _word(what: str, number: int, words: Mapping[Word, Any]) -> Word:
-    for word, known in words.items():
-        if known == number:
+    for word, value in words.items():
+        if value == number:
             return word
     raise invalid(f"{what} {number} means nothing here: bring caller and manager to one version")

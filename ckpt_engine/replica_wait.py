@@ -1,7 +1,7 @@
 """One `wait_for_replicas`: which replicas of a pool are up by now, and when and how the wait ends.
 
-Decides what is ready, what is said meanwhile, and what ends it. Does not ask, and does not sleep: that is done by its
-caller, on its thread or loop.
+Decides which replicas are ready, what is logged meanwhile, and what ends the wait. The caller asks the manager and
+sleeps, on its thread or loop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NO_ANSWER = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED})
 
 
 class ReplicaWait:
-    """Until `count` replicas of a pool are up, for `timeout` seconds at most. logger: of the caller.
+    """A wait until `count` replicas of a pool are up, for `timeout` seconds at most. logger: of the caller.
 
-    Raises INVALID_ARGUMENT for what is no count or time.
+    Raises INVALID_ARGUMENT for an invalid count or time.
     """
 
     def __init__(self, count: int, pool: str, timeout: float, logger: logging.Logger) -> None:
@@ -30,43 +30,43 @@ class ReplicaWait:
         self._count, self._pool, self._timeout, self._logger = count, pool, timeout, logger
         self._end = time.monotonic() + timeout
         self._notice = time.monotonic() + NOTICE_SECONDS
-        self._said = "the manager was not asked yet"
+        self._last_state = "the manager was not asked yet"
 
     def look(self, status: manager_pb2.GetStatusResponse, hindrance: str = "") -> list[str] | None:
-        """The names, if there are enough by now. hindrance: why the status is empty. Raises DEADLINE_EXCEEDED if the
-        time is over."""
-        found, elsewhere = ready_replicas(status, self._pool)
+        """Takes a status; returns the names if there are enough by now. hindrance: why the status is empty. Raises
+        DEADLINE_EXCEEDED after the end."""
+        found, other_pools = ready_replicas(status, self._pool)
         if len(found) >= self._count:
             return found
-        named = f" ({', '.join(found)})" if found else ""
-        why = f": {hindrance}" if hindrance else elsewhere
+        names = f" ({', '.join(found)})" if found else ""
+        why = f": {hindrance}" if hindrance else other_pools
         if time.monotonic() >= self._end:
-            raise deadline(f"{len(found)} of {self._count} replicas{named} were up after {self._timeout:g} s{why}")
-        self._said = f"{len(found)} of {self._count} replicas{named} are up{why}"
+            raise deadline(f"{len(found)} of {self._count} replicas{names} were up after {self._timeout:g} s{why}")
+        self._last_state = f"{len(found)} of {self._count} replicas{names} are up{why}"
         return None
 
-    def failed(self, error: CkptEngineError) -> None:
-        """The manager did not answer: it may not run yet. Raises what is no matter of time, and all at the end."""
+    def take_error(self, error: CkptEngineError) -> None:
+        """Takes a failed status call: the manager may not run yet. Raises other errors at once, and all at the end."""
         if error.code not in NO_ANSWER or time.monotonic() >= self._end:
             raise error
-        self._said = error.problem.message
+        self._last_state = error.problem.message
 
     def pause(self, seconds: float) -> float:
-        """Seconds until the next look: so many, or what is left. Says after a while what is waited for, once."""
-        left = max(0.0, self._end - time.monotonic())
+        """Seconds until the next status call: `seconds`, or the rest. After a while it logs once what it waits for."""
+        remaining = max(0.0, self._end - time.monotonic())
         if time.monotonic() >= self._notice:
-            self._logger.warning("%s; waiting up to %.0f s more", self._said, left)
+            self._logger.warning("%s; waiting up to %.0f s more", self._last_state, remaining)
             self._notice = self._end + 1.0
-        return min(seconds, left)
+        return min(seconds, remaining)
 
 
 def ready_replicas(status: manager_pb2.GetStatusResponse, pool: str) -> tuple[list[str], str]:
-    """The replicas of a pool that updates bring weights to and whose engines are up, by name; and which other pools
-    have some, as words to append to a message."""
+    """Names of a pool's replicas that have an engine up and get weights by updates; and the other pools that have such
+    replicas, as words to append to a message."""
     # Agents connect before their engine runs, and name it once it answers.
     running = [each for each in status.replicas if each.connected and each.HasField("engine")]
     up = [each for each in running if each.mode != manager_pb2.MODE_COLOCATED]
     others = sorted({in_pool(each.pool) for each in up if each.pool != pool})
-    elsewhere = f" (there are others {', '.join(others)})" if others else ""
-    why = f" {in_pool(pool)}{elsewhere}" if pool or others else ""
+    other_pools = f" (there are others {', '.join(others)})" if others else ""
+    why = f" {in_pool(pool)}{other_pools}" if pool or others else ""
     return [each.name for each in up if each.pool == pool], why

@@ -1,4 +1,4 @@
-"""What an update did, for people and programs: a view of the manager's UpdateReport.
+"""A view of the manager's UpdateReport, for people and programs.
 
 Pure: needs protobuf only, decides nothing, knows no trainer.
 """
@@ -22,32 +22,27 @@ class TransportUse:
     """One transport between the sources and one replica."""
 
     transport: str
-    reason: str
-    """Why it was chosen."""
+    reason: str  # why it was chosen
     nbytes: int
-    edges: int
-    """How many pairs of source and worker used it."""
+    edges: int  # pairs of source and worker that used it
 
 
 @dataclass(frozen=True)
 class CopiedTensors:
-    """Tensors that trainer ranks copied at the seal, since readers cannot be given the memory that they lie in."""
+    """Tensors that trainer ranks copied at the seal, since their own memory cannot be offered to readers."""
 
-    reason: str
-    """The end of a sentence that begins with the tensor: "is an inference tensor"."""
-    tensors: int
-    nbytes: int
-    names: tuple[str, ...]
-    """At most 16 of them, of the first rank that has such tensors."""
-    rank: int
-    ranks: int
-    """How many ranks have; `tensors` and `bytes` are of all of them together."""
+    reason: str  # the end of a sentence that begins with the tensor: "is an inference tensor"
+    tensors: int  # of all ranks together
+    nbytes: int  # of all ranks together
+    names: tuple[str, ...]  # at most 16, of the first rank that has such tensors
+    rank: int  # the first that has such tensors
+    ranks: int  # how many have
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
+        copier = f"rank {self.rank}" if self.ranks == 1 else f"{self.ranks} ranks, {self.rank} first,"
         names = ", ".join([*self.names[:NAMES_SHOWN], *["..."] * (self.tensors > NAMES_SHOWN)])
         size = human_bytes(self.nbytes)
-        return f"copied by {who}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
+        return f"copied by {copier}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,8 @@ class ReplicaReport:
 
     @property
     def verified(self) -> bool:
-        """Whether its workers read back every need and found what was sealed (or hashed it as handed to the loader), in
-        this update, or in an earlier one if it held these very weights already."""
+        """Whether its workers read back every need and found the sealed values (or hashed them as handed to the
+        loader), in this update, or in an earlier one if it held these very weights already."""
         return self.ok and all(is_verified(worker) for worker in self.message.workers)
 
     @property
@@ -85,13 +80,13 @@ class ReplicaReport:
 
     @property
     def operator_hold(self) -> bool:
-        """Whether it was left out since an operator holds it: then it does not count for `UpdateReport.ok`."""
+        """Whether it was left out because an operator holds it; then it does not count for `UpdateReport.ok`."""
         return self.message.operator_hold
 
     @property
     def cannot_load(self) -> bool:
-        """Whether its engine can never load what is published, which an update before this one found: it was left out,
-        and does not count for `UpdateReport.ok` unless the call named it."""
+        """Whether its engine can never load these weights, as an earlier update found. Then it was left out, and does
+        not count for `UpdateReport.ok` unless the call named it."""
         return self.message.cannot_load
 
     @property
@@ -106,7 +101,7 @@ class ReplicaReport:
 
     @property
     def pause_seconds(self) -> float:
-        """How long it produced no token."""
+        """Seconds in which it produced no token."""
         return self.message.pause_seconds
 
     @property
@@ -199,15 +194,14 @@ class RelayReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """How one `update_weights` ended. `message` is the manager's report with everything in it; str() is two lines,
-    `details` a table."""
+    """How one `update_weights` ended. str() is two lines, `details` a table."""
 
-    message: manager_pb2.UpdateReport
+    message: manager_pb2.UpdateReport  # the manager's report, with everything in it
 
     @property
     def ok(self) -> bool:
-        """Whether every replica serves the new weights but those that an operator holds; if the caller named
-        `min_replicas`, whether at least so many do."""
+        """Whether every replica serves the new weights, except those that an operator holds; with `min_replicas`,
+        whether at least so many do."""
         return self.message.ok
 
     @property
@@ -252,18 +246,18 @@ class UpdateReport:
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
-        """One report a replica, by name: of all that were registered when the update began, also those that were not
-        reached, or of those that the caller named."""
+        """One report a replica, sorted by name: all that were registered when the update began, also those that were
+        not reached; or those that the caller named."""
         return tuple(ReplicaReport(outcome) for outcome in sorted(self.message.replicas, key=lambda r: r.replica))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences about what is well and yet may be a mistake, such as a version without a change."""
+        """Sentences about possible mistakes in an update that worked, such as a version without a change."""
         return tuple(self.message.warnings)
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """Tensors that hold NaN or infinity, 16 at most; `check_finite` refuses what holds them."""
+        """Tensors that hold NaN or infinity, 16 at most; `check_finite` refuses such an update."""
         return tuple(self.message.not_finite)
 
     @property
@@ -286,17 +280,17 @@ class UpdateReport:
 
     @property
     def prefetch(self) -> str:
-        """Why relays were filled or not, and why some do not count."""
+        """Whether relays were filled, and why; and why some do not count."""
         return self.message.prefetch
 
     @property
     def relays(self) -> tuple[RelayReport, ...]:
-        """What each relay did that was to be filled."""
+        """One report for each relay that was to be filled."""
         return tuple(RelayReport(relay) for relay in self.message.relays)
 
     @property
     def collective(self) -> str:
-        """Which replicas were updated by a collective and why, and how it ended; or why there was none."""
+        """Which replicas a collective updated and why, and how it ended; or why there was none."""
         return self.message.collective
 
     def to_dict(self) -> dict[str, Any]:
@@ -305,12 +299,12 @@ class UpdateReport:
 
     @property
     def details(self) -> str:
-        """All of it for people: a line about the whole, a row a replica, each problem and warning, relays, copies."""
-        return _foreseen(self) if self.dry_run else _table(self)
+        """The whole report as text: a line about the update, a row a replica, problems, warnings, relays, copies."""
+        return _dry_run_text(self) if self.dry_run else _table(self)
 
     def __str__(self) -> str:
-        """Two lines: what became of the whole; and each replica that does not serve the version, why, and what to do.
-        Of many the count and the first three are named; `details` has all."""
+        """Two lines: the result; and each replica that does not serve the version, why, and what to do. Of many it
+        gives the count and names the first three; `details` has all."""
         if self.dry_run:
             return f"{_whole(self)}\n{_exceptions(self) or _one_line(self.prefetch) or 'all of them can take it'}"
         if self.held:
@@ -328,7 +322,7 @@ _OUTCOMES = {
     "not_reached": "not reached",
     "planned": "planned",
 }
-"""What became of a replica that does not serve the version, as sentences say it."""
+"""Words for the outcome of a replica that does not serve the version."""
 
 
 def _whole(report: UpdateReport) -> str:
@@ -353,7 +347,7 @@ def _held(report: UpdateReport) -> str:
 
 
 def _state(report: UpdateReport) -> str:
-    """Whether that is well, and what does not count."""
+    """Whether the update is ok, and which replicas do not count."""
     state = ("verified" if report.verified else "not verified") if report.ok else "NOT OK"
     held = sum(replica.operator_hold for replica in report.replicas)
     misfits = sum(replica.cannot_load for replica in report.replicas)
@@ -367,16 +361,16 @@ def _state(report: UpdateReport) -> str:
 
 
 def _exceptions(report: UpdateReport) -> str:
-    """Replicas that do not serve the version (or would not), why, and what to do; then what else was found. Empty: all
-    is well."""
-    away = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
-    shown = [f"{each.name}: {_standing(each)}" for each in away[:_SHOWN]]
-    hidden = len(away) - len(shown)
-    parts = ["; ".join([f"{len(away)} do not: {shown[0]}" if hidden else shown[0], *shown[1:]])] if shown else []
+    """Replicas that do not serve the version (or would not), why, and what to do; then warnings. Empty: there are
+    none."""
+    unserved = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
+    lines = [f"{each.name}: {_outcome_text(each)}" for each in unserved[:_SHOWN]]
+    hidden = len(unserved) - len(lines)
+    parts = ["; ".join([f"{len(unserved)} do not: {lines[0]}" if hidden else lines[0], *lines[1:]])] if lines else []
     if hidden:
         parts.append(f"and {hidden} more")
-    if away and not report.dry_run:
-        parts.append(_remedy(away))
+    if unserved and not report.dry_run:
+        parts.append(_remedy(unserved))
     labels = [f"{each.name}: {each.label_problem}" for each in report.replicas if each.label_problem]
     remarks = [f"warning: {_one_line(each)}" for each in (*report.warnings, *labels)]
     parts += remarks[:1]
@@ -386,17 +380,17 @@ def _exceptions(report: UpdateReport) -> str:
     return "; ".join(parts)
 
 
-def _standing(replica: ReplicaReport) -> str:
+def _outcome_text(replica: ReplicaReport) -> str:
     kind = "left alone, held by an operator" if replica.operator_hold else _OUTCOMES.get(replica.outcome, "unknown")
     return f"{kind} ({_one_line(replica.problem)})" if replica.problem else kind
 
 
-def _remedy(away: Sequence[ReplicaReport]) -> str:
-    """What to do about replicas that do not serve the version: what each may need, said once."""
-    held = [each.name for each in away if each.operator_hold]
-    misfits = [each.name for each in away if each.cannot_load and not each.operator_hold]
-    absent = [each.name for each in away if each.outcome == "not_reached" and each.name not in (*held, *misfits)]
-    others = [each.name for each in away if each.name not in (*held, *misfits, *absent)]
+def _remedy(unserved: Sequence[ReplicaReport]) -> str:
+    """What to do about replicas that do not serve the version: each kind of remedy once."""
+    held = [each.name for each in unserved if each.operator_hold]
+    misfits = [each.name for each in unserved if each.cannot_load and not each.operator_hold]
+    absent = [each.name for each in unserved if each.outcome == "not_reached" and each.name not in (*held, *misfits)]
+    others = [each.name for each in unserved if each.name not in (*held, *misfits, *absent)]
     remedies = []
     if others:
         remedies.append(f"mend that, then `ckpt-engine replica retry {others[0]}`")
@@ -410,21 +404,21 @@ def _remedy(away: Sequence[ReplicaReport]) -> str:
 
 
 def _slowest(report: UpdateReport) -> str:
-    """How it went, where nothing went wrong: the longest pause, and what was moved."""
+    """The second line of an update without problems: the longest pause, and the bytes moved."""
     if not report.replicas:
         return "there was no replica to bring it to"
     slowest = max(report.replicas, key=lambda replica: replica.pause_seconds)
     uses = dict.fromkeys(use.transport for replica in report.replicas for use in replica.transports)
-    moved = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
-    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {moved}"
+    traffic = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
+    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {traffic}"
 
 
 def _one_line(words: str) -> str:
     return " ".join(words.split())
 
 
-def _foreseen(report: UpdateReport) -> str:
-    """What a dry run found out."""
+def _dry_run_text(report: UpdateReport) -> str:
+    """The result of a dry run as text."""
     lines = [_whole(report)]
     for replica in report.replicas:
         lines.append(f"{replica.name}: {replica.problem or human_bytes(replica.nbytes)}")
@@ -437,9 +431,9 @@ def _foreseen(report: UpdateReport) -> str:
 
 
 def _table(report: UpdateReport) -> str:
-    """What an update did: a row a replica."""
-    reached = f"{_serving(report)} of {len(report.replicas)} replicas"
-    what = f"{human_bytes(report.nbytes)} to {reached} in {report.seconds:.2f} s, {_state(report)}"
+    """The result of an update as text, with a row a replica."""
+    count = f"{_serving(report)} of {len(report.replicas)} replicas"
+    what = f"{human_bytes(report.nbytes)} to {count} in {report.seconds:.2f} s, {_state(report)}"
     if report.held:
         what = _held(report)
     head = (
@@ -459,8 +453,10 @@ def _table(report: UpdateReport) -> str:
         )
         for replica in report.replicas
     ]
-    said = ((each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem))
-    problems = [f"{name}: {problem}" for name, problem in said if problem]
+    problems_by_name = (
+        (each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem)
+    )
+    problems = [f"{name}: {problem}" for name, problem in problems_by_name if problem]
     warnings = [f"warning: {warning}" for warning in report.warnings]
     relays = [*map(str, report.relays), *([report.prefetch] if report.relays else [])]
     collective = [] if report.collective.startswith("no collective") else [report.collective]

@@ -1,6 +1,6 @@
-"""Where Prometheus finds a process that has no HTTP server of its own: an agent, a relay.
+"""Serves metrics to Prometheus for a process without an HTTP server of its own: an agent, a relay.
 
-What is told is read at the scrape, on the thread of the server, from what the process keeps anyway.
+The numbers are read at the scrape, on the server's thread, from the process's state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def labelled(
     name: str,
     found: Mapping[str, tuple[str, float]],
 ) -> Iterator[Metric]:
-    """Metrics of one number and one label each. label, name: it and its value. found: each metric's help and number."""
+    """Metrics with one number and one label each. label, name: the label and its value. found: help and number, by the
+    metric's name."""
     for metric, (words, number) in found.items():
-        made = family(metric, words, labels=(label,))
-        made.add_metric((name,), number)
-        yield made
+        metric_family = family(metric, words, labels=(label,))
+        metric_family.add_metric((name,), number)
+        yield metric_family
 
 
 class _Now(Collector):
@@ -34,16 +35,16 @@ class _Now(Collector):
         self._collect = collect
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry must not ask before the process runs."""
+        """Returns nothing: the registry must not collect before the process runs."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Everything, as it is now."""
+        """The current metrics."""
         return self._collect()
 
 
 def registry_of(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
-    """A registry of its own, with what `collect` gives and the process's figures."""
+    """A registry with the metrics of `collect` and those of the process."""
     registry = CollectorRegistry()
     registry.register(_Now(collect))
     ProcessCollector(registry=registry)
@@ -56,7 +57,7 @@ def registry_of(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
 def scraped_at(address: str, collect: Callable[[], Iterable[Metric]]) -> Iterator[str]:
     """Serves `/metrics` at host:port (--metrics) on a thread of its own; gives the address as bound. Empty: nowhere.
 
-    Raises CkptEngineError: the address is none (INVALID_ARGUMENT), or cannot be had (UNAVAILABLE).
+    Raises CkptEngineError: INVALID_ARGUMENT for an invalid address, UNAVAILABLE for one that cannot be bound.
     """
     if not address:
         yield ""

@@ -1,4 +1,4 @@
-"""Which tensors share memory."""
+"""Identifies tensors that share memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Names the storage of a tensor for as long as it lives; equal only for tensors that share memory. Negative: the
-    tensor is opaque, such as oneDNN's, and has no storage."""
+    """A key of a tensor's storage, valid while the storage lives; equal only for tensors that share memory. Negative:
+    the tensor is opaque, such as oneDNN's, and has no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):

@@ -1,13 +1,13 @@
-"""Named points in what every process does: a log for people, and a place to stand for whoever injects faults.
+"""Named points in the work of every process: a log for people, and places where a test can inject faults.
 
     trace("worker.install", "transfer")     the point "worker.install.transfer" has been reached
     with span("agent.does", "PauseEngine")  two points: "agent.does.PauseEngine.begin" and "... .end"
 
 Each point is a line of the logger ``ckpt_engine.trace`` at level DEBUG. If the environment names a Unix socket
-(CKPT_ENGINE_TRACE) when the process starts, each point is told there as well, and the thread goes on when the listener
-answers, ``WAIT_SECONDS`` later, or when the listener has gone. So a test can hold a process at an exact point, kill or
-stop it there or cut its connections, without sleeping. It is a debugging aid: off unless that variable is set, and the
-variable gives whoever listens nothing but delay.
+(CKPT_ENGINE_TRACE) when the process starts, each point is sent there as well. The thread then goes on when the listener
+answers, after ``WAIT_SECONDS``, or when the listener has ended. So a test can hold a process at an exact point, kill or
+stop it there or cut its connections, without sleeping. It is a debugging aid: off unless that variable is set. A
+listener can only delay the process.
 
 Any layer may call this, also inside engines: standard library only, never raises, costs two comparisons when off.
 """
@@ -27,7 +27,7 @@ ENVIRONMENT = "CKPT_ENGINE_TRACE"
 """Path of the listener's Unix socket. Set by fault-injection harnesses only."""
 
 WAIT_SECONDS = 60.0
-"""The longest that a point waits for its listener; a thread that waited so long tells it nothing any more."""
+"""The longest that a point waits for its listener; a thread that waited so long sends it no further points."""
 
 log = logging.getLogger("ckpt_engine.trace")
 
@@ -37,13 +37,13 @@ _nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def trace(place: str, what: str = "") -> None:
-    """The point `place.what` has been reached. Called on any thread; may hold it if a listener says so."""
+    """Reports that the point `place.what` is reached. Any thread may call it; a listener may hold the thread."""
     if _path or log.isEnabledFor(logging.DEBUG):
         _reach(f"{place}.{what}" if what else place)
 
 
 def span(place: str, what: str) -> AbstractContextManager[None]:
-    """The points `place.what.begin` and `place.what.end` around what is done inside, however that ends."""
+    """Reports the points `place.what.begin` and `place.what.end` around a block, also if that raises."""
     return _span(f"{place}.{what}") if _path or log.isEnabledFor(logging.DEBUG) else _nothing
 
 

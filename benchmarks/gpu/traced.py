@@ -34,7 +34,7 @@ from benchmarks.gpu.qwen3_8b import Tree, renew, write_config
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.digest.prepared import prepare_digests
-from ckpt_engine.timeline.predicted import Whereabouts, compared
+from ckpt_engine.timeline.predicted import Whereabouts, compare_stages
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.gpu.gpu_server import start_gpu_vllm
 from tests.tiny_model import make_tiny_qwen3
@@ -110,7 +110,7 @@ def table_of(reports: list[UpdateReport], rates: Rates, places: Whereabouts) -> 
     reasons: dict[str, str] = {}
     expected: dict[str, float] = {}
     for report in reports:
-        for each in compared(report.message, rates, places):
+        for each in compare_stages(report.message, rates, places):
             if each.fact is not None:
                 series.add(**{each.stage: each.fact})
             reasons.setdefault(each.stage, "")

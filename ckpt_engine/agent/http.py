@@ -53,7 +53,7 @@ class EngineClient:
         if body is not None:
             headers, content = {**headers, "content-type": "application/json"}, json.dumps(body).encode()
         try:
-            answer = await self._connections.whole(
+            answer = await self._connections.read_all(
                 method, self.url, path, headers, content, max(seconds, 0.0), again=False
             )
         except WireError as error:

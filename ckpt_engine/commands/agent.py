@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOLD = HoldLimits()
 
 
-class Beside(StrEnum):
+class RelayPolicy(StrEnum):
     """Whether a relay is started beside the agent."""
 
     AUTO = "auto"
@@ -45,40 +45,44 @@ class Beside(StrEnum):
 
 
 EVICTED = 3
-"""The exit status of an agent whose replica an operator took out. Service managers are told not to start it again."""
+"""Exit status after an operator took the replica out. Service managers are told not to start such an agent again."""
 
 
-def _known(transports: list[str] | None) -> list[str] | None:
+def _check_transports(transports: list[str] | None) -> list[str] | None:
     for name in transports or ():
         if name not in worker_kinds():
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
     return transports
 
 
-def _engine(given: Engine | None, command: Sequence[str]) -> Engine:
-    """The kind that was given, or that the command behind -- starts. Raises typer.BadParameter if there is none, or
-    these are two."""
+def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
+    """The kind that --engine names, or that the command behind -- starts. Raises typer.BadParameter if there is none,
+    or if the two differ."""
     found = kind_of(command, engine_names())
-    if given is None and not found:
+    if option is None and not found:
         raise typer.BadParameter(
             f"name one of {', '.join(engine_names())}, or start the engine behind --, as with -- vllm serve MODEL",
             param_hint="--engine",
         )
-    if given is not None and found not in ("", given):
-        raise typer.BadParameter(f"{given}, but what stands behind -- starts {found}", param_hint="--engine")
-    return given or Engine(found)
+    if option is not None and found not in ("", option):
+        raise typer.BadParameter(f"{option}, but what stands behind -- starts {found}", param_hint="--engine")
+    return option or Engine(found)
 
 
 def agent(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
-    engine: Annotated[Engine | None, typer.Option(help="Kind of the engine. Default: what stands behind --.")] = None,
+    engine: Annotated[
+        Engine | None, typer.Option(help="Kind of the engine. Default: that of the command behind --.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model directory for the engine; or name it in the arguments.")] = "",
     name: Annotated[str, typer.Option(help="Name of this replica. Default: host, engine and port.")] = "",
     pool: Annotated[
         str,
-        typer.Option(envvar="CKPT_ENGINE_POOL", help="Replicas of one name are updated together, apart from others."),
+        typer.Option(
+            envvar="CKPT_ENGINE_POOL", help="Pool of this replica. Updates of different pools run independently."
+        ),
     ] = "",
-    mode: Annotated[Mode, typer.Option(help="Whose the GPUs are: docs/modes.md.")] = Mode.STANDALONE,
+    mode: Annotated[Mode, typer.Option(help="How it shares its GPUs with a trainer: docs/modes.md.")] = Mode.STANDALONE,
     port: Annotated[int, typer.Option(help="Port for the launched engine; 0: a free one.", min=0, max=65535)] = 0,
     url: Annotated[str, typer.Option(help="Attach to the engine that runs at this URL instead of launching one.")] = "",
     advertise: Annotated[
@@ -92,7 +96,7 @@ def agent(
         list[str] | None,
         typer.Option(
             metavar=f"[{'|'.join(worker_kinds())}]",
-            callback=_known,
+            callback=_check_transports,
             autocompletion=lambda: list(worker_kinds()),
             help="Read weights over this transport only; repeatable. "
             "Default: the nearest that works. An update that another one would have to carry is refused.",
@@ -100,13 +104,13 @@ def agent(
     ] = None,
     restart: Annotated[
         Restart,
-        typer.Option(help="When a launched engine ends: on-failure: if it has worked once; always: also if never."),
+        typer.Option(help="Restart an engine that ends: on-failure: if it has worked once; always: also if never."),
     ] = Restart.ON_FAILURE,
     restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
     nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
     node_rank: Annotated[
         int,
-        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Of this node, from 0, which leads and has the HTTP server."),
+        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Number of this node; node 0 leads and has the HTTP server."),
     ] = 0,
     leader: Annotated[
         str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
@@ -121,17 +125,17 @@ def agent(
         ),
     ] = False,
     hold_seconds: Annotated[
-        float, typer.Option(help="Longest that the gate keeps a request during an update; 0: it refuses.", min=0)
+        float, typer.Option(help="Most seconds that the gate keeps a request during an update; 0: none.", min=0)
     ] = _HOLD.seconds,
-    hold_requests: Annotated[int, typer.Option(help="Requests that may wait at a time.", min=0)] = _HOLD.requests,
+    hold_requests: Annotated[int, typer.Option(help="Most requests that wait at a time.", min=0)] = _HOLD.requests,
     hold_bytes: Annotated[
-        int, typer.Option(help="Bytes that the bodies of waiting requests may have together.", min=0)
+        int, typer.Option(help="Most bytes of the bodies of waiting requests together.", min=0)
     ] = _HOLD.bytes,
     check_engine: Annotated[
         Policy,
         typer.Option(
             envvar="CKPT_ENGINE_CHECK_ENGINE",
-            help="Check an engine before its first update, by its own loader: auto: if no test has run its version.",
+            help="Check an engine with its own loader before its first update; auto: only an untested version.",
         ),
     ] = Policy.AUTO,
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
@@ -145,22 +149,22 @@ def agent(
         ),
     ] = "",
     relay: Annotated[
-        Beside, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
-    ] = Beside.NEVER,
+        RelayPolicy, typer.Option(help="auto: start a relay beside this agent if this host has none (docs/relays.md).")
+    ] = RelayPolicy.NEVER,
     log_level: LogLevel = Level.WARNING,
     log_format: LogFormat = LogForm.TEXT,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="That starts the engine, or its options alone; passed on untouched."),
+        typer.Argument(metavar="-- COMMAND", help="Command of the engine, or only its options; passed on unchanged."),
     ] = None,
 ) -> None:
-    """Runs the agent of one inference server, and launches the server unless --url names one that runs.
+    """Run the agent of one inference server, and launch the server unless --url names one that runs.
 
-    Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits with 0 when it was asked to
-    stop, 3 when it was evicted, 2 for options that cannot be, 1 for anything else.
+    Runs until SIGTERM or Ctrl-C; a manager that does not answer is dialled again and again. Exits with 0 after SIGTERM
+    or Ctrl-C, 3 after an eviction, 2 for invalid options, 1 for anything else.
 
     \b
-    Behind -- stands what would start the engine by itself, or only its options:
+    Behind -- comes the command of the engine, or only its options:
       ckpt-engine agent --manager 127.0.0.1:50051 -- vllm serve ./model
       ckpt-engine agent --manager 127.0.0.1:50051 --engine vllm \\
         --model ./model -- --max-model-len 4096
@@ -175,11 +179,11 @@ def agent(
 
     engine = _engine(engine, arguments or ())
     try:
-        known = engine_kind(engine)
+        kind = engine_kind(engine)
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
-    if known.requires is not None and not url:
-        require(known.requires.extra, *known.requires.modules, what=known.title)
+    if kind.requires is not None and not url:
+        require(kind.requires.extra, *kind.requires.modules, what=kind.title)
     if url and not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{url!r} is not the URL of an HTTP server: try 'http://{url}'", param_hint="--url")
     if url and (arguments or model or port):
@@ -195,7 +199,7 @@ def agent(
     fields = {"replica": name} if name else {}  # of each JSON line
     say = partial(_say_json, fields) if log_format is LogForm.JSON else _say
 
-    def named(found: str) -> None:
+    def take_name(found: str) -> None:
         fields["replica"] = found
         log_to_stderr(log_level, log_format, **fields)
 
@@ -213,19 +217,19 @@ def agent(
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
     agent: ReplicaAgent | FollowingAgent
-    beside = None
-    if relay is Beside.AUTO:
+    own_relay = None
+    if relay is RelayPolicy.AUTO:
         options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
-        beside = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
+        own_relay = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
-        placed = NodeSettings(nodes, node_rank, leader, node_token)
-        if placed.rank > 0:
+        node = NodeSettings(nodes, node_rank, leader, node_token)
+        if node.rank > 0:
             if url:
                 raise ValueError("--url: an engine on several --nodes is launched by its agents")
             if metrics:
                 raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(
-                placed,
+                node,
                 engine,
                 launch.arguments,
                 model,
@@ -235,7 +239,7 @@ def agent(
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
             )
-            _run_to_the_end(agent, beside)
+            _run_to_the_end(agent, own_relay)
             return
         settings = AgentSettings(
             manager=manager,
@@ -249,42 +253,42 @@ def agent(
             transports=tuple(transport or ()),
             startup_seconds=startup_timeout,
             deadlines=deadlines,
-            nodes=placed,
+            nodes=node,
             close_when_alone=close_when_alone,
             hold=HoldLimits(hold_seconds, hold_requests, hold_bytes),
             metrics=metrics,
             check_engine=check_engine.value,
         )
-        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, named)
+        agent = ReplicaAgent(settings, say, _pass_on if engine_output else None, take_name)
     except (ValueError, UnknownAdapterError) as error:
         raise typer.BadParameter(str(error)) from error
-    _run_to_the_end(agent, beside)
+    _run_to_the_end(agent, own_relay)
 
 
-def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
+def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None) -> None:
     from ckpt_engine.agent.engine import EngineFailedError
     from ckpt_engine.agent.session import EvictedError
 
     end_loading()
     try:
-        asyncio.run(_run(agent, beside))
+        asyncio.run(_run(agent, own_relay))
     except (EngineFailedError, CkptEngineError, ValueError) as error:
         words = error.problem.message if isinstance(error, CkptEngineError) else str(error)
         print(f"ckpt-engine agent: {words}", file=sys.stderr, flush=True)
         raise typer.Exit(EVICTED if isinstance(error, EvictedError) else 1) from error
 
 
-async def _run(agent: ReplicaAgent | FollowingAgent, beside: OwnRelay | None) -> None:
+async def _run(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    lending = None if beside is None else asyncio.ensure_future(beside.run())
+    relay_task = None if own_relay is None else asyncio.ensure_future(own_relay.run())
     try:
         await agent.run(stop)
     finally:
-        if lending is not None:
-            lending.cancel()
-            await asyncio.gather(lending, return_exceptions=True)
+        if relay_task is not None:
+            relay_task.cancel()
+            await asyncio.gather(relay_task, return_exceptions=True)
 
 
 def _say(line: str) -> None:
@@ -294,9 +298,9 @@ def _say(line: str) -> None:
 
 
 def _say_json(fields: dict[str, str], line: str) -> None:
-    said = {"time": utc(time.time()), "level": "info", "message": line, **fields}
+    entry = {"time": utc(time.time()), "level": "info", "message": line, **fields}
     with contextlib.suppress(OSError, ValueError):
-        print(json.dumps(said), flush=True)
+        print(json.dumps(entry), flush=True)
 
 
 def _pass_on(line: str) -> None:

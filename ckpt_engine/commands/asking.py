@@ -1,4 +1,4 @@
-"""One call of the manager, for the commands that make one: its answer, or one sentence and status 1."""
+"""One call of the manager for a command: its answer, or one sentence and the error's exit status."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from ckpt_engine.core.problems import CkptEngineError
 Answer = TypeVar("Answer")
 
 Manager = Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager, host:port.")]
-Pool = Annotated[str, typer.Option(help="Of the replicas. Default: those that were started without one.")]
+Pool = Annotated[str, typer.Option(help="Only replicas in this pool. Default: those started without --pool.")]
 Names = Annotated[
     list[str] | None, typer.Argument(help="Replicas, as `ckpt-engine status` names them. Default: all of the pool.")
 ]
 
 
 def ask_manager(manager: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, Answer]], what: str) -> Answer:
-    """The answer to one call. Exits with the error's status and the reason if it is refused; says after a while that it
-    waits, and `what` for."""
+    """Returns the answer to one call. Exits with the error's status and prints the reason if the call fails. After a
+    while it prints that it waits. what: what for."""
 
     async def answer() -> Answer:
         async with AsyncClient(manager) as client:
-            asking = asyncio.ensure_future(ask(client))
-            done, _ = await asyncio.wait((asking,), timeout=NOTICE_SECONDS)
+            call = asyncio.ensure_future(ask(client))
+            done, _ = await asyncio.wait((call,), timeout=NOTICE_SECONDS)
             if not done:
                 typer.echo(f"waiting for the manager at {manager}: {what}", err=True)
-            return await asking
+            return await call
 
     try:
         return asyncio.run(answer())
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
 
 
-def failed(manager: str, error: CkptEngineError) -> typer.Exit:
-    """Says why the manager did not answer, or what it refused; to be raised."""
+def failure_exit(manager: str, error: CkptEngineError) -> typer.Exit:
+    """Prints why the manager did not answer, or what it refused; returns the exit to raise."""
     typer.echo(printable(refusal_of(manager, error)), err=True)
     return typer.Exit(error.exit_status)
 
 
 def refusal_of(manager: str, error: CkptEngineError) -> str:
-    """The same as one sentence, which names the manager once."""
+    """One sentence about a failed call, which names the manager once."""
     problem = error.problem
     replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
-    said = problem.message.removeprefix(f"manager {manager}: ")
-    return f"manager {manager}: {replica}{said}"
+    message = problem.message.removeprefix(f"manager {manager}: ")
+    return f"manager {manager}: {replica}{message}"

@@ -1,5 +1,5 @@
-"""What an option may be, for `--help`, completion and the message about anything else. A test holds each of these
-against the place that knows: help must not load what that needs."""
+"""The values of options, for `--help`, completion and error messages. A test compares each enum with the module that
+defines its meaning; this file repeats them, since help must not load those modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PauseMode(StrEnum):
 
 
 class Policy(StrEnum):
-    """Whether something is done: where a rule of its own says so (auto), always, or never."""
+    """Whether something is done: as its own rule decides (auto), always, or never."""
 
     AUTO = "auto"
     ALWAYS = "always"

@@ -28,7 +28,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
     ] = False,
     engine: Annotated[
-        Engine, typer.Option(help="What serves the model. All but the default must be installed.")
+        Engine, typer.Option(help="Engine that serves the model. All but the default must be installed.")
     ] = DEFAULT,
     updates: Annotated[
         int, typer.Option(min=1, max=task.STEPS + 1, help="How often the replicas get new weights.")
@@ -52,10 +52,10 @@ def demo(
     """Train a tiny model on this machine and watch replicas follow.
 
     Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
-    free ports of the loopback interface. Needs no GPU and no network; leaves nothing behind, but for the logs of a demo
-    that failed. With --hosts they are on hosts with networks of their own, and each update says what went over the
-    wire. With --page the manager's page shows all of it. Exits with 0 only if every update was verified and every
-    replica recites the text in the end.
+    free ports of the loopback interface. It needs no GPU and no network, and removes all files but the logs of a demo
+    that failed. With --hosts the processes run on hosts with networks of their own, and each update prints the bytes
+    on the wire. With --page the manager's page shows everything. Exits with 0 only if every update was verified and
+    every replica recites the text in the end.
     """
     require("demo", "torch", "numba", "transformers", what="this command")
     if page and hosts > 1:
@@ -87,9 +87,9 @@ def _console(json_output: bool) -> Console:
 
 
 async def _show(settings: DemoSettings, console: Console) -> Outcome:
-    playing = asyncio.current_task()
-    assert playing is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with ConsoleShow(console) as show:
         show.introduce(settings)
         outcome = await play(settings, show)

@@ -15,7 +15,7 @@ _STYLES = {Result.OK: "green", Result.NO: "red", Result.NOTE: "yellow"}
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Tries out everything on this host that an update may need, and says what it found.
+    """Try out everything on this host that an update may need, and print what was found.
 
     Exits with 0 if weights can reach an inference server over shared memory, with 1 otherwise.
     """
@@ -38,10 +38,10 @@ def _print_table(checks: Sequence[HostCheck]) -> None:
     group = ""
     for check in checks:
         # Text, not markup: an error message may hold brackets.
-        shown = "" if check.group == group else check.group
+        group_cell = "" if check.group == group else check.group
         group = check.group
         result = Text(check.result.value, style=_STYLES[check.result])
-        table.add_row(Text(shown, style="bold"), Text(check.name), result, Text(check.detail))
+        table.add_row(Text(group_cell, style="bold"), Text(check.name), result, Text(check.detail))
     console = Console()
     console.print(table)
     verdict = (

@@ -1,5 +1,5 @@
-"""What `--engine` may be: the kinds that adapters of this environment bring (engine/kinds.py), by their names alone. It
-is apart from choices.py, so that only commands with such an option look for adapters."""
+"""The values of `--engine`: names of the kinds that adapters of this environment bring (engine/kinds.py). It is apart
+from choices.py, so that only commands with such an option look for adapters."""
 
 from __future__ import annotations
 

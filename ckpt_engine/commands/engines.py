@@ -17,17 +17,17 @@ COLUMNS = 80
 
 
 def engines(
-    engine: Annotated[Engine | None, typer.Argument(help="Only this one.")] = None,
+    engine: Annotated[Engine | None, typer.Argument(help="Only this engine.")] = None,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the source of docs/engines/README.md.")
     ] = False,
 ) -> None:
-    """Shows pause modes, sleep levels, layouts and limits of every engine that ckpt-engine drives."""
+    """Show pause modes, sleep levels, layouts and limits of every engine that ckpt-engine drives."""
     if as_markdown:
         typer.echo(markdown(declared()), nl=False)
         return
-    shown = engine_names() if engine is None else (engine,)
-    typer.echo("\n\n".join("\n".join(_lines(kind)) for kind in shown))
+    kinds = engine_names() if engine is None else (engine,)
+    typer.echo("\n\n".join("\n".join(_lines(kind)) for kind in kinds))
 
 
 def _lines(kind: str) -> Iterator[str]:
@@ -35,19 +35,19 @@ def _lines(kind: str) -> Iterator[str]:
     try:
         adapter = load_adapter(kind)
     except UnknownAdapterError as error:
-        yield from _wrapped("here: ", str(error))
+        yield from _wrap("here: ", str(error))
         return
     found, of = adapter.availability(), adapter.CAPABILITIES
-    yield from _wrapped("here: ", f"{found.version}; {found.reason}".strip("; ") or "ready")
-    for what, said in facts(of):
-        yield from _wrapped(f"{what}: ", said)
+    yield from _wrap("here: ", f"{found.version}; {found.reason}".strip("; ") or "ready")
+    for what, fact in facts(of):
+        yield from _wrap(f"{what}: ", fact)
     for note in of.notes:
-        yield from _wrapped("- ", note)
+        yield from _wrap("- ", note)
     for limit in of.cannot:
-        yield from _wrapped("- limit: ", limit)
+        yield from _wrap("- limit: ", limit)
 
 
-def _wrapped(first: str, text: str) -> list[str]:
+def _wrap(first: str, text: str) -> list[str]:
     return textwrap.wrap(
         text.replace("`", ""),
         COLUMNS,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt_engine.addresses import join_address, listening, split_address
+from ckpt_engine.addresses import join_address, listen_on, split_address
 from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
@@ -27,10 +27,10 @@ from ckpt_engine.security.server import ServerSecurity
 def gateway(
     context: typer.Context,
     manager: Annotated[
-        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager that tells of the replicas, host:port.")
+        str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="The manager of the replicas, host:port.")
     ] = "",
     pool: Annotated[
-        str, typer.Option(help="Of the manager's replicas. Default: those that were started without one.")
+        str, typer.Option(help="Only the manager's replicas in this pool. Default: those started without --pool.")
     ] = "",
     replica: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A replica, without a manager; repeatable.")
@@ -38,36 +38,36 @@ def gateway(
     listen: Annotated[str, typer.Option(help="Where callers connect, host:port. Port 0 takes a free one.")] = (
         GatewaySettings.listen
     ),
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port, and nothing else.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the port.")] = 1,
     queue_seconds: Annotated[
-        float, typer.Option(min=0, help="How long a request waits for a replica, unless its caller says.")
+        float, typer.Option(min=0, help="Seconds that a request waits for a replica, unless its caller says.")
     ] = GatewaySettings.queue_seconds,
     unready_after: Annotated[
-        float, typer.Option(min=0, help="/readyz answers 503 when nobody could serve for so long.")
+        float, typer.Option(min=0, help="Seconds without a serving replica after which /readyz answers 503.")
     ] = GatewaySettings.unready_after,
     idle_seconds: Annotated[
-        float, typer.Option(min=1, help="A request to an engine that brings nothing for so long is given up.")
+        float, typer.Option(min=1, help="Seconds of silence after which a request to an engine is given up.")
     ] = GatewaySettings.idle,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="How long running requests may go on after SIGTERM.")
+        float, typer.Option(min=0, help="Seconds that running requests may go on after SIGTERM.")
     ] = GatewaySettings.drain,
     requests: Annotated[
-        int, typer.Option(min=1, help="Requests that run or wait at most, in each process.")
+        int, typer.Option(min=1, help="Most requests that run or wait, in each process.")
     ] = GatewaySettings.requests,
     body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of a request's body at most.")
+        int, typer.Option(min=1, help="Most bytes of a request's body.")
     ] = GatewaySettings.body_bytes,
     body_values: Annotated[
-        int, typer.Option(min=1, help="Values in a request's body at most, such as token ids; texts are one each.")
+        int, typer.Option(min=1, help="Most values in a request's body, such as token ids; a text is one.")
     ] = GatewaySettings.body_values,
     resumes: Annotated[
-        int, typer.Option(min=0, help="How often one sample is resumed at most.")
+        int, typer.Option(min=0, help="Most times that one sample is resumed.")
     ] = GatewaySettings.resumes,
     certificate: Certificate = None,
     key: Key = None,
     client_authority: ClientAuthority = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="Ask callers for tokens with the grant `client`, see docs/security.md.")
+        Path | None, typer.Option(help="Require tokens with the grant `client` from callers, see docs/security.md.")
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,
@@ -82,7 +82,7 @@ def gateway(
     log = logging.getLogger("ckpt_engine.gateway")
     source = context.get_parameter_source("manager")
     if replica and source is not None and source.name == "ENVIRONMENT":
-        manager = ""  # what is said on the command line is meant for this gateway, the variable for all commands
+        manager = ""  # the command line is for this gateway, the variable for all commands
     settings = GatewaySettings(
         listen=listen,
         manager=manager,
@@ -100,26 +100,26 @@ def gateway(
     )
     try:
         check(settings)
-        bound = listening(settings.listen)
+        listener = listen_on(settings.listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(error.exit_status) from error
-    at = join_address(split_address(listen)[0], bound.getsockname()[1])
+    at = join_address(split_address(listen)[0], listener.getsockname()[1])
     log.info("gateway listens on %s for %s workers=%d", at, manager or ", ".join(settings.replicas), workers)
     end_loading()
     if workers > 1:
-        raise typer.Exit(run_workers(settings, bound, workers))
-    asyncio.run(serve(settings, bound))
+        raise typer.Exit(run_workers(settings, listener, workers))
+    asyncio.run(serve(settings, listener))
 
 
 def work() -> None:
-    """One of several processes behind one port, see workers.py."""
+    """Runs one of several processes behind one port, see workers.py."""
     log_to_stderr(Level(os.environ["CKPT_ENGINE_LOG_LEVEL"]), LogForm(os.environ["CKPT_ENGINE_LOG_FORMAT"]))
     settings = GatewaySettings.from_json(os.environ[SETTINGS])
-    bound = socket.socket(fileno=int(os.environ[SOCKET]))
+    listener = socket.socket(fileno=int(os.environ[SOCKET]))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     end_loading()
-    asyncio.run(serve(settings, bound))
+    asyncio.run(serve(settings, listener))
 
 
 if __name__ == "__main__":

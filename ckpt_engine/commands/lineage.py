@@ -1,4 +1,4 @@
-"""``ckpt-engine lineage list|evict|forget``: which lineages there are and what uses each, and the end of one."""
+"""``ckpt-engine lineage list|evict|forget``: lists lineages and what uses each, and ends one."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def list_lineages(
     manager: Manager = MANAGER,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
-    """Show each lineage, its ranks, replicas and what can be read of it; and what the manager keeps for which of them.
+    """Show each lineage with its ranks, replicas and readable versions; and what the manager's store keeps for each.
 
-    One that has none of these is forgotten after a while.
+    A lineage without any of these is forgotten after a while.
     """
     answer = ask_manager(manager, lambda client: client.status(), "its status")
     if json_output:
         typer.echo(as_json_array(answer.lineages))
     else:
-        Console().print(table(answer.lineages), _kept(answer))
+        Console().print(table(answer.lineages), _store_table(answer))
 
 
 def evict(
     lineage: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For the logs of its ranks.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the logs of its ranks.")] = "",
 ) -> None:
-    """End a run: its ranks are sent away for good, and what they published is let go.
+    """End a run: its ranks' sessions end for good, and what they published is released.
 
     Replicas keep what they serve. A run that was killed loses its ranks by itself after a while.
     """
@@ -52,12 +52,12 @@ def evict(
 def forget(
     lineage: Name,
     manager: Manager = MANAGER,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether what it says is wanted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Forget a lineage that no rank and no replica uses, now and not after a while: newcomers are not brought to it.
+    """Forget a lineage that no rank and no replica uses, now and not after a while: new replicas do not get it.
 
-    Says what comes of it and asks first; without a terminal only --yes does it. The numbers of its versions stay taken.
-    Exits with 1 while ranks or replicas use it.
+    Prints the effects and asks first; without a terminal it needs --yes. The numbers of its versions stay taken. Exits
+    with 1 while ranks or replicas use it.
     """
     what = f"forgetting {lineage}"
     effects = ask_manager(manager, lambda client: client.forget(lineage, dry_run=True), what)
@@ -74,13 +74,13 @@ def forget(
 
 def table(lineages: Sequence[manager_pb2.LineageStatus]) -> Table:
     """One row a lineage."""
-    shown = Table(title="Lineages", title_justify="left", box=None)
+    rows = Table(title="Lineages", title_justify="left", box=None)
     for title in ("lineage", "version", "ranks", "replicas", "read from"):
-        shown.add_column(title, overflow="fold")
+        rows.add_column(title, overflow="fold")
     for each in lineages:
         whole = 0 < each.world_size == each.connected == each.published
         ranks = f"{each.connected} of {each.world_size} connected, {each.published} published"
-        shown.add_row(
+        rows.add_row(
             Text(each.lineage),
             str(each.latest.version) if each.HasField("latest") else "none",
             Text(ranks if each.world_size else "none", style="green" if whole else "yellow" if each.world_size else ""),
@@ -88,15 +88,15 @@ def table(lineages: Sequence[manager_pb2.LineageStatus]) -> Table:
             f"{each.sources} source{'s' * (each.sources != 1)}" if each.sources else "none",
         )
     if not lineages:
-        shown.add_row(Text("none", style="dim"))
-    return shown
+        rows.add_row(Text("none", style="dim"))
+    return rows
 
 
-def _kept(answer: manager_pb2.GetStatusResponse) -> Table:
-    """What the manager's store keeps, and for which member or lineage."""
-    kept = Table("kept for", "bytes", title="In the manager's store", title_justify="left", box=None)
+def _store_table(answer: manager_pb2.GetStatusResponse) -> Table:
+    """Bytes in the manager's store, one row for each member or lineage that they are kept for."""
+    rows = Table("kept for", "bytes", title="In the manager's store", title_justify="left", box=None)
     for holding in sorted(answer.holdings, key=lambda holding: -holding.bytes):
-        kept.add_row(Text(holding.owner), str(holding.bytes))
+        rows.add_row(Text(holding.owner), str(holding.bytes))
     if not answer.holdings:
-        kept.add_row(Text("nothing", style="dim"), "0")
-    return kept
+        rows.add_row(Text("nothing", style="dim"), "0")
+    return rows

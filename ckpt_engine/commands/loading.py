@@ -1,6 +1,6 @@
-"""Searches for garbage while a command loads its modules: hardly any, since what they make stays.
+"""Keeps the garbage collector from running while a command loads its modules: what they make stays.
 
-They take a tenth of a command's start, and more the more it loads.
+Collections take a tenth of a command's start, and more the more it loads.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import gc
 
 _OBJECTS = 1_000_000
-"""That are made before a search; a command that never says that it is loaded has one now and then."""
+"""Objects made before a collection. A command that never calls `end_loading` still has one now and then."""
 
 _usual = gc.get_threshold()
 
 
 def begin_loading() -> None:
-    """First of all in a process; on its main thread."""
+    """Makes collections rare. Call it first of all in a process, on its main thread."""
     gc.set_threshold(_OBJECTS)
 
 
 def end_loading() -> None:
-    """Before the process serves: searches are as frequent as ever, among what is made from now on."""
+    """Makes collections as frequent as usual, among objects made from now on. Call it before the process serves."""
     gc.freeze()
     gc.set_threshold(*_usual)

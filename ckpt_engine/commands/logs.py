@@ -14,10 +14,8 @@ import typer
 
 from ckpt_engine.commands.choices import Level, LogForm
 
-LogLevel = Annotated[Level, typer.Option(envvar="CKPT_ENGINE_LOG_LEVEL", help="What is worth a line.")]
-LogFormat = Annotated[
-    LogForm, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Lines for people, or one JSON object a line.")
-]
+LogLevel = Annotated[Level, typer.Option(envvar="CKPT_ENGINE_LOG_LEVEL", help="Least level that is logged.")]
+LogFormat = Annotated[LogForm, typer.Option(envvar="CKPT_ENGINE_LOG_FORMAT", help="Text, or one JSON object a line.")]
 
 _PLACE = re.compile(r"%(?:%|[-+ #0-9.]*[a-zA-Z])")
 _NAMED = re.compile(r"([A-Za-z_]\w*)=$")
@@ -46,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Whatever standard error is at the moment; a terminal that was closed is no reason to fail."""
+    """Writes to what `sys.stderr` is at the moment; a closed terminal is no failure."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, or several with a traceback."""
@@ -74,7 +72,7 @@ def utc(seconds: float) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The arguments whose place in the message has a name before it, as they are."""
+    """The arguments that follow a `name=` in the message, by that name. Numbers and texts keep their type."""
     if not isinstance(record.args, tuple) or not isinstance(record.msg, str):
         return {}
     found: dict[str, Any] = {}

@@ -40,7 +40,7 @@ def manager(
     ] = None,
     cluster: Annotated[
         str,
-        _option("CLUSTER", "The id that a new ledger gets, when the one of this cluster is lost. Warnings name it."),
+        _option("CLUSTER", "Id for a new ledger, if that of this cluster is lost. Warnings name the id."),
     ] = "",
     advertise: Annotated[
         str, _option("ADVERTISE", "The address under which other hosts reach --listen, if it is another one.")
@@ -52,19 +52,20 @@ def manager(
     certificate: Annotated[Path | None, _option("CERTIFICATE", "Our certificate (PEM): serve over TLS.")] = None,
     key: Annotated[Path | None, _option("KEY", "Its key (PEM).")] = None,
     client_authority: Annotated[
-        Path | None, _option("CLIENT_AUTHORITY", "Ask callers for certificates that this one (PEM) has signed.")
+        Path | None, _option("CLIENT_AUTHORITY", "Require certificates from callers that this one (PEM) has signed.")
     ] = None,
     tokens: Annotated[
-        Path | None, _option("TOKENS", "Ask callers for tokens: grants and digests, see docs/security.md.")
+        Path | None,
+        _option("TOKENS", "Require tokens from callers: file of grants and digests, docs/security.md."),
     ] = None,
     insecure: Annotated[
-        bool, _option("INSECURE", "Serve other machines without asking who calls.", "--insecure")
+        bool, _option("INSECURE", "Serve other machines without authentication.", "--insecure")
     ] = False,
     allow_directory: Annotated[
         list[Path] | None,
         _option(
             "ALLOW_DIRECTORY",
-            "Publish checkpoint directories below this one for whoever may act as a trainer. May be repeated.",
+            "Publish checkpoint directories below this one, for callers with a trainer's grant. May be repeated.",
         ),
     ] = None,
     deadline: Deadline = None,
@@ -73,15 +74,15 @@ def manager(
 ) -> None:
     """Run the manager, which trainers and replicas connect to.
 
-    Weights never pass through it. Start it once, before everything else; after a crash start it again on the same
-    ledger and everybody reconnects by themselves.
+    Weights never pass through it. Start it once, before everything else. After a crash start it again on the same
+    ledger: all members reconnect by themselves.
     """
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
-    if renamed := variables_now(os.environ):  # one of them may say who may call
-        said = ", ".join(f"{before} is now {now}" for before, now in renamed.items())
-        raise typer.BadParameter(f"{said}: set these, and not those", param_hint="the environment")
+    if new_names := variables_now(os.environ):  # one of them may restrict callers: do not start without it
+        changes = ", ".join(f"{old} is now {new}" for old, new in new_names.items())
+        raise typer.BadParameter(f"{changes}: set these, and not those", param_hint="the environment")
     config = ManagerConfig(
         listen=listen,
         http=http,
@@ -105,9 +106,9 @@ async def _serve(config: ManagerConfig) -> None:
     from ckpt_engine.manager.service import ManagerServer
 
     end_loading()
-    ended = asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, stop.set)
     async with ManagerServer(config) as server:
-        await server.serve(ended)
+        await server.serve(stop)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Deadline = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=SECONDS",
-        help=f"Another value for a deadline of docs/configuration.md; repeatable; after those of {ENVIRONMENT}.",
+        help=f"Sets a deadline of docs/configuration.md, also over {ENVIRONMENT}; repeatable.",
     ),
 ]
 
 Certificate = Annotated[Path | None, typer.Option(help="Our certificate (PEM): serve over TLS.")]
 Key = Annotated[Path | None, typer.Option(help="Its key (PEM).")]
 ClientAuthority = Annotated[
-    Path | None, typer.Option(help="Ask callers for certificates that this one (PEM) has signed.")
+    Path | None, typer.Option(help="Require certificates from callers that this one (PEM) has signed.")
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without asking who calls.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines without authentication.")]
 
 
 def _waitable(seconds: float | None) -> float | None:
-    """Seconds of --timeout. Raises typer.BadParameter for what cannot be waited for."""
+    """Checks --timeout. Raises typer.BadParameter for a number that is no time."""
     try:
         if seconds is not None:
             check_seconds("a timeout", seconds)
@@ -43,17 +43,15 @@ Timeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         callback=_waitable,
-        help="How long this may take in all; the command waits no longer. Default: docs/configuration.md.",
+        help="Seconds that this may take in all; the command waits no longer. Default: docs/configuration.md.",
     ),
 ]
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Wait until what was asked for has ended, for --timeout SECONDS at most.")
-]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end, for --timeout SECONDS at most.")]
 
 
 def seconds_to_wait(wait: bool, timeout: float | None, usual: float) -> float | None:
-    """What --wait and --timeout say together; None: nothing is waited for. Raises typer.BadParameter for a time without
-    --wait, of a command that waits for nothing else."""
+    """Seconds to wait by --wait and --timeout; None: not at all. usual: without a --timeout. Raises typer.BadParameter
+    for --timeout without --wait."""
     if wait:
         return usual if timeout is None else timeout
     if timeout is not None:
@@ -67,11 +65,11 @@ def configured_deadlines(settings: Sequence[str] | None) -> Deadlines:
     The result goes back into the environment: an engine that this process launches waits by the same values.
     Raises typer.BadParameter for what cannot be.
     """
-    together = " ".join((os.environ.get(ENVIRONMENT, ""), *(settings or ()))).strip()
+    text = " ".join((os.environ.get(ENVIRONMENT, ""), *(settings or ()))).strip()
     try:
-        deadlines = Deadlines().changed(together)
+        deadlines = Deadlines().changed(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=f"--deadline or {ENVIRONMENT}") from error
-    if together:
-        os.environ[ENVIRONMENT] = together
+    if text:
+        os.environ[ENVIRONMENT] = text
     return deadlines

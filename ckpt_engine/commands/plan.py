@@ -1,4 +1,4 @@
-"""``ckpt-engine plan``: what an update of a model would do on a cluster, told without the cluster."""
+"""``ckpt-engine plan``: predicts an update of a model on a cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from ckpt_engine.commands.choices import Dtype, GpuLink, Policy, TrainerMemory, Until
 from ckpt_engine.commands.engine_choice import Engine
-from ckpt_engine.commands.progress import refused
+from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.kinds import DEFAULT, UnknownAdapterError
 
@@ -23,38 +23,38 @@ def plan(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="fsdp=N, or tp=N,pp=N,ep=N; either with ,dp=N for copies of it all; or files, for a checkpoint.",
+            help="fsdp=N, or tp=N,pp=N,ep=N; either with ,dp=N for copies of the model; or files, for a checkpoint.",
         ),
     ] = "fsdp=1",
-    replicas: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
-    engine: Annotated[Engine, typer.Option(help="Of the replicas.")] = DEFAULT,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="Engine of the replicas.")] = DEFAULT,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of a replica.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism of a replica.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism: so many groups of its tp workers.")] = 1,
-    dtype: Annotated[Dtype | None, typer.Option(help="As what weights are served. Default: the files'.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of served weights. Default: the files'.")] = None,
     trainer_memory: Annotated[TrainerMemory, typer.Option(help="Where the trainer's weights lie.")] = TrainerMemory.GPU,
     cpu: Annotated[bool, typer.Option("--cpu", help="Workers have no GPUs.")] = False,
     trainer_hosts: Annotated[
-        int | None, typer.Option(min=1, help="Of the trainer's ranks. Default: as few as hold them.")
+        int | None, typer.Option(min=1, help="Hosts of the trainer's ranks. Default: as few as possible.")
     ] = None,
     hosts: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Of the replicas, none of them the trainer's. Default: the trainer's, if their GPUs suffice; else as "
-            "few as hold them.",
+            help="Hosts of the replicas, none of them the trainer's. Default: the trainer's hosts, if their GPUs "
+            "suffice; else as few as possible.",
         ),
     ] = None,
     same_gpus: Annotated[bool, typer.Option("--same-gpus", help="Workers are on the trainer's GPUs.")] = False,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs that a host has.")] = 8,
     gpu_link: Annotated[GpuLink, typer.Option(help="How GPUs of a host reach each other.")] = GpuLink.NVLINK,
     network: Annotated[
-        str, typer.Option(metavar="RATE", help="Of each host's network, such as 100Gbit/s. Default: 5.6GB/s, measured.")
+        str, typer.Option(metavar="RATE", help="Rate of each host's network, such as 100Gbit/s. Default: 5.6GB/s.")
     ] = "",
-    relays: Annotated[bool, typer.Option("--relays/--no-relays", help="One on each host.")] = True,
+    relays: Annotated[bool, typer.Option("--relays/--no-relays", help="A relay on each host.")] = True,
     everything: Annotated[bool, typer.Option("--everything", help="Relays hold the whole model.")] = False,
-    relay_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each relay may take, such as 200GiB.")] = "",
-    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="What each host has, such as 2TiB.")] = "",
+    relay_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each relay, such as 200GiB.")] = "",
+    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each host, such as 2TiB.")] = "",
     prefetch: Annotated[
         Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
     ] = Policy.AUTO,
@@ -62,7 +62,7 @@ def plan(
     rates: Annotated[Path | None, typer.Option(help="A JSON file of rates that you measured: docs/plan.md.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print every edge, as one JSON object.")] = False,
 ) -> None:
-    """Tells what an update would do: bytes of each edge, memory, seconds, what cannot be.
+    """Predict an update: bytes of each edge, memory, seconds, and what is impossible.
 
     Needs no GPU, no engine and no manager: the manager's own planner works on shapes and layouts.
 
@@ -78,7 +78,7 @@ def plan(
     from ckpt_engine.planning.update import plan_update
     from ckpt_engine.planning.words import as_text
 
-    asked = PlanOptions(
+    options = PlanOptions(
         model=model,
         trainer=trainer,
         replicas=replicas,
@@ -104,12 +104,12 @@ def plan(
         rates=rates,
     )
     try:
-        question, known = question_of(asked), rates_of(asked)
+        question, link_rates = question_of(options), rates_of(options)
         answer = plan_update(question)
-        forecast = foresee(answer, known, asked.engine, until is Until.HELD)
-        setting = setting_of(asked, question)
+        forecast = foresee(answer, link_rates, options.engine, until is Until.HELD)
+        setting = setting_of(options, question)
     except CkptEngineError as error:
-        raise refused("plan", error, json_output) from error
+        raise refusal_exit("plan", error, json_output) from error
     except UnknownAdapterError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
     typer.echo(json.dumps(as_json(answer, forecast, setting)) if json_output else as_text(answer, forecast, setting))

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from starlette.types import ASGIApp
 
-from ckpt_engine.addresses import MANAGER, check_reach, join_address, listening, split_address
+from ckpt_engine.addresses import MANAGER, check_reach, join_address, listen_on, split_address
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import Level, LogForm
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr
@@ -25,21 +25,21 @@ from ckpt_engine.http_server import HttpServer
 from ckpt_engine.security.server import ServerSecurity
 
 RUNS_BYTES = 8
-"""What a lineage's name gets behind it when a run starts again."""
+"""Bytes that are appended to a lineage's name when a run starts again."""
 
 
 def prime_rl(
     manager: Manager = MANAGER,
     listen: Annotated[
-        str, typer.Option(help="For prime-rl's `admin_base_url`, host:port. Port 0 takes a free one.")
+        str, typer.Option(help="Address for prime-rl's `admin_base_url`, host:port. Port 0 takes a free one.")
     ] = "127.0.0.1:8100",
     lineage: Annotated[
-        str, typer.Option(help="What versions (prime-rl's steps) count in. Default: a fresh one at each start.")
+        str, typer.Option(help="Lineage of the versions (prime-rl's steps). Default: a fresh one at each start.")
     ] = "",
     pool: Pool = "",
-    replicas: Annotated[int, typer.Option(min=0, help="So many must be connected before /health says so.")] = 1,
+    replicas: Annotated[int, typer.Option(min=0, help="Replicas that must be connected for /health.")] = 1,
     min_replicas: Annotated[
-        int | None, typer.Option(min=0, help="So many suffice for an update. Default: all must serve.")
+        int | None, typer.Option(min=0, help="Replicas that suffice for an update. Default: all.")
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="A name for /v1/models; repeatable.")] = None,
     timeout: Timeout = None,
@@ -47,7 +47,7 @@ def prime_rl(
     key: Key = None,
     client_authority: ClientAuthority = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="Ask callers for tokens with a grant `trainer/...`, see docs/security.md.")
+        Path | None, typer.Option(help="Require tokens with a grant `trainer/...` from callers, see docs/security.md.")
     ] = None,
     insecure: Insecure = False,
     log_level: LogLevel = Level.INFO,
@@ -82,16 +82,16 @@ def prime_rl(
             loopback=is_loopback(host),
             deadlines=configured_deadlines(None),
         )
-        bound = listening(listen)
+        listener = listen_on(listen)
     except CkptEngineError as error:
         log.error("%s", error.problem.message)
         raise typer.Exit(error.exit_status) from error
     scheme = "http" if certificate is None else "https"
-    log.info("prime-rl: admin_base_url = %s://%s/v1", scheme, join_address(host, bound.getsockname()[1]))
-    asyncio.run(_serve(Facade(settings).application(), security, bound))
+    log.info("prime-rl: admin_base_url = %s://%s/v1", scheme, join_address(host, listener.getsockname()[1]))
+    asyncio.run(_serve(Facade(settings).application(), security, listener))
 
 
-async def _serve(application: ASGIApp, security: ServerSecurity, bound: socket.socket) -> None:
+async def _serve(application: ASGIApp, security: ServerSecurity, listener: socket.socket) -> None:
     server = HttpServer(application, security)
 
     def end() -> None:
@@ -99,4 +99,4 @@ async def _serve(application: ASGIApp, security: ServerSecurity, bound: socket.s
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
-    await server.serve(sockets=[bound])
+    await server.serve(sockets=[listener])

@@ -23,11 +23,11 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print all of the report: a row a replica.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole report, with a row a replica.")]
 
 
 class _Lines(AbstractContextManager["_Lines"]):
-    """A plain line for each new stage of each replica: for logs and pipes. quiet: nothing at all."""
+    """Prints a plain line for each new stage of each replica: for logs and pipes. quiet: prints nothing."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -37,10 +37,10 @@ class _Lines(AbstractContextManager["_Lines"]):
         self._last.clear()
 
     def progress(self, progress: manager_pb2.UpdateProgress) -> None:
-        said = describe(progress)
-        if not self._quiet and self._last.get(progress.replica) != said:
-            self._last[progress.replica] = said
-            typer.echo(f"{progress.replica or 'update'}: {said}", err=True)
+        line = describe(progress)
+        if not self._quiet and self._last.get(progress.replica) != line:
+            self._last[progress.replica] = line
+            typer.echo(f"{progress.replica or 'update'}: {line}", err=True)
 
 
 class _Bars(AbstractContextManager["_Bars"]):
@@ -77,20 +77,20 @@ class _Bars(AbstractContextManager["_Bars"]):
 
 
 def describe(progress: manager_pb2.UpdateProgress) -> str:
-    """What is going on, in a few words: what the manager says of the whole, or the stage of a replica."""
+    """The current step in a few words: the manager's message about the whole, or a replica's stage."""
     return progress.message or (enum_word(manager_pb2.Stage, progress.stage) if progress.stage else "waiting")
 
 
-Shown = _Lines | _Bars
+ProgressDisplay = _Lines | _Bars
 
 
-def shown(quiet: bool) -> Shown:
-    """What shows progress: bars on a terminal, lines elsewhere, nothing if it is to be quiet."""
+def progress_display(quiet: bool) -> ProgressDisplay:
+    """Bars on a terminal, lines elsewhere, nothing if quiet."""
     return _Bars() if not quiet and Console(stderr=True).is_terminal else _Lines(quiet)
 
 
-def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
-    """Says why there is no report; to be raised."""
+def refusal_exit(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:
+    """Prints why there is no report; returns the exit to raise."""
     if json_output:
         typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
     else:
@@ -98,15 +98,18 @@ def refused(command: str, error: CkptEngineError, json_output: bool) -> typer.Ex
     return typer.Exit(error.exit_status)
 
 
-def interrupted(command: str) -> typer.Exit:
-    """Somebody pressed Ctrl-C; to be raised."""
+def interrupt_exit(command: str) -> typer.Exit:
+    """Prints what Ctrl-C leaves behind; returns the exit to raise."""
     typer.echo(f"ckpt-engine {command}: interrupted; what the replicas do is in `ckpt-engine status`", err=True)
     return typer.Exit(130)
 
 
-def told(report: UpdateReport, json_output: bool, verbose: bool) -> typer.Exit:
-    """Prints the report, in two lines or all of it (verbose); to be raised. Its status is 0 only if all is well and
-    verified, or all that was asked for was that relays hold the version, or what an update would do."""
-    said = json.dumps(report.to_dict()) if json_output else printable(report.details if verbose else str(report))
-    typer.echo(said)
+def report_exit(report: UpdateReport, json_output: bool, verbose: bool) -> typer.Exit:
+    """Prints the report, in two lines or all of it (verbose); returns the exit to raise.
+
+    The status is 0 if the update is ok and verified, if the call ended when relays held the version (--until held), or
+    if a dry run is ok.
+    """
+    text = json.dumps(report.to_dict()) if json_output else printable(report.details if verbose else str(report))
+    typer.echo(text)
     return typer.Exit(0 if report.held or (report.ok and (report.verified or report.dry_run)) else 1)

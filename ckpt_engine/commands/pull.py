@@ -11,37 +11,37 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager
 from ckpt_engine.commands.options import configured_deadlines
-from ckpt_engine.commands.progress import refused
+from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.extras import require
 
 
 def pull(
-    directory: Annotated[Path, typer.Argument(help="Is made; it may be there if it is empty.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write; it is created, or must be empty.")],
     manager: Manager = MANAGER,
-    version: Annotated[int | None, typer.Option(min=0, help="By its number. Default: the latest one.")] = None,
+    version: Annotated[int | None, typer.Option(min=0, help="Number of the version. Default: the latest.")] = None,
     lineage: Annotated[
-        str | None, typer.Option(help="Of which run. Default: the only one of which a version can be read.")
+        str | None, typer.Option(help="Lineage of the version. Default: the only one with a readable version.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")] = False,
 ) -> None:
     """Write the weights of a version into a directory, as safetensors files, each tensor verified.
 
-    They come from relays that hold it, or from a trainer that keeps it sealed. Configuration and tokenizer are not
-    among them. The directory is there whole or not at all.
+    They come from relays that hold it, or from a trainer that keeps it sealed, without configuration and tokenizer.
+    The directory appears only when it is complete.
     """
     try:
         checked_address(manager)
         require("trainer", "torch", "numpy", what="this command")
         from ckpt_engine.reading import pulling  # takes seconds, for which no mistake above should wait
 
-        told = _Told(quiet=json_output)
+        progress = _ProgressLines(quiet=json_output)
         name, number = pulling.pull(
-            manager, directory, lineage, version, on_progress=told, deadlines=configured_deadlines(None)
+            manager, directory, lineage, version, on_progress=progress, deadlines=configured_deadlines(None)
         )
     except CkptEngineError as error:
-        raise refused("pull", error, json_output) from error
+        raise refusal_exit("pull", error, json_output) from error
     except KeyboardInterrupt:
         typer.echo(f"ckpt-engine pull: interrupted; {directory} is as it was", err=True)
         raise typer.Exit(130) from None
@@ -51,8 +51,8 @@ def pull(
         typer.echo(f"version {number} of lineage {name!r} is in {directory}, verified")
 
 
-class _Told:
-    """A line for each tenth that is written."""
+class _ProgressLines:
+    """Prints a line for each tenth that is written."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._tenths = quiet, 0

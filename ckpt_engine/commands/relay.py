@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ckpt_engine.relay.settings import RelaySettings
 
 TAKEN = 4
-"""The exit status of a relay whose directory another one has."""
+"""Exit status of a relay if another relay has its directory."""
 
 
 class RelayScope(StrEnum):
-    """What a relay wants of a version."""
+    """Which part of a version a relay holds."""
 
     NEEDS = "needs"
     EVERYTHING = "everything"
@@ -40,39 +40,39 @@ def relay(
         str,
         typer.Option(
             envvar="CKPT_ENGINE_RELAY_MEMORY",
-            help="For two versions, such as 200GiB. Default: half of what this host has left.",
+            help="Memory for two versions, such as 200GiB. Default: half of what this host has left.",
         ),
     ] = "",
     hold: Annotated[
-        RelayScope, typer.Option(help="What this host's workers need of a version, or all of the model.")
+        RelayScope, typer.Option(help="Hold what this host's workers need of a version, or the whole model.")
     ] = RelayScope.NEEDS,
     directory: Annotated[
         Path | None,
         typer.Option(
             envvar="CKPT_ENGINE_RELAY_DIRECTORY",
-            help="Where it has its socket; replicas need the same. Default: docs/relays.md.",
+            help="Directory of its socket; replicas need the same. Default: docs/relays.md.",
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this relay. Default: this host's.")] = "",
     user: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Id of another user whose replicas may read, besides this one and root; repeatable."),
+        typer.Option(min=0, help="Id of a user with replicas that may read, beside this user and root; repeatable."),
     ] = None,
     slot_grace: Annotated[
-        float, typer.Option(help="Seconds that a reader may keep a version which is to be overwritten.", min=0)
+        float, typer.Option(help="Seconds that a reader may keep a version that is to be overwritten.", min=0)
     ] = 30.0,
     listen: Annotated[
         str,
         typer.Option(
             envvar="CKPT_ENGINE_RELAY_LISTEN",
-            help="HOST:PORT at which relays of other hosts reach it; port 0: a free one. Default: none of them does.",
+            help="HOST:PORT for relays of other hosts; port 0: a free one. Default: not reachable from other hosts.",
         ),
     ] = "127.0.0.1:0",
     advertise: Annotated[
         str,
         typer.Option(
             envvar="CKPT_ENGINE_ADVERTISE",
-            help="Name or IP at which they do. Default: the one it listens on; of all: the one towards the manager.",
+            help="Name or IP at which they reach it. Default: that of --listen; if that is all: towards the manager.",
         ),
     ] = "",
     insecure: Annotated[
@@ -103,11 +103,11 @@ def relay(
     log_level: LogLevel = Level.INFO,
     log_format: LogFormat = LogForm.TEXT,
 ) -> None:
-    """Runs this host's relay: weights wait in its memory while engines generate.
+    """Run this host's relay: weights wait in its memory while engines generate.
 
-    One a host (a directory). Stays until SIGTERM or Ctrl-C; a manager that is away is dialled again and again. Exits
-    with 0 when it was asked to stop, 4 when another relay has the directory, 2 for options that cannot be, 1 for
-    anything else. How much memory: docs/relays.md.
+    One a host (a directory). Runs until SIGTERM or Ctrl-C; a manager that does not answer is dialled again and again.
+    Exits with 0 after SIGTERM or Ctrl-C, 4 if another relay has the directory, 2 for invalid options, 1 for anything
+    else. How much memory it needs: docs/relays.md.
     """
     require("trainer", "torch", "numpy", what="this command")
     from ckpt_engine.host.relay_directory import DIRECTORY
@@ -152,7 +152,7 @@ def relay(
 
 
 async def _run(settings: RelaySettings, until_stdin_ends: bool) -> None:
-    """until_stdin_ends: of whoever started this one, however that ends."""
+    """until_stdin_ends: stop also when the process that started this one ends, which closes its standard input."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,6 +1,6 @@
-"""What commands and variables were called before, and what each is called now: an old spelling is answered, not run.
+"""Old names of commands and variables, and their new ones: an old spelling is answered with the new one, not run.
 
-Decides nothing about how a command line is read; `cli.py` asks once it knows the words of one.
+Decides nothing about how a command line is read: `cli.py` asks once it knows the words of one.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ COMMANDS: Mapping[str, str] = {
 _HELP = ("-h", "--help")
 
 VARIABLES = ("CKPT_ENGINE_SERVE_", "CKPT_ENGINE_MANAGER_")
-"""How the manager's variables began, and begin."""
+"""Old and new prefix of the manager's variables."""
 
 
-def command_now(words: Sequence[str], behind: Sequence[str]) -> tuple[str, str] | None:
-    """How the command was spelled and is spelled now; None: it has not been renamed.
+def command_now(words: Sequence[str], rest: Sequence[str]) -> tuple[str, str] | None:
+    """Old and new spelling of a command; None: it has not been renamed.
 
-    words: that are read as the command, or as one; behind: what follows them.
+    words: read as the command. rest: the arguments after them.
     """
-    if list(words) == ["replica"] and (not behind or not behind[0].startswith("-") or behind[0] in _HELP):
+    if list(words) == ["replica"] and (not rest or not rest[0].startswith("-") or rest[0] in _HELP):
         return None
-    for typed in (" ".join((*words, *behind[:1])), " ".join(words)):
-        if typed in COMMANDS:
-            return typed, COMMANDS[typed]
+    for spelling in (" ".join((*words, *rest[:1])), " ".join(words)):
+        if spelling in COMMANDS:
+            return spelling, COMMANDS[spelling]
     return None
 
 
 def variables_now(environment: Mapping[str, str]) -> dict[str, str]:
-    """What variables that are set are called now, by what they were called."""
-    before, now = VARIABLES
-    return {name: now + name.removeprefix(before) for name in sorted(environment) if name.startswith(before)}
+    """New names of variables that are set under their old ones, by the old name."""
+    old, new = VARIABLES
+    return {name: new + name.removeprefix(old) for name in sorted(environment) if name.startswith(old)}

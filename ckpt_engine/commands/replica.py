@@ -1,4 +1,4 @@
-"""``ckpt-engine replica list|retry|hold|release|evict|sleep|wake``: which there are, and what is done about some."""
+"""``ckpt-engine replica list|retry|hold|release|evict|sleep|wake``: lists replicas and acts on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` 
 
 def list_replicas(
     manager: Manager = MANAGER,
-    pool: Annotated[str | None, typer.Option(help="Of one pool. Default: all.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Only this pool. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array, as of `status`.")] = False,
 ) -> None:
     """Show each replica: what it serves and is to serve, and why these differ."""
@@ -40,8 +40,8 @@ def list_replicas(
 def retry(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
     """Bring a quarantined replica to the latest version now, however often that has failed before.
 
-    Exits with 1 and says why if that cannot work, for example because no source of that version stays sealed, and with
-    --wait if the replica does not hold that version in time.
+    Exits with 1 and the reason if that cannot work, for example because no source of that version stays sealed; with
+    --wait also if the replica does not hold that version in time.
     """
     seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
     answer = ask_manager(manager, lambda client: client.retry(name), f"retry of {name}")
@@ -52,22 +52,22 @@ def retry(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: T
 def hold(
     name: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For people: shown in status until it is released.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, shown in status until the release.")] = "",
 ) -> None:
-    """Leave a replica as it is until it is released: nothing brings it to what it is to serve.
+    """Leave a replica as it is until it is released, also in updates and rollbacks.
 
-    Updates and rollbacks leave it out, and are refused if they name it; what has begun with it goes on. It serves on,
-    sleeps and wakes. It stays held when its agent or the manager is restarted.
+    Updates and rollbacks leave it out, and are refused if they name it; a running one goes on. It still serves, sleeps
+    and wakes. It stays held when its agent or the manager is restarted.
     """
     answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
-    held = OperatorHold(answer.since, answer.reason)
-    typer.echo(f"replica {name}: {held.told(name)}")
+    operator_hold = OperatorHold(answer.since, answer.reason)
+    typer.echo(f"replica {name}: {operator_hold.told(name)}")
 
 
 def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:
-    """Let a replica that was held be brought to what it is to serve again.
+    """Release a held replica: it is brought to what it is to serve again.
 
-    Exits with 1 and says why, with --wait, if the replica does not hold that in time.
+    With --wait exits with 1 and the reason if the replica does not hold that in time.
     """
     seconds = seconds_to_wait(wait, timeout, configured_deadlines(None).catch_up)
     answer = ask_manager(manager, lambda client: client.release(name), f"release of {name}")
@@ -76,12 +76,12 @@ def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout:
 
 
 def _wait_for(name: str, manager: str, seconds: float | None) -> None:
-    """Until a replica holds what it is to serve; says so. seconds: at most; None: it is not waited for. Exits with 1
-    and the reason if it does not."""
+    """Waits until a replica holds what it is to serve, and prints that. seconds: at most; None: returns at once. Exits
+    with 1 and the reason if it does not."""
     if seconds is None:
         return
 
-    async def held(client: AsyncClient) -> str:
+    async def await_version(client: AsyncClient) -> str:
         end = time.monotonic() + seconds
         while True:
             found = next((each for each in await client.replicas() if each.name == name), None)
@@ -95,17 +95,17 @@ def _wait_for(name: str, manager: str, seconds: float | None) -> None:
                 raise deadline(f"it does not hold what it is to serve after {seconds:g} s: {why}", replica=name)
             await asyncio.sleep(POLL_SECONDS)
 
-    typer.echo(f"replica {name}: {ask_manager(manager, held, f'{name}, up to {seconds:g} s')}")
+    typer.echo(f"replica {name}: {ask_manager(manager, await_version, f'{name}, up to {seconds:g} s')}")
 
 
 def evict(
     name: Name,
     manager: Manager = MANAGER,
-    reason: Annotated[str, typer.Option(help="For the log of its agent.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the log of its agent.")] = "",
 ) -> None:
-    """Take a replica out: its agent ends for good, and with it an engine that it launched. Its name is free then.
+    """Take a replica out: its agent ends for good, with the engine that it launched. Then its name is free.
 
-    Updates do not count it any more. One whose agent is not connected is forgotten; its engine stays as it is.
+    Updates do not count it any more. Without a connected agent it is only forgotten; its engine stays as it is.
     """
     answer = ask_manager(manager, lambda client: client.evict(name, reason), f"eviction of {name}")
     typer.echo(
@@ -120,7 +120,7 @@ def sleep(
     level: Annotated[int, typer.Option(help="1 keeps weights on the host, 2 discards them.", min=1)] = 1,
     timeout: Timeout = None,
 ) -> None:
-    """Close replicas and give their memory up, until they are woken; an update wakes hybrid ones.
+    """Close replicas and have them give their memory up, until they are woken; an update wakes hybrid ones.
 
     Exits with 1 if one of them does not sleep, and says why.
     """
@@ -135,10 +135,12 @@ def wake(
     replicas: Names = None,
     manager: Manager = MANAGER,
     pool: Pool = "",
-    tag: Annotated[list[Tag] | None, typer.Option(help="Weights first; repeatable. Default: both.")] = None,
+    tag: Annotated[
+        list[Tag] | None, typer.Option(help="Memory to take back, weights first; repeatable. Default: both.")
+    ] = None,
     timeout: Timeout = None,
 ) -> None:
-    """Take the memory of replicas back. One whose weights were discarded serves again after its next update.
+    """Have replicas take their memory back. One that discarded its weights serves again after its next update.
 
     Exits with 1 if one of them does not wake, and says why.
     """
@@ -150,11 +152,11 @@ def wake(
 
 
 def _show_results(results: Sequence[manager_pb2.SleepWakeResult], done: str) -> None:
-    """One line a replica; exits with 1 if there is a problem among them."""
-    failed = False
+    """Prints one line a replica; exits with 1 if one of them has a problem."""
+    any_problem = False
     for result in results:
         wrong = result.HasField("problem")
-        failed = failed or wrong
+        any_problem = any_problem or wrong
         typer.echo(f"replica {result.replica}: {result.problem.message if wrong else done}", err=wrong)
-    if failed:
+    if any_problem:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``ckpt-engine status``: who is connected, what every replica serves, what the manager is doing."""
+"""``ckpt-engine status``: which members are connected, what every replica serves, what the manager is doing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import AsyncClient
-from ckpt_engine.commands.asking import Manager, failed, refusal_of
+from ckpt_engine.commands.asking import Manager, failure_exit, refusal_of
 from ckpt_engine.commands.lineage import table as lineage_table
 from ckpt_engine.commands.lines import Text
 from ckpt_engine.core.enums import enum_word
@@ -50,7 +50,7 @@ def status(
     try:
         asyncio.run(_show(manager, watch, json_output))
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(0 if watch else 130) from None
 
@@ -70,31 +70,31 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
 
 
 async def _watch(client: AsyncClient, first: RenderableType) -> None:
-    """Shows what is new, for ever: in place on a terminal; elsewhere, one below the other, whenever it has changed."""
+    """Shows the status for ever: in place on a terminal; elsewhere prints it again whenever it has changed."""
     console = _console()
-    shown = ""
+    last_text = ""
     with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         tables = first
         while True:
             if live is not None:
                 live.update(tables, refresh=True)
-            elif (text := _plain(tables)) != shown:
+            elif (text := _plain(tables)) != last_text:
                 console.print(time.strftime("%H:%M:%S"), text, sep="\n", markup=False, highlight=False)
-                shown = text
+                last_text = text
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 tables = as_tables(client.address, await client.status(), console.width >= WIDE)
             except CkptEngineError as error:
-                # Managers are restarted; whoever watches wants to see it come back.
+                # Managers are restarted: go on, so that the user sees it come back.
                 tables = Text(refusal_of(client.address, error), style="red")
 
 
 WIDE = 120
-"""Columns of a terminal that has room for everything; the tables of a narrower one leave the least needed out."""
+"""Columns that a terminal needs for everything; in a narrower one tables leave out what is least needed."""
 
 
 def _console() -> Console:
-    """A console for which, in a pipe or a file, lines are as long as they are."""
+    """A console that does not wrap lines in a pipe or a file."""
     return Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
 
 
@@ -105,7 +105,7 @@ def _plain(tables: RenderableType) -> str:
 
 
 def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = True) -> Group:
-    """The status for a terminal; one that is not `wide` has 80 columns."""
+    """The status as tables. wide: the terminal has `WIDE` columns; else 80 are assumed."""
     latest = _version(answer.latest, wide) if answer.HasField("latest") else "none yet"
     about = f"ckpt-engine {answer.software_version}   cluster {answer.fence.cluster[:8]}   epoch {answer.fence.epoch}"
     head = Text.assemble(
@@ -127,7 +127,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
 
 
 def show_replicas(replicas: Sequence[manager_pb2.ReplicaStatus]) -> None:
-    """Prints these alone, and what troubles them."""
+    """Prints the table of these replicas, and their problems."""
     console = _console()
     troubles = _troubles(manager_pb2.GetStatusResponse(replicas=replicas))
     console.print(_replicas(replicas, console.width >= WIDE), *troubles, sep="\n")
@@ -143,12 +143,12 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
-    """Why replicas do not serve, why they could not take the last version, and whose engine's labels are not to be
-    trusted; and which relays are slow: below the table, where there is room. Yellow: it serves."""
+    """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
+    labels; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
-        trouble = "; ".join(said for said in (unfit, replica.closed_reason, _drift(replica)) if said)
+        trouble = "; ".join(reason for reason in (unfit, replica.closed_reason, _drift(replica)) if reason)
         if trouble and replica.HasField("hold"):
             lines.append(Text(f"{replica.name}: {trouble}; it is {_hold(replica)}", style="red"))
         elif trouble:
@@ -170,26 +170,26 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
 
 
 def _drift(replica: manager_pb2.ReplicaStatus) -> str:
-    """What it is to serve and does not hold, and why, unless other words say so; empty: it does."""
+    """What the replica is to serve and does not hold, and why. Empty: it holds it, or another line says why not."""
     if not replica.HasField("drift") or not replica.connected or replica.HasField("unfit") or replica.HasField("hold"):
         return ""
-    said = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
-    after = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
-    return f"{said}: {replica.drift.reason}{after if replica.drift.HasField('next_attempt_seconds') else ''}"
+    target = f"it is to serve version {replica.desired.version} of {replica.desired.lineage}"
+    retry = f"; next attempt in {replica.drift.next_attempt_seconds:.0f} s"
+    return f"{target}: {replica.drift.reason}{retry if replica.drift.HasField('next_attempt_seconds') else ''}"
 
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:
-    """That an operator holds it, and what waits for its release."""
-    said = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
+    """Says that an operator holds the replica, and what waits for its release."""
+    hold = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
     waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
-    return said + (waits if replica.HasField("drift") else "")
+    return hold + (waits if replica.HasField("drift") else "")
 
 
 def _gpus(gpus: Sequence[weights_pb2.Gpu]) -> str:
-    """The start of each one's UUID, and its name once: "GPU-3fa91c02 (NVIDIA H200)"."""
+    """The start of each GPU's UUID, and each name once: "GPU-3fa91c02 (NVIDIA H200)"."""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus if gpu.name))
-    said = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
-    return f"{said} ({names})" if names else said
+    uuids = ", ".join(gpu_uuid(gpu.uuid)[:12] for gpu in gpus)
+    return f"{uuids} ({names})" if names else uuids
 
 
 def _trainers(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
@@ -210,7 +210,7 @@ def _trainers(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
 
 
 def _relays(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
-    """Relays, and whoever else holds sealed versions."""
+    """Relays and other holders of sealed versions."""
     titles = ("relay", "state", "holds", "memory", "host", "last filling") if wide else ("relay", "state", "holds")
     table = Table(title="Relays", title_justify="left", box=None)
     for title in titles:
@@ -238,14 +238,14 @@ def _holder_state(holder: manager_pb2.HolderStatus) -> str:
 
 
 def _last_filling(holder: manager_pb2.HolderStatus) -> str:
-    """What it brought, from whom and how long it took; or why it did not."""
+    """Bytes of the last filling by source, and its seconds; or why it failed."""
     if not holder.HasField("last_filled"):
         return ""
     last = holder.last_filled
     if last.HasField("problem"):
         return f"version {last.identity.version}: {last.problem.message}"
-    brought = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in last.brought)
-    return f"version {last.identity.version}: {brought or 'nothing'} in {last.fill_seconds:.3f} s"
+    amounts = ", ".join(f"{human_bytes(each.bytes)} from {each.source}" for each in last.brought)
+    return f"version {last.identity.version}: {amounts or 'nothing'} in {last.fill_seconds:.3f} s"
 
 
 def _replicas(replicas: Sequence[manager_pb2.ReplicaStatus], wide: bool) -> Table:

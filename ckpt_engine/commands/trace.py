@@ -1,4 +1,4 @@
-"""``ckpt-engine trace``: one update as a timeline that Perfetto shows, with what was to be expected beside it."""
+"""``ckpt-engine trace``: writes one update as a timeline for Perfetto, with a prediction beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.addresses import MANAGER
-from ckpt_engine.commands.asking import Manager, failed
+from ckpt_engine.commands.asking import Manager, failure_exit
 from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, seconds_to_wait
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.prediction import Rates, measured
@@ -20,7 +20,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.report import human_bytes
 from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
-from ckpt_engine.timeline.predicted import Compared, drawn
+from ckpt_engine.timeline.predicted import StageComparison, draw_with_prediction
 from ckpt_engine.timeline.tracks import Timeline
 from ckpt_engine.v1 import manager_pb2
 
@@ -29,82 +29,80 @@ ODD_SHOWN = 5
 
 
 def trace(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="What to write; - is standard output.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is standard output.")],
     version: Annotated[
         int | None,
-        typer.Argument(min=0, help="The version that the update brought; of several updates to it the newest."),
+        typer.Argument(min=0, help="Version of the update; if there were several, the newest is shown."),
     ] = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="The update by its epoch, instead of a version.")] = None,
     manager: Manager = MANAGER,
     lineage: Annotated[
-        str | None, typer.Option(help="Of which run. Default: the only one that has this version.")
+        str | None, typer.Option(help="Lineage of the version. Default: the only one that has it.")
     ] = None,
     rates: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="JSON: what links, copies and digests do here. Default: as was measured once."
-        ),
+        typer.Option(metavar="FILE", help="JSON file with rates of links, copies and digests. Default: measured ones."),
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
-    """Write an update as a trace: who did what when, and which bytes went where.
+    """Write an update as a trace: what each process did when, and which bytes went where.
 
-    FILE is JSON that Perfetto opens. It shows the manager, trainers, relays, agents and workers on one clock; how wrong
-    that may be for each is said there and here. Beside what the stages took is what they should have taken, by their
-    bytes and by rates: see docs/timeline.md.
+    FILE is JSON for Perfetto. It shows the manager, trainers, relays, agents and workers on one clock; the error of
+    each clock is in FILE and printed here. Beside the time of each stage it shows a prediction by bytes and rates: see
+    docs/timeline.md.
 
-    Exits with 1 and says why if there is no such update, or FILE cannot be written.
+    Exits with 1 and the reason if there is no such update, or FILE cannot be written.
     """
     if (version is None) == (epoch is None):
         raise typer.BadParameter("name the update by its version, or by its epoch with --epoch: one of the two")
     limit = seconds_to_wait(wait, timeout, configured_deadlines(None).update)
-    known = _rates(rates)
+    link_rates = _rates(rates)
     _check(output, force)
     try:
         report, places = asyncio.run(report_of(manager, version, lineage, limit, epoch))
     except CkptEngineError as error:
-        raise failed(manager, error) from error
+        raise failure_exit(manager, error) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    timeline, stages = drawn(report, known, places)
+    timeline, stages = draw_with_prediction(report, link_rates, places)
     _write(output, trace_text(timeline), force)
     typer.echo("\n".join(_summary(report, timeline, stages, output)), err=output == STDOUT)
 
 
 def _rates(path: Path | None) -> Rates:
-    """Raises typer.BadParameter."""
+    """Reads --rates. Raises typer.BadParameter."""
     if path is None:
         return measured()
     try:
         return Rates.of(load_json(path.read_text()), measured())
     except (OSError, UnicodeDecodeError) as error:
-        said = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     except ValueError as error:
-        said = f"{path} is not JSON: {error}"
+        problem = f"{path} is not JSON: {error}"
     except CkptEngineError as error:
-        said = f"{path}: {error.problem.message}"
-    raise typer.BadParameter(said, param_hint="--rates")
+        problem = f"{path}: {error.problem.message}"
+    raise typer.BadParameter(problem, param_hint="--rates")
 
 
 def _check(output: str, force: bool) -> None:
-    """Before the manager is asked. Raises typer.BadParameter for what cannot be written."""
-    path, said = Path(output), ""
+    """Checks --output before the manager is asked. Raises typer.BadParameter for a path that cannot be written."""
+    path, problem = Path(output), ""
     if output == STDOUT:
         return
     if path.is_dir():
-        said = f"{path} is a directory: name a file in it"
+        problem = f"{path} is a directory: name a file in it"
     elif path.exists() and not force:
-        said = f"{path} is there already: --force overwrites it"
+        problem = f"{path} is there already: --force overwrites it"
     elif not path.parent.is_dir():
-        said = f"there is no directory {path.parent}"
-    if said:
-        raise typer.BadParameter(said, param_hint="--output")
+        problem = f"there is no directory {path.parent}"
+    if problem:
+        raise typer.BadParameter(problem, param_hint="--output")
 
 
 def _write(output: str, text: str, force: bool) -> None:
-    """The whole file or none."""
+    """Writes the whole file or none."""
     if output == STDOUT:
         typer.echo(text)
         return
@@ -115,7 +113,7 @@ def _write(output: str, text: str, force: bool) -> None:
         if force:
             part.replace(path)
         else:
-            path.hardlink_to(part)  # never over a file that has come meanwhile
+            path.hardlink_to(part)  # fails if a file was created there meanwhile
     except OSError as error:
         typer.echo(f"ckpt-engine trace: {path} cannot be written: {error.strerror or error}", err=True)
         raise typer.Exit(1) from error
@@ -125,7 +123,7 @@ def _write(output: str, text: str, force: bool) -> None:
 
 
 def _summary(
-    report: manager_pb2.UpdateReport, timeline: Timeline, stages: Sequence[Compared], output: str
+    report: manager_pb2.UpdateReport, timeline: Timeline, stages: Sequence[StageComparison], output: str
 ) -> list[str]:
     """What was written, how wrong its times are, and how the stages compare."""
     identity, edges = report.identity, len(timeline.arrows)
@@ -149,8 +147,8 @@ def _summary(
     lines.append(f"{'stage':<10}{'took':>10}{'predicted':>11}  because")
     for each in stages:
         took = "-" if each.fact is None else f"{each.fact * 1e3:.1f} ms"
-        said, because = "-", "nothing that was measured predicts it"
+        predicted, because = "-", "nothing that was measured predicts it"
         if each.expected is not None:
-            said, because = f"{each.expected.seconds * 1e3:.1f} ms", each.expected.because or "as was measured"
-        lines.append(f"{each.stage:<10}{took:>10}{said:>11}  {because}")
+            predicted, because = f"{each.expected.seconds * 1e3:.1f} ms", each.expected.because or "as was measured"
+        lines.append(f"{each.stage:<10}{took:>10}{predicted:>11}  {because}")
     return lines

@@ -13,36 +13,37 @@ from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode, Policy, Until
 from ckpt_engine.commands.options import Timeout, configured_deadlines
-from ckpt_engine.commands.progress import Verbose, interrupted, refused, shown, told
+from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError, not_found
 from ckpt_engine.extras import require
 from ckpt_engine.options import UpdateOptions
 
 CONNECT_SECONDS = 10.0
-"""The longest that somebody at a terminal waits for a manager; a training run waits longer."""
+"""The longest that a user at a terminal waits for a manager; a training run waits longer."""
 
 LINEAGE = "checkpoint"
-"""Of checkpoint directories, unless told otherwise: one line of versions for whoever calls this again and again."""
+"""Default lineage of checkpoint directories: repeated calls count versions in one lineage."""
 
 
 def update(
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A directory of safetensors files, or one such file, that is read here.")
+        Path | None, typer.Option(help="Directory of safetensors files, or one such file, read on this host.")
     ] = None,
     from_directory: Annotated[
         Path | None,
-        typer.Option(help="The same, read on the manager's host, which allows it: --allow-directory of `manager`."),
+        typer.Option(help="The same, read on the manager's host, which must allow it (manager --allow-directory)."),
     ] = None,
     manager: Manager = MANAGER,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Rises from update to update. Default: the lineage's last one plus one.")
+        int | None,
+        typer.Option(min=0, help="Number of the version; must rise. Default: the lineage's last plus one."),
     ] = None,
     lineage: Annotated[
         str | None,
         typer.Option(
-            help="What the version counts in; going back needs another one. Default: checkpoint, or with "
-            "--from-directory: directory."
+            help="Lineage in which versions count; lower numbers need another one. Default: checkpoint, or directory "
+            "with --from-directory."
         ),
     ] = None,
     pause_mode: Annotated[
@@ -53,12 +54,12 @@ def update(
         int | None,
         typer.Option(
             min=0,
-            help="So many suffice: refuse to update fewer, exit with 0 if so many serve. Default: all must serve.",
+            help="Replicas that suffice: refuse to update fewer, exit with 0 if so many serve. Default: all.",
         ),
     ] = None,
     pool: Pool = "",
     replica: Annotated[
-        list[str] | None, typer.Option(help="Only this one. May be repeated. Default: all of the pool.")
+        list[str] | None, typer.Option(help="Only this replica; repeatable. Default: all of the pool.")
     ] = None,
     prefetch: Annotated[
         Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
@@ -70,7 +71,7 @@ def update(
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what an update would do: nothing is paused or written.")
+        bool, typer.Option("--dry-run", help="Only report what an update would do: pause and write nothing.")
     ] = False,
     verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
@@ -87,8 +88,8 @@ def update(
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
 
-    With --dry-run engines' loaders are recorded and plans are made, and no more: it tells of each replica over which
-    edges it would get the weights, or why not, and exits with 0 if the update would be well.
+    With --dry-run engines' loaders are recorded and plans are made, and no more. For each replica it prints the edges
+    over which it would get the weights, or why not. It exits with 0 if the update would be ok.
     """
     if (checkpoint is None) == (from_directory is None):
         raise typer.BadParameter("name one of them", param_hint="--checkpoint or --from-directory")
@@ -107,7 +108,7 @@ def update(
             "dry_run": dry_run,
         }
         options = cast(UpdateOptions, wishes)
-        with shown(quiet=json_output) as show:
+        with progress_display(quiet=json_output) as display:
             if checkpoint is not None:
                 if not checkpoint.exists():
                     raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
@@ -116,7 +117,7 @@ def update(
 
                 with Trainer(manager, 0, 1, lineage or LINEAGE, deadlines=limits) as trainer:
                     trainer.publish(checkpoint, check_finite=check_finite)
-                    report = trainer.update_weights(version, on_progress=show.progress, **options)
+                    report = trainer.update_weights(version, on_progress=display.progress, **options)
             else:
                 assert from_directory is not None
                 with Client(manager, deadlines=limits) as client:
@@ -125,11 +126,11 @@ def update(
                         version,
                         lineage=lineage or "",
                         check_finite=check_finite,
-                        on_progress=show.progress,
+                        on_progress=display.progress,
                         **options,
                     )
     except CkptEngineError as error:
-        raise refused("update", error, json_output) from error
+        raise refusal_exit("update", error, json_output) from error
     except KeyboardInterrupt:
-        raise interrupted("update") from None
-    raise told(report, json_output, verbose)
+        raise interrupt_exit("update") from None
+    raise report_exit(report, json_output, verbose)

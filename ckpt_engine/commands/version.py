@@ -1,4 +1,4 @@
-"""``ckpt-engine version list``: which versions can be read or gone back to, and what replicas hold."""
+"""``ckpt-engine version list``: lists the versions that can be read or gone back to, and those that replicas hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine.v1 import manager_pb2
 
 def list_versions(
     manager: Manager = MANAGER,
-    lineage: Annotated[str | None, typer.Option(help="Of one run. Default: all.")] = None,
+    lineage: Annotated[str | None, typer.Option(help="Only this lineage. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show each version that a relay or another holder has, or a replica serves: the newest of a run first.
@@ -34,11 +34,11 @@ def list_versions(
 
 def table(versions: Sequence[manager_pb2.VersionStatus]) -> Table:
     """One row a version."""
-    shown = Table("lineage", "version", "root", "held by", "in replicas", box=None)
+    rows = Table("lineage", "version", "root", "held by", "in replicas", box=None)
     for each in versions:
         held, inside = ", ".join(each.holders), ", ".join(each.replicas)
         name, root = each.identity, each.identity.root.hex()
-        shown.add_row(Text(name.lineage), str(name.version), root[:12], Text(held or "-"), Text(inside or "-"))
+        rows.add_row(Text(name.lineage), str(name.version), root[:12], Text(held or "-"), Text(inside or "-"))
     if not versions:
-        shown.add_row(Text("none", style="dim"), "", "", "", "")
-    return shown
+        rows.add_row(Text("none", style="dim"), "", "", "", "")
+    return rows

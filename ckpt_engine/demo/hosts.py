@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces of their own on one switch, each with an interface and an address.
 
-To relays these are hosts: nothing of one is reached from another but over the switch. They share the disk and the
-kernel. All of it goes when the block ends, and also when the process that made it is killed. Linux, root.
+To relays these are hosts: they reach each other only over the switch. They share the disk and the kernel. Everything
+is removed when the block ends, and also when the process that made it is killed. Linux, root.
 """
 
 from __future__ import annotations
@@ -17,51 +17,48 @@ from pathlib import Path
 
 DEVICE = "eth0"
 COMMANDS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-"""What makes them, and the package that has it."""
+"""Commands that make the hosts, and their packages."""
 
 NET = "10.77.0"
-"""Of their addresses. No network of the machine is touched, so it may have the same."""
+"""Start of the hosts' addresses. The machine may use the same network: it is not touched."""
 
 STEP_SECONDS = 30.0
 
 
 class HostsError(Exception):
-    """There can be no such hosts here; the message says what is missing and what to do."""
+    """Such hosts cannot be made here; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True)
 class NetworkHost:
-    """A host of the demo: a network namespace.
+    """A host of the demo: a network namespace."""
 
-    keeper: the process that holds its network. address: of its interface `device`.
-    """
-
-    keeper: int
-    address: str
+    keeper: int  # pid of the process that holds the network
+    address: str  # of its interface `device`
     device: str
 
     @property
     def inside(self) -> list[str]:
-        """What a command is to begin with that runs on this host, with process ids of its own. What it starts ends
-        with it; SIGTERM must be sent to its group."""
+        """The begin of a command that runs on this host, with process ids of its own. What it starts ends with it;
+        SIGTERM must be sent to its group."""
         return [
             *("nsenter", f"--net=/proc/{self.keeper}/ns/net", "--"),
             *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
         ]
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Sockets of this thread, and processes and threads that it starts meanwhile, are on this host's network.
-        Raises OSError."""
-        with open("/proc/thread-self/ns/net", "rb") as before, open(f"/proc/{self.keeper}/ns/net", "rb") as network:
+    def on_network(self) -> Iterator[None]:
+        """Puts this thread, with the processes and threads that it starts meanwhile, on this host's network. Raises
+        OSError."""
+        with open("/proc/thread-self/ns/net", "rb") as former, open(f"/proc/{self.keeper}/ns/net", "rb") as network:
             _enter(network.fileno())
             try:
                 yield
             finally:
-                _enter(before.fileno())
+                _enter(former.fileno())
 
     def sent(self) -> int:
-        """Bytes that left its interface, headers and all, by the kernel's count. Raises HostsError."""
+        """Bytes that left its interface, headers included, by the kernel's count. Raises HostsError."""
         return self._counters()[8]
 
     def received(self) -> int:
@@ -79,18 +76,18 @@ class NetworkHost:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[NetworkHost]]:
-    """So many of them. Raises HostsError."""
+    """Gives so many hosts on one switch, and removes them. Raises HostsError."""
     _check()
-    with ExitStack() as made:
+    with ExitStack() as stack:
         try:
-            switch = _network(made)
+            switch = _network(stack)
             _ip(switch, "link", "add", "switch", "type", "bridge")
             _ip(switch, "link", "set", "switch", "up")
-            found = [_host(made, switch, number) for number in range(1, count + 1)]
+            found = [_host(stack, switch, number) for number in range(1, count + 1)]
         except subprocess.CalledProcessError as error:
-            said = str(error.stderr).strip() or f"`{' '.join(error.cmd)}` failed"
+            problem = str(error.stderr).strip() or f"`{' '.join(error.cmd)}` failed"
             raise HostsError(
-                f"no network namespaces can be made here: {said}; a container needs the capabilities SYS_ADMIN and "
+                f"no network namespaces can be made here: {problem}; a container needs the capabilities SYS_ADMIN and "
                 "NET_ADMIN for it (`docker run --privileged`)"
             ) from error
         yield found
@@ -107,8 +104,8 @@ def _check() -> None:
         )
 
 
-def _network(made: ExitStack) -> int:
-    """A network of its own. Returns its keeper, which ends with the block, or when this process has gone."""
+def _network(stack: ExitStack) -> int:
+    """Makes a network. Returns the pid of its keeper, which ends with the block, or when this process has ended."""
     command = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
     keeper = subprocess.Popen(
         command,
@@ -116,9 +113,9 @@ def _network(made: ExitStack) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for us: the hosts go last
+        start_new_session=True,  # Ctrl-C is for us: the hosts end last
     )
-    made.callback(_end, keeper)
+    stack.callback(_end, keeper)
     assert keeper.stdout is not None
     assert keeper.stderr is not None
     if not keeper.stdout.readline():
@@ -139,8 +136,8 @@ def _end(keeper: subprocess.Popen[str]) -> None:
         keeper.wait(STEP_SECONDS)
 
 
-def _host(made: ExitStack, switch: int, number: int) -> NetworkHost:
-    keeper, port, address = _network(made), f"host{number}", f"{NET}.{number}"
+def _host(stack: ExitStack, switch: int, number: int) -> NetworkHost:
+    keeper, port, address = _network(stack), f"host{number}", f"{NET}.{number}"
     _ip(switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", str(keeper))
     _ip(switch, "link", "set", port, "master", "switch", "up")
     _ip(keeper, "addr", "add", f"{address}/24", "dev", DEVICE)
@@ -154,7 +151,7 @@ def _ip(keeper: int, *arguments: str) -> None:
 
 
 def _enter(network: int) -> None:
-    """os.setns is there from Python 3.12 on."""
+    """Does what os.setns does from Python 3.12 on."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.setns(network, 0):
         number = ctypes.get_errno()

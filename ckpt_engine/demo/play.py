@@ -27,47 +27,45 @@ LINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Act:
-    """One update and what the replicas said after it. report: the trainer's. wire: what went through the hosts'
-    interfaces meanwhile."""
+    """One update, and the replicas' answers after it."""
 
-    report: UpdateReport
-    loss: float
-    """Before the last optimizer step, nats a byte; NaN if there was none yet."""
+    report: UpdateReport  # the trainer's
+    loss: float  # before the last optimizer step, nats a byte; NaN if there was none yet
     recitals: list[Recital]
-    wire: Wire = field(default_factory=lambda: Wire({}))
+    wire: Wire = field(default_factory=lambda: Wire({}))  # bytes through the hosts' interfaces meanwhile
 
     @property
     def verified(self) -> bool:
-        """The update was whole and verified, and each replica answered with its version."""
+        """Whether the update was whole and verified, and each replica answered with its version."""
         served = all(recital.version == self.report.version for recital in self.recitals)
         return self.report.ok and self.report.verified and served
 
     @property
     def matches(self) -> bool:
-        """Every replica recites the text."""
+        """Whether every replica recites the text."""
         return bool(self.recitals) and all(recital.matches for recital in self.recitals)
 
 
 @dataclass
 class Outcome:
-    """What the demo found. problem: why it ended early; empty if it did not."""
+    """The result of a demo."""
 
     settings: DemoSettings
     acts: list[Act] = field(default_factory=list)
     start_seconds: float = 0.0
     play_seconds: float = 0.0
     stop_seconds: float = 0.0
-    problem: str = ""
+    problem: str = ""  # why it ended early; empty if it did not
 
     @property
     def ok(self) -> bool:
-        """All updates were made and verified, and the text is recited in the end."""
+        """Whether all updates were made and verified, and the text is recited in the end."""
         complete = len(self.acts) == self.settings.updates
         return not self.problem and complete and self.verified and self.final_text_matches
 
     @property
     def verified(self) -> bool:
-        """Every update that was made is."""
+        """Whether every update that was made is verified."""
         return bool(self.acts) and all(act.verified for act in self.acts)
 
     @property
@@ -103,31 +101,31 @@ class Outcome:
 
 
 class Show(Protocol):
-    """What the demo tells whoever shows it."""
+    """Shows the demo to a user."""
 
     def state(self, words: str) -> None:
-        """What is going on; replaces what was said before."""
+        """Shows the current step, in place of the last one."""
         ...
 
     def started(self, stage: Stage, seconds: float) -> None: ...
 
     def act(self, act: Act) -> None: ...
 
-    def kept(self, stage: Stage) -> None:
-        """Everything runs on, for who looks at the page."""
+    def stay_open(self, stage: Stage) -> None:
+        """Shows that everything keeps running, for a user of the page."""
         ...
 
 
 async def play(settings: DemoSettings, show: Show) -> Outcome:
-    """Runs the demo. When it returns, or is cancelled, no process of it runs. No file is left, but for the logs of a
-    demo that failed, which its problem names."""
+    """Runs the demo. When it returns, or is cancelled, none of its processes runs. No file remains, but for the logs of
+    a demo that failed, which its problem names."""
     outcome = Outcome(settings)
-    with ExitStack() as made:
-        directory = made.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-engine-demo-"))
         try:
-            found = made.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
+            found = stack.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
             if found:
-                made.enter_context(found[0].entered())
+                stack.enter_context(found[0].on_network())
             stage = Stage(settings, Path(directory), found)
         except HostsError as error:
             outcome.problem = str(error)
@@ -142,35 +140,35 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
         except (DemoError, HostsError) as error:
             outcome.problem = str(error)
         finally:
-            stopping = time.monotonic()
+            stop_start = time.monotonic()
             show.state("stopping")
             await stage.stop()
-            outcome.stop_seconds = time.monotonic() - stopping
-        if outcome.problem and (kept := _keep_logs(Path(directory))):
-            outcome.problem = f"{outcome.problem.replace(directory, kept)}\nThe logs are in {kept}"
+            outcome.stop_seconds = time.monotonic() - stop_start
+        if outcome.problem and (log_directory := _keep_logs(Path(directory))):
+            outcome.problem = f"{outcome.problem.replace(directory, log_directory)}\nThe logs are in {log_directory}"
     return outcome
 
 
 def _keep_logs(directory: Path) -> str:
-    """A new directory with the logs of this one, which goes. Empty: nothing has begun to write one."""
+    """Copies the logs into a new directory, since this one is removed. Empty: there are none."""
     logs = [*directory.glob("*.log"), *directory.glob("**/logs/*.log")]
     if not logs:
         return ""
-    kept = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
+    copy = tempfile.mkdtemp(prefix="ckpt-engine-demo-logs-")
     for log in logs:
-        shutil.copy2(log, kept)
-    return kept
+        shutil.copy2(log, copy)
+    return copy
 
 
 async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outcome) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     await stage.start(show.state)
-    outcome.start_seconds = time.monotonic() - began
+    outcome.start_seconds = time.monotonic() - start
     show.started(stage, outcome.start_seconds)
-    began = time.monotonic()
+    start = time.monotonic()
     loss = math.nan
     while len(outcome.acts) < settings.updates:
-        before = Wire.now(stage.sites)
+        former_wire = Wire.now(stage.sites)
         stage.give_turn()
         while "report" not in (line := await stage.line(LINE_SECONDS)):
             if "problem" in line:
@@ -182,20 +180,20 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
         report = UpdateReport(message)
         if not report.ok:
             raise DemoError(f"the update is not whole:\n{line['table']}")
-        wire = Wire.now(stage.sites).since(before)
+        wire = Wire.now(stage.sites).since(former_wire)
         show.state(f"asking {settings.replicas} replicas to go on from the opening words")
         act = Act(report, loss, await recite(settings.engine, stage.gateway, list(stage.replicas)), wire)
         outcome.acts.append(act)
         show.act(act)
-        outcome.play_seconds = time.monotonic() - began
+        outcome.play_seconds = time.monotonic() - start
     if not settings.page:
         stage.give_turn()
 
 
 async def _keep(stage: Stage, show: Show) -> None:
-    """Returns when this task is cancelled, which is how the demo ends then. Goes on without processes that have ended:
-    the page has buttons that end replicas."""
-    show.kept(stage)
+    """Waits until this task is cancelled, which ends the demo. Processes may have ended by then: the page has buttons
+    that end replicas."""
+    show.stay_open(stage)
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

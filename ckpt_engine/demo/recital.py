@@ -19,25 +19,22 @@ ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Recital:
-    """What one replica answered."""
+    """One replica's answer."""
 
     replica: str
-    version: int
-    """That made the tokens, as the gateway's answer says."""
+    version: int  # that made the tokens, by the gateway's answer
     continuation: bytes
-    matching: int
-    """How many of the first bytes are the text's."""
+    matching: int  # how many of the first bytes are the text's
     seconds: float
 
     @property
     def matches(self) -> bool:
-        """The replica went on exactly as the text does, as far as it was asked to."""
+        """Whether the replica went on exactly as the text does, as far as it was asked to."""
         return self.matching == task.CONTINUATION_BYTES
 
 
 async def recite(engine: str, gateway: str, replicas: Sequence[str]) -> list[Recital]:
-    """What every replica (by name) says, asked at the same time through the gateway at this URL. Raises
-    httpx.HTTPError."""
+    """Asks every replica (by name) at the same time, through the gateway at this URL. Raises httpx.HTTPError."""
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as client:
         return await asyncio.gather(
             *(_ask(client, engine, gateway, session_of(name, replicas)) for name in sorted(replicas))
@@ -45,7 +42,7 @@ async def recite(engine: str, gateway: str, replicas: Sequence[str]) -> list[Rec
 
 
 def session_of(name: str, replicas: Sequence[str]) -> str:
-    """A session that the gateway gives to this replica, as long as none has more than its share."""
+    """A session that the gateway assigns to this replica, as long as no replica has more than its share."""
     sessions = (f"recital-{number}" for number in count())
     return next(session for session in sessions if ranked(key_of(session, ()), replicas)[0] == name)
 
@@ -58,10 +55,12 @@ async def _ask(client: httpx.AsyncClient, engine: str, url: str, session: str) -
     route, body = server.question(prompt)
     response = await client.post(f"{url}{route}", json=body, headers=headers)
     response.raise_for_status()
-    tokens, said = server.answer(response.json())
+    tokens, about = server.answer(response.json())
     continuation = bytes(tokens)
     expected = text[task.PROMPT_BYTES : task.PROMPT_BYTES + task.CONTINUATION_BYTES]
     pairs = zip(continuation, expected, strict=False)
-    matching = next((index for index, (said, due) in enumerate(pairs) if said != due), min(len(tokens), len(expected)))
-    replica, seconds = said["legs"][-1]["replica"], time.monotonic() - started
-    return Recital(replica, said["max_version"], continuation, matching, seconds)
+    matching = next(
+        (index for index, (about, due) in enumerate(pairs) if about != due), min(len(tokens), len(expected))
+    )
+    replica, seconds = about["legs"][-1]["replica"], time.monotonic() - started
+    return Recital(replica, about["max_version"], continuation, matching, seconds)

@@ -1,5 +1,5 @@
-"""What an adapter tells the demo: how a small server of its engine is started beside the agent, and how it is asked to
-go on from the opening words. The demo decides what is trained and asked; only words of engines are decided here.
+"""What an adapter declares for the demo: how a small server of its engine is started by the agent, and how it is asked
+to go on from the opening words. The demo decides what is trained and asked; adapters decide the engine's arguments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class DemoServer(ABC):
     """One kind of engine in the demo."""
 
     package: ClassVar[str] = ""
-    """That the engine is imported as, and the extra of ckpt-engine that brings it; empty: it comes with the demo."""
+    """The engine's Python package, and the extra of ckpt-engine that brings it; empty: it comes with the demo."""
     python: ClassVar[str] = ""
-    """The environment variable that names the Python of an environment with that engine, if it is another one than
-    ours. `engines/run` sets it."""
+    """The environment variable that names the Python of another environment, which has that engine. `engines/run` sets
+    it."""
     module: ClassVar[str] = ""
     """The server that such a Python runs."""
     start_seconds: ClassVar[float] = 600.0
-    """For all processes of the demo to be up: engines import for long on a small machine."""
+    """Seconds for all processes of the demo to be up: engines import for long on a small machine."""
 
     address_variables: ClassVar[tuple[str, ...]] = ()
     """Variables that name the address at which parts of the engine talk to each other. With --hosts that is loopback,
@@ -35,8 +35,8 @@ class DemoServer(ABC):
 
     @abstractmethod
     def arguments(self, tensor_parallel: int) -> Sequence[str]:
-        """Of a server of `task.MODEL` with random weights, beside those that its adapter adds. The model is called
-        `task.MODEL_NAME` where servers name theirs."""
+        """Arguments of a server of `task.MODEL` with random weights, beside those that its adapter adds. The model is
+        called `task.MODEL_NAME` where servers name theirs."""
 
     def environment(self, directory: str, tensor_parallel: int) -> Mapping[str, str]:
         """Variables of the server. directory: where it may leave files."""
@@ -49,7 +49,7 @@ class DemoServer(ABC):
 
     @abstractmethod
     def answer(self, content: Any) -> tuple[Sequence[int], Mapping[str, Any]]:
-        """The token ids of an answer, and what the gateway says in it of versions and legs."""
+        """The token ids of an answer, and the gateway's report in it on versions and legs."""
 
 
 class GenerateServer(DemoServer):

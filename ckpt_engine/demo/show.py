@@ -23,7 +23,7 @@ class ConsoleShow:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status: Status = console.status("starting", refresh_per_second=4)
-        self._said = ""
+        self._last_state = ""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -34,7 +34,7 @@ class ConsoleShow:
         self._status.stop()
 
     def introduce(self, settings: DemoSettings) -> None:
-        """Says what will be seen."""
+        """Prints what the demo will show."""
         workers = f", each with {settings.tensor_parallel} tensor-parallel workers," * (settings.tensor_parallel > 1)
         self._console.print(
             Text(
@@ -54,9 +54,9 @@ class ConsoleShow:
     def state(self, words: str) -> None:
         if self._console.is_terminal:
             self._status.update(Text(words))
-        elif words.startswith(("starting", "stopping")) and words != self._said:
+        elif words.startswith(("starting", "stopping")) and words != self._last_state:
             self._console.print(Text(words, style="dim"))
-        self._said = words
+        self._last_state = words
 
     def started(self, stage: Stage, seconds: float) -> None:
         where = ", ".join(f"{name} {url}" for name, url in stage.replicas.items())
@@ -66,7 +66,7 @@ class ConsoleShow:
         if stage.page:
             self._console.print(Text.assemble("the manager's page, from now on: ", (stage.page, "bold"), "\n"))
 
-    def kept(self, stage: Stage) -> None:
+    def stay_open(self, stage: Stage) -> None:
         self.state("kept open for the page")
         self._console.print(Text.assemble("the manager's page: ", (stage.page, "bold"), "  (Ctrl-C ends the demo)\n"))
 
@@ -83,7 +83,7 @@ class ConsoleShow:
             )
         )
         for recital in act.recitals:
-            self._console.print(_spoken(recital))
+            self._console.print(_recital_line(recital))
         if act.wire.counts:
             self._console.print(Text(f"  {_on_the_wire(act)}", style="dim"))
         self._console.print()
@@ -96,7 +96,7 @@ class ConsoleShow:
         if outcome.problem:
             self._console.print(Text(outcome.problem, style="red"))
         if not outcome.acts:
-            return  # nothing happened that there could be a verdict on
+            return  # no update, no verdict
         recited = "yes" if outcome.final_text_matches else "NO"
         timing = f"{outcome.start_seconds:.0f} s to start, {outcome.play_seconds:.0f} s to train and update"
         self._console.print(
@@ -119,7 +119,7 @@ def _on_the_wire(act: Act) -> str:
     return f"by the kernel's counters, for {human_bytes(model)} a replica: {'; '.join(counts)}"
 
 
-def _spoken(recital: Recital) -> Text:
+def _recital_line(recital: Recital) -> Text:
     opening = task.text()[: task.PROMPT_BYTES]
     right, wrong = recital.continuation[: recital.matching], recital.continuation[recital.matching :]
     return Text.assemble(
@@ -127,9 +127,9 @@ def _spoken(recital: Recital) -> Text:
     )
 
 
-def _readable(spoken: bytes) -> str:
+def _readable(continuation: bytes) -> str:
     """Printable ASCII as it is, everything else as a dot: one character a byte."""
-    return "".join(chr(byte) if 32 <= byte < 127 else "·" for byte in spoken)
+    return "".join(chr(byte) if 32 <= byte < 127 else "·" for byte in continuation)
 
 
 def _table(outcome: Outcome) -> Table:

@@ -10,52 +10,48 @@ from ckpt_engine.demo.hosts import NetworkHost
 from ckpt_engine.host.relay_directory import DIRECTORY
 
 RELAY_MEMORY = "128MiB"
-"""For two versions of the demo's model."""
+"""Memory of a relay: for two versions of the demo's model."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where the demo's processes run.
-
-    before: what a command that runs there begins with. address: at which the others reach it. directory: of what its
-    processes keep while they run. host: None: this machine itself.
-    """
+    """A place where the demo's processes run."""
 
     name: str
-    before: Sequence[str]
-    address: str
-    directory: Path
-    host: NetworkHost | None = None
+    prefix: Sequence[str]  # begin of a command that runs there
+    address: str  # at which the other sites reach it
+    directory: Path  # for files of its processes
+    host: NetworkHost | None = None  # None: this machine itself
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What processes there are told beside the demo's environment."""
+        """Variables of its processes, beside the demo's environment."""
         if self.host is None:
             return {}
         return {"XDG_RUNTIME_DIR": str(self.directory), DIRECTORY: str(self.directory / "relay")}
 
     @property
     def relay(self) -> Sequence[str]:
-        """Options of its relay, but for the manager."""
+        """Options of its relay, without --manager."""
         return ("--name", self.name, "--memory", RELAY_MEMORY, "--listen", f"{self.address}:0", "--insecure")
 
     @property
-    def reached(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Options of an agent, and of its engine, that others are to reach there."""
+    def listen_options(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Options of an agent, and of its engine, so that other sites reach them."""
         return ((), ()) if self.host is None else (("--advertise", self.address), ("--host", "0.0.0.0"))
 
 
 def sites_of(hosts: Sequence[NetworkHost], directory: Path) -> list[Site]:
-    """One for each host, with a directory of its own; none: this machine. Processes on the first host are started from
-    its network, which is entered already."""
+    """One site for each host, with a directory of its own; without hosts, this machine. The caller is already on the
+    first host's network, from which processes are started."""
     if not hosts:
         return [Site("here", (), "127.0.0.1", directory)]
     found = []
     for number, host in enumerate(hosts, 1):
         own = directory / f"host-{number}"
         own.mkdir(mode=0o700)
-        before = () if number == 1 else tuple(host.inside)
-        found.append(Site(f"host-{number}", before, host.address, own, host))
+        prefix = () if number == 1 else tuple(host.inside)
+        found.append(Site(f"host-{number}", prefix, host.address, own, host))
     return found
 
 
@@ -67,14 +63,14 @@ class Wire:
 
     @classmethod
     def now(cls, sites: Sequence[Site]) -> Wire:
-        """Since the hosts were made. Empty on this machine's loopback."""
+        """The counts since the hosts were made. Empty on this machine's loopback."""
         return cls({each.name: (each.host.sent(), each.host.received()) for each in sites if each.host is not None})
 
-    def since(self, before: Wire) -> Wire:
-        """What went since then."""
+    def since(self, earlier: Wire) -> Wire:
+        """The difference to earlier counts."""
         return Wire(
             {
-                name: (sent - before.counts[name][0], received - before.counts[name][1])
+                name: (sent - earlier.counts[name][0], received - earlier.counts[name][1])
                 for name, (sent, received) in self.counts.items()
             }
         )

@@ -1,8 +1,8 @@
 """The demo's processes: a manager, a gateway, agents with an engine each, trainer ranks, and with several hosts a relay
-on each. Started together, ended together.
+on each. Starts and ends them together.
 
-Every process is started through the agents' launcher, so its whole tree ends when it is told to, and also when the
-demo itself is killed. All files lie in one directory that the demo removes.
+Every process is started through the agents' launcher, so its whole tree ends on request, and also when the demo itself
+is killed. All files lie in one directory that the demo removes.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What the demo runs. hosts: 1: this machine; else so many of its own, trainer and manager on the first one, a
-    replica on each of the others. page: the manager shows a page, and all of it runs on until it is interrupted."""
+    """What the demo runs."""
 
     engine: str = DEFAULT
     updates: int = 6
     tensor_parallel: int = 1
     replicas: int = 2
     trainers: int = 2
-    hosts: int = 1
-    page: bool = False
+    hosts: int = 1  # 1: this machine; else trainer and manager on the first, a replica on each of the others
+    page: bool = False  # the manager serves its page, and everything keeps running until Ctrl-C
 
 
 class Stage:
@@ -81,7 +80,7 @@ class Stage:
         self._lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._turns: int | None = None
-        # Kept until this process ends: a server binds its port only when its engine has been imported.
+        # Reserved until this process ends: a server binds its port only once its engine is imported.
         self._ports = [ReservedPort(default_root()) for _ in range(3 + settings.replicas)]
         manager, gateway, page, *ports = (port.number for port in self._ports)
         self.manager = f"{self._home.address}:{manager}"
@@ -95,7 +94,8 @@ class Stage:
     async def start(self, on_state: Callable[[str], None]) -> None:
         """Returns when every replica's engine is up and every trainer rank has published.
 
-        on_state: is told in words what is being waited for. Raises DemoError if a process ends or time runs out.
+        on_state: called with a text that says what is being waited for. Raises DemoError if a process ends or time runs
+        out.
         """
         engine, server = self._settings.engine, self._server
         if server.package and server.python not in os.environ and find_spec(server.package) is None:
@@ -148,7 +148,7 @@ class Stage:
             reading.cancel()
 
     async def stop(self) -> None:
-        """Ends every process, trainers first, and waits until all are gone. May be repeated."""
+        """Ends every process, trainers first, and waits until all have ended. May be repeated."""
         children, self._children = self._children, {}
         for kind in ("trainer", "gateway", "replica", "relay", "manager"):
             ending = [child.stop() for name, child in children.items() if name.startswith(kind)]
@@ -174,13 +174,12 @@ class Stage:
 
     def _replica_command(self, name: str, site: Site, port: int, model: Path) -> Sequence[str]:
         agent = ("--name", name, "--manager", self.manager, "--engine", self._settings.engine, "--model", str(model))
-        told, listening = site.reached
-        more = ("--port", str(port), "--restart", "no", *told)
-        return ("-m", "ckpt_engine", "agent", *agent, *more, "--", *self._serving(), *listening)
+        agent_options, engine_options = site.listen_options
+        options = ("--port", str(port), "--restart", "no", *agent_options)
+        return ("-m", "ckpt_engine", "agent", *agent, *options, "--", *self._server_command(), *engine_options)
 
-    def _serving(self) -> Sequence[str]:
-        """The server in the environment that `engines/run` names (none: the adapter takes this one), and its
-        arguments."""
+    def _server_command(self) -> Sequence[str]:
+        """The command of a server: in the environment that `engines/run` names, if it names one, and its arguments."""
         python, overlay = os.environ.get(self._server.python), os.environ.get(OVERLAY)
         environment = ("env", f"PYTHONPATH={overlay}") if overlay else ()
         command = (*environment, python, "-m", self._server.module) if python else ()
@@ -207,7 +206,7 @@ class Stage:
     ) -> None:
         site = self._home if site is None else site
         child = EngineProcess(
-            (*site.before, sys.executable, *arguments),
+            (*site.prefix, sys.executable, *arguments),
             {**self._environment(site), **site.variables},
             self._directory / f"{name}.log",
             on_line=on_line,
@@ -220,17 +219,17 @@ class Stage:
             raise DemoError(f"{name}: {error}") from error
 
     def _environment(self, site: Site) -> dict[str, str]:
-        here = str(self._directory)
+        directory = str(self._directory)
         return {
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "XDG_RUNTIME_DIR": here,
-            "XDG_STATE_HOME": here,
-            "TMPDIR": here,
-            **self._server.environment(here, self._settings.tensor_parallel),
+            "XDG_RUNTIME_DIR": directory,
+            "XDG_STATE_HOME": directory,
+            "TMPDIR": directory,
+            **self._server.environment(directory, self._settings.tensor_parallel),
             **({} if site.host is None else dict.fromkeys(self._server.address_variables, "127.0.0.1")),
         }
 
@@ -255,19 +254,19 @@ class Stage:
                     replicas = sum(replica.connected and replica.HasField("engine") for replica in status.replicas)
                     trainers = sum(trainer.published for trainer in status.trainers)
                     relays = sum(holder.connected for holder in status.holders)
-                    wanted = sum(site.host is not None for site in self.sites)
+                    relay_count = sum(site.host is not None for site in self.sites)
                     present = (replicas, trainers) == (self._settings.replicas, self._settings.trainers)
-                    if present and relays == wanted and await self._gateway_runs():
+                    if present and relays == relay_count and await self._gateway_runs():
                         return
                     on_state(
                         f"starting: {replicas} of {self._settings.replicas} replicas are up, "
                         f"{trainers} of {self._settings.trainers} trainer ranks published"
-                        + (f", {relays} of {wanted} relays" if wanted else "")
+                        + (f", {relays} of {relay_count} relays" if relay_count else "")
                     )
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _gateway_runs(self) -> bool:
-        """Not whether it is ready: a while after its start it is not, as long as no replica has weights."""
+        """Whether the gateway runs. It may not be ready: it is not as long as no replica has weights."""
         async with httpx.AsyncClient(timeout=10.0, trust_env=False, verify=False) as client:
             try:
                 return (await client.get(f"{self.gateway}/livez")).status_code == 200

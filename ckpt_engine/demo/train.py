@@ -1,9 +1,9 @@
 """One trainer rank of the demo: `python -m ckpt_engine.demo.train`, once a rank.
 
-The ranks shard the model with FSDP2 over gloo, train, and call `update_weights` at each milestone. Rank 0 tells what
-happens as JSON lines on standard output. Before each update it takes a byte from the pipe `turns` in the directory:
-the demo gives the turn when the replicas have been asked for text, and the ranks train on meanwhile. When the pipe's
-writer has gone the rank ends. Everything is seeded, so every run learns the same.
+The ranks shard the model with FSDP2 over gloo, train, and call `update_weights` at each milestone. Rank 0 reports
+progress as JSON lines on standard output. Before each update it takes a byte from the pipe `turns` in the directory:
+the demo gives the turn when the replicas have been asked for text, and the ranks train on meanwhile. The rank ends when
+the pipe's writer has ended. Everything is seeded, so every run learns the same.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def train(
     """Trains and updates to the end; exits with status 1 after an update that was refused or is not whole."""
     torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
-    # The demo decides how long somebody looks at it.
+    # The demo decides when to end: with --page it runs until Ctrl-C.
     dist.init_process_group("gloo", meeting, timedelta(days=7), rank=rank, world_size=world_size)
     lesson = Lesson(model, rank, world_size)
     tell = _Teller(rank, directory)
@@ -111,7 +111,7 @@ def train(
 
 
 class _Teller:
-    """Rank 0's line to the demo; the other ranks say nothing and wait for nobody."""
+    """Sends rank 0's lines to the demo and waits for its turns; does nothing on other ranks."""
 
     def __init__(self, rank: int, directory: Path) -> None:
         self._turns: BinaryIO | None = open(directory / TURNS, "rb", buffering=0) if rank == 0 else None  # noqa: SIM115
@@ -121,7 +121,7 @@ class _Teller:
             print(LINE_MARK + json.dumps(content), flush=True)
 
     def wait_for_turn(self) -> None:
-        """Ends the process when the demo has gone."""
+        """Waits for the demo's turn; ends the process if the demo has ended."""
         if self._turns is not None and not self._turns.read(1):
             sys.exit(1)
 

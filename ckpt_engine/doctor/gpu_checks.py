@@ -1,4 +1,4 @@
-"""What the GPUs of this host can do for an update, found by doing it. For `ckpt-engine doctor`; it starts CUDA."""
+"""Checks what the GPUs of this host can do for an update, by doing it. For `ckpt-engine doctor`; it starts CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine.source.lending import Lending
 from ckpt_engine.v1.weights_pb2 import GpuReach
 
 Row = tuple[str, bool | None, str]
-"""Name, whether it works (None: a note), and what was found, or why not and what to do."""
+"""Name; whether it works (None: a note); what was found, or why not and what to do."""
 
 _LINKS = {
     GpuReach.NVLINK: "over NVLink",
@@ -29,7 +29,7 @@ _LINKS = {
 
 
 def gpu_rows() -> Iterator[Row]:
-    """One row a GPU and question. Never raises for a GPU that is sick; it says so."""
+    """One row for each GPU and check. A GPU that fails gets a row and raises nothing."""
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = f"torch is built for CUDA {built} but finds no GPU" if built else "torch is built without CUDA"
@@ -44,24 +44,24 @@ def gpu_rows() -> Iterator[Row]:
             other = names.get(reach.uuid, f"GPU {UUID(bytes=reach.uuid)}, which this process does not see,")
             detail = f"reads the memory of {other} {_LINKS.get(reach.link, 'in a way that is not known')}"
             yield f"{names[uuid]} to another", reach.link != GpuReach.NONE, detail
-    yield from _unseen(frozenset(gpus))
+    yield from _invisible_rows(frozenset(gpus))
 
 
 def torch_ordinal(uuid: bytes) -> int | None:
-    """What this process calls the GPU."""
+    """This process's number of a GPU; None: it does not see it."""
     from ckpt_engine.cuda.driver import driver
 
     return driver().device_of_uuid(uuid)
 
 
-def _unseen(seen: frozenset[bytes]) -> Iterator[Row]:
+def _invisible_rows(visible: frozenset[bytes]) -> Iterator[Row]:
     try:
         devices = nvml.devices()
     except nvml.NvmlError as error:
         yield "links", None, f"{error}; reach between GPUs is only known where one process sees both"
         return
     for device in devices:
-        if device.uuid not in seen:
+        if device.uuid not in visible:
             memory = f"{device.memory / 2**30:.0f} GiB"
             yield f"GPU {device.pci}", None, f"{device.name}, {memory}, not visible to this process"
 
@@ -92,7 +92,7 @@ def _one(ordinal: int) -> Iterator[Row]:
 
 
 def _why_not_lent(tensor: torch.Tensor, copied: bool) -> str:
-    """Tries what a trainer does. Empty if it works."""
+    """Lends memory as a trainer does; why that fails, empty if it works."""
     lending = Lending()
     try:
         offer = DeviceOffer([tensor], [tensor.dtype], [copied], 0, lending)
@@ -100,7 +100,7 @@ def _why_not_lent(tensor: torch.Tensor, copied: bool) -> str:
         lending.close()
         return error.problem.message
     try:
-        found = offer.offered[0]
+        found = offer.places[0]
         if found is not None and found.live is not copied:
             return ""
         return "; ".join(lending.reasons) or "it has to be copied first"

@@ -1,6 +1,6 @@
-"""What works on this host, found by trying it. For `ckpt-engine doctor`; each check returns, none of them raises.
+"""Checks what works on this host, by trying it. For `ckpt-engine doctor`; no check raises.
 
-A check says `ok` only of what it has done itself a moment ago: it opened another process's memory, bound the socket,
+A check says `ok` only after it has done the thing itself: it opened another process's memory, bound the socket,
 imported the library. What merely deserves attention (a low limit) is a note.
 """
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PROBE_SECONDS = 20.0
-"""For a child process of a check: it starts Python, nothing more."""
-OPEN_FILES_WANTED = 4096
+"""Most seconds of a check's child process: it only starts Python."""
+OPEN_FILES_NEEDED = 4096
 """Every region, worker connection and log takes one; engines themselves take hundreds."""
 
 SHARED_MEMORY_CHECK = "memory of another process"
@@ -36,12 +36,12 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """One row. detail: what was found; for `no`, why, and what to do."""
+    """One row of the report."""
 
     group: str
     name: str
     result: Result
-    detail: str
+    detail: str  # what was found; for `no`, why, and what to do
 
 
 def all_checks() -> Iterable[HostCheck]:
@@ -59,15 +59,15 @@ def all_checks() -> Iterable[HostCheck]:
         transports,
         adapters,
     ):
-        yield from _guarded(check)
+        yield from _guard(check)
 
 
-def _guarded(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
+def _guard(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
     try:
         yield from check()
     except ModuleNotFoundError as error:
-        lacking = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
-        yield HostCheck("doctor", check.__name__, Result.NO, lacking)
+        reason = f"needs {error.name}: pip install 'ckpt-engine[trainer]', if anything but a manager shall run here"
+        yield HostCheck("doctor", check.__name__, Result.NO, reason)
     except Exception as error:
         yield HostCheck(
             "doctor", check.__name__, Result.NO, f"the check itself failed: {type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def _guarded(check: Callable[[], Iterable[HostCheck]]) -> Iterable[HostCheck]:
 
 
 def software() -> Iterable[HostCheck]:
-    """Python and the libraries that we cannot do without, by importing them."""
+    """Checks Python and the required libraries, by importing them."""
     yield HostCheck("software", "python", Result.OK, f"{platform.python_version()} at {sys.executable}")
     for package, module in (
         ("torch", "torch"),
@@ -101,7 +101,7 @@ def software() -> Iterable[HostCheck]:
 
 
 def host_digests() -> Iterable[HostCheck]:
-    """How weights in this host's memory are digested. Without Numba slowly, so that it is a note only."""
+    """Checks how weights in this host's memory are digested. Without Numba it works slowly, so that is a note only."""
     from ckpt_engine.digest.host import warm_up
 
     if why := warm_up():
@@ -113,9 +113,9 @@ def host_digests() -> Iterable[HostCheck]:
 
 
 def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) -> tuple[bool, str]:
-    """Runs Python code in a child; whether it succeeded, and the last line that it printed."""
+    """Runs Python code in a child; returns whether it succeeded, and the last line that it printed."""
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-I", "-c", code, *arguments],
             capture_output=True,
             text=True,
@@ -125,8 +125,8 @@ def _run_child(code: str, *arguments: str, descriptors: tuple[int, ...] = ()) ->
         )
     except (OSError, subprocess.SubprocessError) as error:
         return False, str(error)
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    return done.returncode == 0, lines[-1] if lines else f"the child exited with status {done.returncode}"
+    lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
+    return child.returncode == 0, lines[-1] if lines else f"the child exited with status {child.returncode}"
 
 
 _READ_PARENTS_MEMORY = """
@@ -141,7 +141,7 @@ print("a child process read it through", path)
 
 
 def shared_memory_between_processes() -> Iterable[HostCheck]:
-    """The shared memory path itself: a memory file of this process, opened by another one through /proc."""
+    """Checks the shared memory path itself: another process opens a memory file of this one through /proc."""
     if not hasattr(os, "memfd_create"):
         yield HostCheck("shared memory", SHARED_MEMORY_CHECK, Result.NO, "this system has no memfd_create (Linux only)")
         return
@@ -163,7 +163,7 @@ def shared_memory_between_processes() -> Iterable[HostCheck]:
 
 
 def memory_facts() -> Iterable[HostCheck]:
-    """Where memory comes from and who may share it: facts, none of which decides."""
+    """Facts about memory and its sharing. They are notes: none fails the check."""
     with contextlib.suppress(OSError):
         yield HostCheck("shared memory", "pid namespace", Result.NOTE, os.readlink("/proc/self/ns/pid"))
     try:
@@ -184,7 +184,7 @@ def memory_facts() -> Iterable[HostCheck]:
 
 
 def engine_directory() -> Iterable[HostCheck]:
-    """A runtime directory with a worker channel in it, as an agent makes them."""
+    """Makes a runtime directory with a worker channel in it, as an agent does."""
     import zmq
 
     from ckpt_engine.words.directory import EngineDirectory
@@ -201,7 +201,7 @@ def engine_directory() -> Iterable[HostCheck]:
 
 
 def relays() -> Iterable[HostCheck]:
-    """Whether a relay could run here. Nobody needs one, so that a `no` breaks nothing."""
+    """Checks whether a relay could run here. Relays are optional, so a `no` breaks nothing."""
     from ckpt_engine.doctor.relay_checks import relay_rows
 
     for name, ok, detail in relay_rows():
@@ -209,7 +209,7 @@ def relays() -> Iterable[HostCheck]:
 
 
 def networks() -> Iterable[HostCheck]:
-    """What transports between relays say of this host. Nobody needs that either."""
+    """Runs the checks of transports between relays, which are optional too."""
     from ckpt_engine.core.transports import make, transport_kinds
 
     rows = (row for kind in transport_kinds().values() if kind.checks is not None for row in make(kind.checks))
@@ -218,10 +218,10 @@ def networks() -> Iterable[HostCheck]:
 
 
 def limits() -> Iterable[HostCheck]:
-    """ulimits that matter. A low one is a note: small models work with little."""
+    """Checks the ulimits that matter. A low one is a note: small models work with little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED
-    advice = f"; below {OPEN_FILES_WANTED}: raise it (ulimit -n)" if low else ""
+    low = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_NEEDED
+    advice = f"; below {OPEN_FILES_NEEDED}: raise it (ulimit -n)" if low else ""
     yield HostCheck(
         "limits", "open files", Result.NOTE if low else Result.OK, f"{_limit(soft)} of {_limit(hard)}{advice}"
     )
@@ -237,7 +237,7 @@ def _limit(value: int, unit: str = "") -> str:
 
 
 def graphics() -> Iterable[HostCheck]:
-    """GPUs: what they are, which others they reach, and whether their memory can be lent and digested."""
+    """Checks GPUs: what they are, which others they reach, and whether their memory can be lent and digested."""
     from ckpt_engine.doctor.gpu_checks import gpu_rows
 
     for name, ok, detail in gpu_rows():
@@ -246,7 +246,7 @@ def graphics() -> Iterable[HostCheck]:
 
 
 def transports() -> Iterable[HostCheck]:
-    """Every transport, asked to try itself."""
+    """Has every transport try itself."""
     from ckpt_engine.transport.registry import transport_rows
 
     for row in transport_rows():
@@ -254,7 +254,7 @@ def transports() -> Iterable[HostCheck]:
 
 
 def adapters() -> Iterable[HostCheck]:
-    """Every engine that we can drive: is it here, and in a version that we know?"""
+    """Checks for every engine that we can drive whether it is installed, in a version that we know."""
     from ckpt_engine.engine.adapter import load_adapter
     from ckpt_engine.engine.kinds import UnknownAdapterError, engine_names
 
@@ -279,5 +279,5 @@ def works(checks: Iterable[HostCheck]) -> bool:
 def as_json(checks: Iterable[HostCheck]) -> str:
     """One object: `ok`, and a list of rows with group, name, result and detail."""
     rows = list(checks)
-    listed = [{"group": c.group, "name": c.name, "result": c.result.value, "detail": c.detail} for c in rows]
-    return json.dumps({"ok": works(rows), "checks": listed}, indent=2)
+    entries = [{"group": c.group, "name": c.name, "result": c.result.value, "detail": c.detail} for c in rows]
+    return json.dumps({"ok": works(rows), "checks": entries}, indent=2)

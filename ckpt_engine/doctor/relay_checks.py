@@ -1,5 +1,5 @@
-"""Whether a relay could run on this host: its directory, its memory, its pages. Each row: name, whether it works (None:
-a fact that decides nothing), what was found. None of them raises."""
+"""Checks whether a relay could run on this host: its directory, its memory, its pages. Each row: name, whether it works
+(None: a fact that decides nothing), what was found. No check raises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def relay_rows() -> Iterator[Row]:
-    """What a relay that was started now by this user would find."""
+    """What a relay would find that this user starts now."""
     yield _directory()
     yield _lending()
     yield _network()
@@ -39,7 +39,7 @@ def relay_rows() -> Iterator[Row]:
 
 def _directory() -> Row:
     folder = relay_directory()
-    there = folder.exists()
+    existed = folder.exists()
     try:
         made_directory(shared=False)
         with alone(folder):
@@ -49,13 +49,13 @@ def _directory() -> Row:
     except (CkptEngineError, OSError) as error:
         return "relay's directory", False, error.problem.message if isinstance(error, CkptEngineError) else str(error)
     finally:
-        if not there:
+        if not existed:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 def _lending() -> Row:
-    """A memory file that nobody but its maker can write to: made, and closed again."""
+    """Makes a memory file that no other process can write to, and closes it again."""
     try:
         arena = Arena(SLOTS * GROUP_BYTES)
     except (CkptEngineError, OSError) as error:
@@ -65,7 +65,7 @@ def _lending() -> Row:
 
 
 def _network() -> Row:
-    """Where relays of other hosts would reach it: the port and the certificates are tried."""
+    """Checks where relays of other hosts would reach it: tries the port and the certificates."""
     name = "relays of other hosts"
     listen = os.environ.get(RELAY_LISTEN, "")
     if not listen:

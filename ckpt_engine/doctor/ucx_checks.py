@@ -1,5 +1,5 @@
-"""Whether a relay of this host could use UCX, and what would stop it or slow it down. Each row: name, whether it works
-(None: a fact that decides nothing), what was found, or why not and what to do. None of them raises."""
+"""Checks whether a relay of this host could use UCX, and what would stop it or slow it down. Each row: name, whether it
+works (None: a fact that decides nothing), what was found, or why not and what to do. No check raises."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INTERFACES = Path("/sys/class/net")
 RDMA = Path("/sys/class/infiniband")
 
 _BETWEEN_HOSTS = {"all", "tcp", "rc", "ud", "dc", "ib", "srd", "efa"}
-"""How names of UCX's transports begin, up to the underscore, of those that lead to another host."""
+"""UCX's transports that lead to another host: their names up to the underscore."""
 
 
 def ucx_rows(
     interfaces: Path = INTERFACES, rdma: Path = RDMA, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Row]:
-    """What a relay with --ucx-devices that was started now by this user would find. Starts one for a moment, if NIXL is
-    there. interfaces, rdma: where the kernel lists devices."""
+    """What a relay with --ucx-devices would find that this user starts now. Starts its helper for a moment, if NIXL is
+    installed. interfaces, rdma: where the kernel lists devices."""
     package = installed()
     if package is None:
         yield (
@@ -40,17 +40,19 @@ def ucx_rows(
             "NIXL is not installed: relays read each other over TCP; pip install 'ckpt-engine[relay-ucx]'",
         )
         return
-    named = [device for device in ucx_devices() if device]
-    there = _devices(interfaces, rdma)
-    missing = [device for device in named if not any(name in there for name in (device, device.split(":")[0]))]
+    chosen = [device for device in ucx_devices() if device]
+    devices = _devices(interfaces, rdma)
+    missing = [device for device in chosen if not any(name in devices for name in (device, device.split(":")[0]))]
     if missing:
-        have = ", ".join(sorted(there)) or "none"
+        have = ", ".join(sorted(devices)) or "none"
         yield "UCX devices", False, f"{DEVICES} names {', '.join(missing)}, and this host has {have}"
     else:
-        yield _tried(package, tuple(named) or ("",))
-        used = ", ".join(named) if named else f"all that UCX finds; this host has {', '.join(sorted(there)) or 'none'}"
-        yield "UCX devices", None, used
-    yield from _variables(there, environment)
+        yield _try_ucx(package, tuple(chosen) or ("",))
+        selection = (
+            ", ".join(chosen) if chosen else f"all that UCX finds; this host has {', '.join(sorted(devices)) or 'none'}"
+        )
+        yield "UCX devices", None, selection
+    yield from _variables(devices, environment)
     if rdma.is_dir() and any(rdma.iterdir()):
         yield _locked_memory()
         yield from _gids(rdma)
@@ -58,7 +60,7 @@ def ucx_rows(
         yield "InfiniBand", None, "no device: UCX goes over TCP, which takes processor time at both ends"
 
 
-def _tried(package: str, devices: tuple[str, ...]) -> Row:
+def _try_ucx(package: str, devices: tuple[str, ...]) -> Row:
     try:
         arena = Arena(SLOTS * GROUP_BYTES, writers=[partial(lanes_on, devices=devices)])
     except CkptEngineError as error:
@@ -69,8 +71,8 @@ def _tried(package: str, devices: tuple[str, ...]) -> Row:
         return "UCX", False, error.problem.message
     finally:
         arena.close()
-    told = "" if ucx_devices() else f"; a relay uses it with --ucx-devices ({DEVICES})"
-    return "UCX", True, f"{package}: a helper process started an agent with UCX{told}"
+    hint = "" if ucx_devices() else f"; a relay uses it with --ucx-devices ({DEVICES})"
+    return "UCX", True, f"{package}: a helper process started an agent with UCX{hint}"
 
 
 def _devices(interfaces: Path, rdma: Path) -> set[str]:
@@ -83,8 +85,8 @@ def _devices(interfaces: Path, rdma: Path) -> set[str]:
     return found
 
 
-def _variables(there: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
-    """Variables of UCX itself, which helpers inherit."""
+def _variables(devices: set[str], environment: Mapping[str, str]) -> Iterator[Row]:
+    """Checks variables of UCX itself, which helpers inherit."""
     if (chosen := environment.get("UCX_TLS")) is not None:
         begin = {each.strip().split("_")[0] for each in chosen.split(",")}
         ok = chosen.startswith("^") or bool(begin & _BETWEEN_HOSTS)
@@ -92,17 +94,17 @@ def _variables(there: set[str], environment: Mapping[str, str]) -> Iterator[Row]
         yield "UCX_TLS", ok, f"{chosen}{why}"
     if chosen := environment.get("UCX_NET_DEVICES"):
         names = {each.strip().split(":")[0] for each in chosen.split(",")} - {"all"}
-        if missing := names - there:
+        if missing := names - devices:
             yield (
                 "UCX_NET_DEVICES",
                 False,
-                f"{', '.join(sorted(missing))}: no such device; it has {', '.join(sorted(there))}",
+                f"{', '.join(sorted(missing))}: no such device; it has {', '.join(sorted(devices))}",
             )
         else:
             yield "UCX_NET_DEVICES", None, f"{chosen}; --ucx-devices other than all comes before it"
     ports = environment.get("UCX_TCP_PORT_RANGE", "0")
-    said = "any free port, chosen by the kernel" if ports == "0" else ports
-    yield "UCX over TCP listens at", None, f"{said}; for a firewall set UCX_TCP_PORT_RANGE=FIRST-LAST for relays"
+    listens = "any free port, chosen by the kernel" if ports == "0" else ports
+    yield "UCX over TCP listens at", None, f"{listens}; for a firewall set UCX_TCP_PORT_RANGE=FIRST-LAST for relays"
 
 
 def _locked_memory() -> Row:
@@ -118,7 +120,7 @@ def _locked_memory() -> Row:
 
 
 def _gids(rdma: Path) -> Iterator[Row]:
-    """RoCE needs an address (GID) of the right kind; UCX picks one, or is told by UCX_IB_GID_INDEX."""
+    """Checks for an address (GID), which RoCE needs; UCX picks one, or takes that of UCX_IB_GID_INDEX."""
     for device in sorted(rdma.iterdir()):
         for port in sorted((device / "ports").glob("*")):
             name = f"{device.name}:{port.name}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ckpt_engine.gateway.engines import Engines
 from ckpt_engine.gateway.fleet import Fleet, FleetReplica, FleetState, ReplicaNews
 from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
-from ckpt_engine.http_client.connection import NobodyError, WireError
+from ckpt_engine.http_client.connection import UnreachableError, WireError
 
 
 async def probe_loads(fleet: Fleet, upstream: Upstream, engines: Engines, seconds: float) -> None:
@@ -67,7 +67,7 @@ async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
 async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines) -> None:
     try:
         found = await _reported(member.told, upstream, engines)
-    except NobodyError:
+    except UnreachableError:
         found = None
         member.died()
     except (WireError, ValueError, KeyError, TypeError):

@@ -10,7 +10,7 @@ from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
 from ckpt_engine.gateway.versions import GatewayVersion
-from ckpt_engine.http_client.connection import ConnectError, Connection, NobodyError, SilentError, WireError
+from ckpt_engine.http_client.connection import ConnectError, Connection, SilentError, UnreachableError, WireError
 from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
@@ -58,7 +58,7 @@ class Stream:
             raise BrokenError(f"{self._url} {said}")
         events, over = Events(), False
         try:
-            while data := await self._connection.more(self._idle):
+            while data := await self._connection.read(self._idle):
                 told = events.feed(data)
                 if DONE in told:
                     over, told = True, told[: told.index(DONE)]
@@ -75,7 +75,7 @@ class Stream:
     async def whole(self) -> bytes:
         """All of a body. Raises BrokenError."""
         try:
-            return await self._connection.whole(MOST_ANSWER_BYTES, self._idle)
+            return await self._connection.read_all(MOST_ANSWER_BYTES, self._idle)
         except WireError as error:
             raise _broken(self._url, error) from error
 
@@ -119,7 +119,7 @@ class Upstream:
 
     async def _refuse(self, connection: Connection, url: str) -> None:
         try:
-            said = await connection.whole(MOST_REFUSAL_BYTES, self._settings.idle)
+            said = await connection.read_all(MOST_REFUSAL_BYTES, self._settings.idle)
         except WireError:
             said = b""
         words, status = _said(said[:4096]), connection.status
@@ -145,7 +145,7 @@ class Upstream:
         """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
         try:
             answer = await self.get(url, READY_ROUTE)
-        except NobodyError:
+        except UnreachableError:
             return False
         except WireError:
             return True
@@ -188,4 +188,4 @@ def _broken(url: str, error: Exception) -> BrokenError:
 
 
 def _not_admitted(url: str, error: Exception) -> NotAdmittedError:
-    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, NobodyError))
+    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, UnreachableError))

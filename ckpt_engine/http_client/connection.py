@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to an engine: a request, its answer piece by piece, then the next one. On one event loop.
 
 Every token of the gateway passes here, and every call that an agent makes while its engine is paused, so it does as
-little as can be: a general client (httpx) takes more of a processor for a token than all the rest of the gateway, and
+little as possible. A general client (httpx) takes more processor time for a token than all the rest of the gateway, and
 1.3 ms longer for a call.
 """
 
@@ -13,46 +13,46 @@ from collections.abc import Callable, Mapping
 import httptools
 
 MOST_HELD_BYTES = 1 << 18
-"""Of an answer that nobody has taken yet: then no more is read, and the engine has to wait."""
+"""Bytes of an answer that wait for their reader, above which no more is read and the engine has to wait."""
 
 MOST_HEAD_BYTES = 1 << 16
-"""Also of what else may come between two parts of an answer."""
+"""Bytes of a head, or of anything else between two parts of an answer, above which it is refused."""
 
 
 class WireError(Exception):
-    """An answer did not come, or not to its end."""
+    """An answer did not come, or broke off."""
 
 
 class SilentError(WireError):
-    """The engine sent nothing for as long as that may last."""
+    """The engine sent nothing for the whole idle time."""
 
 
 class ConnectError(WireError):
-    """There is no connection, so nothing was asked."""
+    """There is no connection; no request was sent."""
 
 
-class NobodyError(ConnectError):
-    """Nobody takes connections there."""
+class UnreachableError(ConnectError):
+    """No server accepts connections at this address."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time. status, headers (names in lower case): of its answer, once `ask`
-    has returned. left: called once when the connection is gone."""
+    """A connection that carries one request at a time. status, headers (names in lower case): of the answer, once `ask`
+    has returned. on_end: called once when the connection has ended."""
 
-    def __init__(self, left: Callable[[Connection], None]) -> None:
+    def __init__(self, on_end: Callable[[Connection], None]) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._left = left
+        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._arrived: list[bytes] = []
         self._held = self._head = 0
         self._barren = 0  # bytes since the last that were part of an answer
         self._paused = False
-        self._begun = False
-        self._whole = True
-        self._again = True
+        self._head_complete = False
+        self._complete = True
+        self._reusable = True
         self._error: WireError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,18 +63,18 @@ class Connection(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes, seconds: float) -> None:
         """Sends a request and waits for the head of its answer. Raises WireError; SilentError after so many seconds."""
         self.status, self.headers, self._head, self._barren = 0, {}, 0, 0
-        self._whole = self._begun = False
+        self._complete = self._head_complete = False
         if self._transport is not None:
             self._transport.write(head + body)
-        while not self._begun:
-            await self._news(seconds)
+        while not self._head_complete:
+            await self._await_news(seconds)
 
-    async def more(self, seconds: float) -> bytes:
-        """What has come since the last time; empty at the end. Raises WireError as `ask` does."""
+    async def read(self, seconds: float) -> bytes:
+        """The bytes since the last call; empty at the end. Raises WireError as `ask` does."""
         while not self._arrived:
-            if self._whole:
+            if self._complete:
                 return b""
-            await self._news(seconds)
+            await self._await_news(seconds)
         data = self._arrived[0] if len(self._arrived) == 1 else b"".join(self._arrived)
         self._arrived.clear()
         self._held = 0
@@ -83,36 +83,36 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def whole(self, most: int, seconds: float) -> bytes:
-        """All that is left of an answer. Raises WireError, also for more than so many bytes."""
+    async def read_all(self, most: int, seconds: float) -> bytes:
+        """The rest of an answer. Raises WireError, also for more than `most` bytes."""
         parts, size = [], 0
-        while data := await self.more(seconds):
+        while data := await self.read(seconds):
             parts.append(data)
             size += len(data)
             if size > most:
                 raise WireError(f"an answer of more than {most} bytes")
         return b"".join(parts)
 
-    def rest(self, seconds: float) -> bool:
-        """Whether it can be asked again; then it closes itself if that does not happen for so long."""
-        if self.over or not self._whole or self._arrived or not self._again:
+    def keep_idle(self, seconds: float) -> bool:
+        """Whether another request may follow; if so, the connection closes itself after `seconds` without one."""
+        if self.closed or not self._complete or self._arrived or not self._reusable:
             return False
         self._until(seconds)
         return True
 
     @property
-    def over(self) -> bool:
-        """Whether it can carry nothing any more."""
+    def closed(self) -> bool:
+        """Whether the connection can carry no further request."""
         return self._error is not None
 
     @property
     def unanswered(self) -> bool:
-        """Whether not one byte has come of an answer that was asked for."""
-        return not self._begun and not self._barren
+        """Whether no byte of the current answer has come."""
+        return not self._head_complete and not self._barren
 
     def close(self) -> None:
-        """Closes at once: an engine then drops what it was asked for."""
-        self._error = self._error or WireError("it was closed here")  # the loop tells only later that it is gone
+        """Closes at once; an engine then drops the request."""
+        self._error = self._error or WireError("it was closed here")  # connection_lost comes only later
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
 
     # -- waiting
 
-    async def _news(self, seconds: float) -> None:
+    async def _await_news(self, seconds: float) -> None:
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._waiter = None
 
     def _until(self, seconds: float) -> None:
-        """One timer, which is moved when it goes off and not with each piece."""
+        """Sets the deadline. There is one timer, which is moved when it fires and not with each piece."""
         self._end, self._seconds = self._loop.time() + seconds, seconds
         if self._timer is not None and self._timer.when() > self._end:
             self._timer.cancel()
@@ -142,14 +142,14 @@ class Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         self._timer = None
-        if self._waiter is None and not self._whole:
-            return  # what has come waits for its reader
+        if self._waiter is None and not self._complete:
+            return  # an answer waits for its reader
         if self._loop.time() < self._end:
             self._timer = self._loop.call_at(self._end, self._look)
         elif self._waiter is not None:
             self._fail(SilentError(f"nothing came for {self._seconds:g} s"))
         else:
-            self.close()  # nobody asked again
+            self.close()  # no further request came
 
     def _fail(self, error: WireError) -> None:
         self._error = self._error or error
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._whole:  # an answer that nobody asked for
+        if self._complete:  # an answer without a request
             self._fail(WireError("it spoke without being asked"))
             return
         self._barren += len(data)
@@ -176,30 +176,30 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(WireError(f"its answer is no HTTP: {error}"))
             return
-        if self._barren > MOST_HEAD_BYTES and not self._whole:
+        if self._barren > MOST_HEAD_BYTES and not self._complete:
             self._fail(WireError(f"it sent more than {MOST_HEAD_BYTES} bytes that are no answer"))
             return
-        if self._held > MOST_HELD_BYTES and not self._paused and not self._whole and self._transport is not None:
+        if self._held > MOST_HELD_BYTES and not self._paused and not self._complete and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
 
     def eof_received(self) -> None:
-        if self._whole:
+        if self._complete:
             self._error = WireError("it closed the connection")
 
     def connection_lost(self, error: Exception | None) -> None:
         endless = not {"content-length", "transfer-encoding"} & self.headers.keys()
-        if not self._whole and self._begun and error is None and self._error is None and endless:
-            self._whole = True  # such an answer ends with its connection
+        if not self._complete and self._head_complete and error is None and self._error is None and endless:
+            self._complete = True  # such an answer ends with its connection
         why = f": {error}" if error is not None else ""
         self._fail(WireError(f"the connection ended before the answer did{why}"))
-        self._left(self)
+        self._on_end(self)
 
     # -- what the parser tells
 
     def on_message_begin(self) -> None:
-        if self._whole:
+        if self._complete:
             raise ValueError("more than the answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             self.headers = {}  # another head follows
         else:
-            self.status, self._begun, self._again = status, True, self._parser.should_keep_alive()
+            self.status, self._head_complete, self._reusable = status, True, self._parser.should_keep_alive()
             self._barren = 0
 
     def on_body(self, data: bytes) -> None:
@@ -222,7 +222,7 @@ class Connection(asyncio.Protocol):
         self._barren = 0
 
     def on_message_complete(self) -> None:
-        self._whole = self._begun
+        self._complete = self._head_complete
 
 
 def request_head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes | None) -> bytes:

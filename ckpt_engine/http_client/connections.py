@@ -1,4 +1,4 @@
-"""Connections to engines: those that have nothing to do are asked first. On one event loop."""
+"""Connections to engines: idle ones are used first. On one event loop."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from ckpt_engine.core.json_text import load_json
 from ckpt_engine.http_client.connection import (
     ConnectError,
     Connection,
-    NobodyError,
     SilentError,
+    UnreachableError,
     WireError,
     request_head,
 )
 
 KEPT_SECONDS = 4.0
-"""How long one that has nothing to do is kept: engines close theirs after 5 s or later."""
+"""Seconds that an idle connection is kept: engines close theirs after 5 s or later."""
 
 MOST_KEPT = 512
-"""Of one engine."""
+"""Most idle connections to one engine."""
 
 MOST_ANSWER_BYTES = 64 << 20
-"""Of an answer that is taken as a whole."""
+"""Most bytes of an answer that is read as a whole."""
 
 MOST_SMALL_BYTES = 4 << 20
-"""Of what an engine says of itself; its metrics and its list of routes have up to 1 MiB."""
+"""Most bytes of a small answer; an engine's metrics and its list of routes have up to 1 MiB."""
 
 
 @dataclass(frozen=True)
 class HttpOrigin:
-    """Where connections go, and what requests on them say. path: before every route."""
+    """Where connections go, and what all requests on them have in common."""
 
     secure: bool
     host: str
     port: int
-    named: str
-    path: str
+    authority: str  # for the Host header
+    path: str  # before every route
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A small answer, read as a whole. headers: names in lower case."""
+    """A small answer, read as a whole."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in lower case
     content: bytes
 
     @property
@@ -74,8 +74,8 @@ def origin_of(url: str) -> HttpOrigin:
         raise ConnectError(f"{url!r} is no URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConnectError(f"{url!r} is no URL of HTTP")
-    named = parts.netloc.rpartition("@")[2]
-    return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), named, parts.path.rstrip("/"))
+    authority = parts.netloc.rpartition("@")[2]
+    return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), authority, parts.path.rstrip("/"))
 
 
 @cache
@@ -88,7 +88,7 @@ def authorities() -> ssl.SSLContext:
 class Connections:
     """The connections of one owner to engines.
 
-    connect: seconds until one must be there; no call waits longer for it than for its answer.
+    connect: seconds for connecting; a call waits no longer for its connection than for its answer.
     """
 
     def __init__(self, connect: float) -> None:
@@ -106,36 +106,36 @@ class Connections:
         idle: float,
         again: bool = True,
     ) -> Connection:
-        """Sends a request; the head of its answer is there then. Give the connection back with `done`.
+        """Sends a request and returns once the head of its answer has come. Give the connection back with `done`.
 
-        Raises ConnectError if nothing was asked, WireError. idle: seconds that an engine may be silent. again: a
-        connection that was kept is asked first; if it ends before a byte of the answer, as one does that the engine
-        closes at that moment, a new one is asked the same. Else a new one is asked, once.
+        idle: seconds that an engine may be silent. again: try an idle connection first; if it ends before a byte of the
+        answer, as when the engine closes it at that moment, send the request once more on a new one. False: use a new
+        connection, once. Raises ConnectError if no request was sent; WireError.
         """
         origin = origin_of(url)
-        head = request_head(method, origin.path + route, origin.named, headers, body)
-        broken: WireError | None = None
-        if again and (kept := self._waiting(origin)) is not None:
+        head = request_head(method, origin.path + route, origin.authority, headers, body)
+        first_error: WireError | None = None
+        if again and (idle_connection := self._take_idle(origin)) is not None:
             try:
-                return await _asked(kept, head, body, idle)
+                return await _ask(idle_connection, head, body, idle)
             except WireError as error:
-                if isinstance(error, SilentError) or not kept.unanswered:
+                if isinstance(error, SilentError) or not idle_connection.unanswered:
                     raise
-                broken = error
+                first_error = error
         try:
             connection = await self._open(origin, min(self._connect, idle))
         except ConnectError as error:
-            if broken is not None and body is not None:
-                raise broken from error  # the engine may have died of what it was asked
+            if first_error is not None and body is not None:
+                raise first_error from error  # the engine may have died of what it was asked
             raise
-        return await _asked(connection, head, body, idle)
+        return await _ask(connection, head, body, idle)
 
     async def get(self, url: str, route: str, seconds: float) -> Answer:
-        """A small answer: as a whole within so many seconds, and those of connecting. Raises WireError."""
+        """Gets a small answer as a whole. seconds: for the answer, without connecting. Raises WireError."""
         limit = min(self._connect, seconds) + seconds
-        return await self.whole("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
+        return await self.read_all("GET", url, route, {}, None, seconds, limit=limit, most=MOST_SMALL_BYTES)
 
-    async def whole(
+    async def read_all(
         self,
         method: str,
         url: str,
@@ -148,15 +148,15 @@ class Connections:
         most: int = MOST_ANSWER_BYTES,
         again: bool = True,
     ) -> Answer:
-        """An answer, read as a whole. seconds: that an engine may be silent. limit: of the whole call with connecting,
-        seconds; 0: as many. most: bytes of the answer. again: as for `ask`. Raises WireError."""
+        """Reads an answer as a whole. seconds: that an engine may be silent. limit: seconds for the whole call with
+        connecting; 0: `seconds`. most: bytes of the answer. again: as for `ask`. Raises WireError."""
         limit = limit or seconds
         headers = {"accept-encoding": "identity", **headers}
         try:
             async with asyncio.timeout(limit):
                 connection = await self.ask(method, url, route, headers, body, seconds, again)
                 try:
-                    content = await connection.whole(most, seconds)
+                    content = await connection.read_all(most, seconds)
                     return Answer(connection.status, connection.headers, content)
                 finally:
                     self.done(url, connection)
@@ -166,7 +166,7 @@ class Connections:
     def done(self, url: str, connection: Connection) -> None:
         """Keeps the connection for the next request if its answer was read to its end, and closes it if not."""
         origin = origin_of(url)
-        if len(self._free.get(origin, ())) < MOST_KEPT and connection.rest(KEPT_SECONDS):
+        if len(self._free.get(origin, ())) < MOST_KEPT and connection.keep_idle(KEPT_SECONDS):
             self._free.setdefault(origin, []).append(connection)
         else:
             connection.close()
@@ -176,11 +176,11 @@ class Connections:
         for connection in list(self._all):
             connection.close()
 
-    def _waiting(self, origin: HttpOrigin) -> Connection | None:
+    def _take_idle(self, origin: HttpOrigin) -> Connection | None:
         free = self._free.get(origin, [])
         while free:
             connection = free.pop()  # the one that was used last: the others may close themselves
-            if not connection.over:
+            if not connection.closed:
                 return connection
         return None
 
@@ -189,24 +189,24 @@ class Connections:
         try:
             async with asyncio.timeout(seconds):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(partial(self._left, origin)),
+                    lambda: Connection(partial(self._forget, origin)),
                     origin.host,
                     origin.port,
                     ssl=authorities() if origin.secure else None,
                     happy_eyeballs_delay=0.25,
                 )
         except TimeoutError as error:
-            raise NobodyError(f"no connection within {seconds:g} s") from error
+            raise UnreachableError(f"no connection within {seconds:g} s") from error
         except ssl.SSLError as error:
             raise ConnectError(f"no TLS with it: {error}") from error
         except (OSError, UnicodeError) as error:
-            raise NobodyError(f"no connection: {error}") from error
-        if connection.over:  # nothing tells of its end once more
+            raise UnreachableError(f"no connection: {error}") from error
+        if connection.closed:  # its end has been reported already
             raise ConnectError("the connection ended before anything was asked")
         self._all.add(connection)
         return connection
 
-    def _left(self, origin: HttpOrigin, connection: Connection) -> None:
+    def _forget(self, origin: HttpOrigin, connection: Connection) -> None:
         self._all.discard(connection)
         free = self._free.get(origin, [])
         if connection in free:
@@ -215,7 +215,7 @@ class Connections:
             self._free.pop(origin, None)
 
 
-async def _asked(connection: Connection, head: bytes, body: bytes | None, idle: float) -> Connection:
+async def _ask(connection: Connection, head: bytes, body: bytes | None, idle: float) -> Connection:
     try:
         await connection.ask(head, body or b"", idle)
     except BaseException:

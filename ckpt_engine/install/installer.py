@@ -35,7 +35,7 @@ from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
 from ckpt_engine.record.loading import load
 from ckpt_engine.record.record import record
-from ckpt_engine.record.recording import Handover, Recording, TensorLayout, handed
+from ckpt_engine.record.recording import Handover, Recording, TensorLayout, handover_name
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -338,9 +338,11 @@ class _InstallRun:
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for index in handover.tensors:
                 name = recording.manifest.tensors[index].name
-                layout = recording.layouts[handed(name)]
+                layout = recording.layouts[handover_name(name)]
                 tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")  # engines may have set a default
-                ready = Ready(plan.opened, bind(plan.resolved, [handed(name)], {handed(name): tensor}), plan.landed)
+                ready = Ready(
+                    plan.opened, bind(plan.resolved, [handover_name(name)], {handover_name(name): tensor}), plan.landed
+                )
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 yield name, tensor

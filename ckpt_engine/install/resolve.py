@@ -15,7 +15,7 @@ from ckpt_engine.core.boxes import Box, contains, remainder
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.transports import is_collective
-from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handed
+from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handover_name
 from ckpt_engine.torch_dtypes import halves
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -148,7 +148,9 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         )
         for source, size in zip(plan.sources, read, strict=True)
     )
-    names = (handed(recording.manifest.tensors[i].name) for handover in recording.handovers for i in handover.tensors)
+    names = (
+        handover_name(recording.manifest.tensors[i].name) for handover in recording.handovers for i in handover.tensors
+    )
     return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, collective, edges, sum(read))
 
 

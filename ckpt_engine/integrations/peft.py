@@ -11,23 +11,23 @@ _WRAPPERS = ("base_model.model.", ".base_layer", ".modules_to_save.default")
 
 
 def merged(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """What `Trainer.publish` takes for a PeftModel: at each update the adapters are merged into the base weights,
-    these are copied under the names of the base model's checkpoint, and the adapters are taken out again.
+    """A callable for `Trainer.publish` of a PeftModel. At each update it merges the adapters into the base weights,
+    yields these under the names of the base model's checkpoint, and takes the adapters out again.
 
-    The walk ends with the adapters taken out, whatever happens in it. Merging and unmerging round: base weights may
-    differ in their last bits afterwards, as after every `merge_adapter` and `unmerge_adapter` of PEFT. Modules that are
-    trained whole (`modules_to_save`) take the place of the ones that they replace.
+    The adapters are taken out also if the walk fails. Merging and unmerging round: base weights may differ in their
+    last bits afterwards, as after every `merge_adapter` and `unmerge_adapter` of PEFT. Modules that are trained whole
+    (`modules_to_save`) replace the original ones.
     """
 
     def walk() -> Iterator[tuple[str, torch.Tensor]]:
         model.merge_adapter()
         try:
-            # State dicts, since tied weights stand there once a name, as they do in checkpoints; each memory once.
-            seen: set[tuple[int, tuple[int, ...]]] = set()
+            # A state dict has tied weights under each name, as checkpoints do; yield each memory once.
+            yielded: set[tuple[int, tuple[int, ...]]] = set()
             for name, tensor in model.state_dict(keep_vars=True).items():
                 key = (tensor.data_ptr(), tuple(tensor.shape))
-                if _is_part(name, model.prefix) and not (tensor.numel() and key in seen):
-                    seen.add(key)
+                if _is_part(name, model.prefix) and not (tensor.numel() and key in yielded):
+                    yielded.add(key)
                     yield plain_name(name), tensor
         finally:
             model.unmerge_adapter()
@@ -43,5 +43,5 @@ def plain_name(name: str) -> str:
 
 
 def _is_part(name: str, prefix: str) -> bool:
-    """Whether the merged model has it. prefix: of the adapters' own tensors, as the tuner says ("lora_")."""
+    """Whether a tensor belongs to the merged model. prefix: of the adapters' own tensors, by the tuner ("lora_")."""
     return not any(part.startswith(prefix) for part in name.split(".")) and ".original_module." not in name

@@ -1,8 +1,9 @@
-"""What prime-rl's orchestrator asks of each inference server's admin address, answered for all replicas together.
+"""The admin address that prime-rl's orchestrator expects of each inference server, answered for all replicas together.
 
-It POSTs `/pause`, `/update_weights {"weight_dir": ...}` and `/resume` to every server. Here the second one is an update
-from a directory, which pauses each replica by itself and only as long as it must; the first one says how, and the third
-one ends that. An application of one event loop; `ckpt-engine prime-rl` serves it.
+The orchestrator POSTs `/pause`, `/update_weights {"weight_dir": ...}` and `/resume` to every server. Here
+`/update_weights` is an update from a directory, which pauses each replica by itself and only as long as it must;
+`/pause` sets its pause mode, and `/resume` resets that. An application of one event loop; `ckpt-engine prime-rl` serves
+it.
 """
 
 from __future__ import annotations
@@ -54,34 +55,28 @@ Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 @dataclass(frozen=True)
 class PrimeRlSettings:
-    """How the prime-rl front runs.
+    """How the prime-rl front runs."""
 
-    manager: host:port. lineage: of the run; empty: a fresh one. pool: of the replicas. replicas: so many must be
-    connected before `/health` says so. min_replicas: so many suffice; None: all that are registered. models: what
-    `/v1/models` names. timeout: of an update, seconds; None: the manager's. tokens: of callers; None: nobody is asked.
-    loopback: whether it listens there only.
-    """
-
-    manager: str
-    lineage: str = ""
-    pool: str = ""
-    replicas: int = 1
-    min_replicas: int | None = None
-    models: tuple[str, ...] = ()
-    timeout: float | None = None
-    tokens: Tokens | None = None
-    loopback: bool = False
+    manager: str  # host:port
+    lineage: str = ""  # of the run; empty: a fresh one
+    pool: str = ""  # of the replicas
+    replicas: int = 1  # that must be connected before `/health` answers 200
+    min_replicas: int | None = None  # that suffice for an update; None: all that are registered
+    models: tuple[str, ...] = ()  # names in `/v1/models`
+    timeout: float | None = None  # of an update, seconds; None: the manager's
+    tokens: Tokens | None = None  # of callers; None: no token is required
+    loopback: bool = False  # whether it listens on loopback only
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 def step_of(directory: str) -> int | None:
-    """The step that a directory's name tells: of its last part called step_N; None: no part is."""
+    """The step in a directory's name: of its last part called step_N; None: there is none."""
     found = STEP.findall(directory)
     return int(found[-1]) if found else None
 
 
 class Steps:
-    """Which lineage a directory's weights are of: a step that does not rise is another run's, and begins a new one."""
+    """Assigns directories to lineages: a step that does not rise is of another run, and begins a new lineage."""
 
     def __init__(self, lineage: str) -> None:
         self._name = lineage
@@ -104,7 +99,7 @@ class Steps:
 
 
 class Facade:
-    """What answers prime-rl's orchestrator. Used on one event loop."""
+    """Answers prime-rl's orchestrator. Used on one event loop."""
 
     def __init__(self, settings: PrimeRlSettings) -> None:
         self._settings = settings
@@ -114,18 +109,18 @@ class Facade:
     def application(self) -> Starlette:
         """The application, for any ASGI server."""
         routes = [
-            *(Route(path, self._answered(self._health), methods=["GET"]) for path in OPEN),
-            Route("/v1/models", self._answered(self._models), methods=["GET"]),
-            Route("/pause", self._answered(self._pause), methods=["POST"]),
-            Route("/resume", self._answered(self._resume), methods=["POST"]),
-            Route("/update_weights", self._answered(self._update), methods=["POST"]),
-            *(Route(path, self._answered(self._no_lora), methods=["POST"]) for path in LORA),
-            *(Route(path, self._answered(self._no_other_way), methods=["POST"]) for path in OTHER_WAYS),
+            *(Route(path, self._with_answers(self._health), methods=["GET"]) for path in OPEN),
+            Route("/v1/models", self._with_answers(self._models), methods=["GET"]),
+            Route("/pause", self._with_answers(self._pause), methods=["POST"]),
+            Route("/resume", self._with_answers(self._resume), methods=["POST"]),
+            Route("/update_weights", self._with_answers(self._update), methods=["POST"]),
+            *(Route(path, self._with_answers(self._no_lora), methods=["POST"]) for path in LORA),
+            *(Route(path, self._with_answers(self._no_other_way), methods=["POST"]) for path in OTHER_WAYS),
         ]
         return Starlette(routes=routes)
 
-    def _answered(self, handler: Handler) -> Handler:
-        """Who may not, and what is refused, get a status that prime-rl takes right: it repeats 5xx, and no 4xx."""
+    def _with_answers(self, handler: Handler) -> Handler:
+        """Checks the caller, and turns errors into a status: prime-rl repeats a request after 5xx, not after 4xx."""
 
         async def answer(request: Request) -> JSONResponse:
             try:
@@ -142,7 +137,7 @@ class Facade:
         return answer
 
     def _check_page(self, request: Request) -> None:
-        """Refuses what a page in a browser could ask for, which can post to this machine, but reads no answers."""
+        """Refuses requests that a page in a browser could make: it can post to this machine without reading answers."""
         headers = request.headers
         if self._settings.loopback and not is_loopback(host_of(headers.get("host", ""))):
             raise forbidden(f"this is not {headers.get('host')!r}; it serves its own machine only")
@@ -155,8 +150,8 @@ class Facade:
     def _caller(self, request: Request) -> Caller:
         if self._settings.tokens is None or request.url.path in OPEN:
             return EVERYBODY
-        kind, _, shown = request.headers.get("authorization", "").partition(" ")
-        caller = self._settings.tokens.caller(shown.strip()) if kind.lower() == "bearer" else None
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        caller = self._settings.tokens.caller(token.strip()) if kind.lower() == "bearer" else None
         if caller is None:
             raise unauthenticated("show a token of this facade: in the variable that `api_key_var` of prime-rl names")
         return caller
@@ -179,8 +174,8 @@ class Facade:
         return JSONResponse({"object": "list", "data": [{"id": name} for name in self._settings.models]})
 
     async def _pause(self, request: Request) -> JSONResponse:
-        asked = request.query_params
-        mode, clear = asked.get("mode", "abort"), asked.get("clear_cache", "true").lower()
+        query = request.query_params
+        mode, clear = query.get("mode", "abort"), query.get("clear_cache", "true").lower()
         if clear not in ("true", "false") or (mode, clear == "true") not in MODES:
             raise invalid(f"mode={mode}, clear_cache={clear} means nothing: modes are keep, abort and wait")
         self._pause_mode = MODES[mode, clear == "true"]

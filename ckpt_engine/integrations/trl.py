@@ -1,9 +1,9 @@
 """TRL: GRPOTrainer and AsyncGRPOTrainer bring each step's weights to replicas, and get their tokens from them.
 
-It decides when an update is made and what is published; how TRL trains is not touched, and nothing of it is patched.
-Three seams, from the simplest: `Rollouts` is a `rollout_func` of GRPOTrainer; `WeightTransfer` is a `weight_transfer`
-of AsyncGRPOTrainer, on one rank, from the tensors that TRL gathers; `UpdateCallback` updates from every rank without
-gathering, with any trainer of transformers.
+It decides when an update is made and what is published. It patches nothing of TRL. There are three seams, from the
+simplest: `Rollouts` is a `rollout_func` of GRPOTrainer. `WeightTransfer` is a `weight_transfer` of AsyncGRPOTrainer, on
+one rank, from the tensors that TRL gathers. `UpdateCallback` updates from every rank without gathering, with any
+trainer of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class UpdateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._updates.bring(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Updates, if it is time to."""
+        """Updates after every `every` steps."""
         if state.global_step % self._every == 0:
             self._updates.bring(state.global_step)
 
@@ -61,8 +61,8 @@ class Rollouts:
     an update included. model: what servers call it; None: the first one that they name.
 
     Each prompt is a request of its own with a seed of its own, so equal prompts get different answers, on every rank.
-    Raises RuntimeError with what the server said if an answer is no answer, and if it is of other weights than those
-    that this trainer brought last, as far as gates and gateways tell; no sample is left out.
+    Raises RuntimeError with the server's text if a request fails, and if an answer is of other weights than those that
+    this trainer brought last, as far as gates and gateways report them; no sample is left out.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Rollouts:
     def _complete(self, prompt: list[int], url: str, sampling: dict[str, Any]) -> tuple[list[int], list[float]]:
         body = {
             **sampling,
-            "model": self._model or self._named(url),
+            "model": self._model or self._model_name(url),
             "prompt": prompt,
             "n": 1,
             "logprobs": 0,
@@ -120,9 +120,9 @@ class Rollouts:
         }
         served = self._updates.served
         assert served is not None
-        # A gateway asks no replica that it knows to hold anything else.
-        wanted = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
-        response = self._client.post(f"{url}/v1/completions", json=body, headers=wanted)
+        # A gateway then skips replicas that it knows to hold other weights.
+        headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
+        response = self._client.post(f"{url}/v1/completions", json=body, headers=headers)
         if response.status_code != 200:
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
         choice = response.json()["choices"][0]
@@ -138,7 +138,7 @@ class Rollouts:
             )
         return tokens, logprobs
 
-    def _named(self, url: str) -> str:
+    def _model_name(self, url: str) -> str:
         if self._model is None:
             response = self._client.get(f"{url}/v1/models")
             response.raise_for_status()
@@ -160,13 +160,13 @@ class WeightTransfer:
         self._count = itertools.count(1)
 
     def init_weight_transfer(self) -> None:
-        """Does nothing: nothing is to be set up before there are tensors."""
+        """Does nothing: `send_weights` opens the session."""
 
     def pause(self) -> None:
-        """Agents pause their engines themselves, once the weights are sealed, and only for the install."""
+        """Does nothing: agents pause their engines themselves, once the weights are sealed, for the install only."""
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Does nothing, see `pause`."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Updates from the pairs, on the calling thread; returns when the replicas serve them."""
@@ -186,7 +186,7 @@ class WeightTransfer:
 
 
 def _other_weights(response: httpx.Response, choice: dict[str, Any], served: UpdateReport) -> str:
-    """The weights that made an answer, if they are not those; empty: they are, or nobody says which they were."""
+    """The weights that made an answer, if they are not `served`; empty: they are, or the answer does not name them."""
     root, version = (response.headers.get(f"x-ckpt-engine-admitted-{name}", "") for name in ("root", "version"))
     if root and root != served.root:
         return f"weights {root[:8]} of version {version}"
@@ -198,7 +198,7 @@ def _other_weights(response: httpx.Response, choice: dict[str, Any], served: Upd
 
 
 def _publishable(model: Any) -> Any:
-    """The model itself, or for one with adapters what merges them at each update."""
+    """The model itself; for one with adapters a callable that merges them at each update."""
     return merged(model) if hasattr(model, "merge_adapter") and hasattr(model, "peft_config") else model
 
 
@@ -211,12 +211,12 @@ def _ids(prompt: Any, trainer: Any) -> list[int]:
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
-    """What the trainer's arguments say of sampling; left out where it changes nothing, as servers differ in that."""
+    """The trainer's sampling arguments. Neutral ones are left out, since not all servers know each."""
     args = trainer.args
-    asked = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
+    options = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
     for name, nothing in (("top_p", (None, 1.0)), ("top_k", (None, 0, -1)), ("repetition_penalty", (None, 1.0))):
         if getattr(args, name) not in nothing:
-            asked[name] = getattr(args, name)
+            options[name] = getattr(args, name)
     if args.min_p:
-        asked["min_p"] = args.min_p
-    return asked
+        options["min_p"] = args.min_p
+    return options

@@ -1,6 +1,6 @@
-"""When a training framework's rank opens its session, what it publishes, and what it makes of a report.
+"""The updates of a training framework's rank: when its session opens, what it publishes, and which reports are errors.
 
-It decides nothing about a framework: each has a module of its own beside this one, which calls `bring` once a step.
+Decides nothing about a framework: each has a module of its own beside this one, which calls `bring` once a step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt_engine.v1.weights_pb2 import Problem
 class RankUpdates:
     """The updates of one trainer rank. Nothing is dialled before the first `bring`.
 
-    manager: host:port. replicas: how many must have come up before the first update; it waits `wait` seconds for them.
-    dtype: that is served, if another than the weights' (a trainer in mixed precision has float32 weights, engines serve
-    bfloat16). lineage: None: one of its own for each start of the trainer, so that a run that goes back to a checkpoint
-    may use its numbers again; a name goes on where it ended, and is refused lower numbers. pool, pause_mode, timeout:
-    as for `Trainer`. min_replicas: so many suffice; None: all that are
-    registered. on_report: called with each report, on the thread that trains.
+    manager: host:port. replicas: how many must be up before the first update, which waits `wait` seconds for them.
+    dtype: served, if not the weights' own (a trainer in mixed precision has float32 weights, engines serve bfloat16).
+    lineage: None: a new one at each start of the trainer, so that a run that goes back to a checkpoint may use its
+    numbers again. A named lineage goes on where it ended, and refuses lower numbers. pool, pause_mode, timeout: as for
+    `Trainer`. min_replicas: so many suffice; None: all that are registered. on_report: called with each report, on the
+    thread that trains.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RankUpdates:
     def open(self, weights: Any, rank: int = 0, world_size: int = 1) -> None:
         """Publishes, once; every rank calls it. weights: whatever `Trainer.publish` takes.
 
-        Raises CkptEngineError: they cannot be published, there are too few replicas in time, or it was called before.
+        Raises CkptEngineError if they cannot be published, if there are too few replicas in time, or on a second call.
         """
         if self._trainer is not None:
             raise precondition("these updates have been opened already")
@@ -82,9 +82,9 @@ class RankUpdates:
     def bring(self, version: int) -> UpdateReport:
         """Brings the replicas to the weights as they are now; every rank calls it with the same version.
 
-        Raises CkptEngineError if the update was refused, or if fewer replicas serve the version than must: training on
-        with tokens of older weights would go unnoticed. Its code is then that of the first replica that does not serve
-        it, which it names.
+        Raises CkptEngineError if the update was refused, or if too few replicas serve the version: otherwise training
+        would go on unnoticed with tokens of older weights. The error then has the code of the first replica that does
+        not serve it, and names that replica.
         """
         if self._trainer is None:
             raise precondition("call open, with the weights, before bring")
@@ -107,12 +107,12 @@ class RankUpdates:
 
 def _not_served(version: int, report: UpdateReport) -> CkptEngineError:
     first = next((replica for replica in report.replicas if not replica.ok), None)
-    said = Problem() if first is None else first.message.problem
+    problem = Problem() if first is None else first.message.problem
     return error(
-        said.code or Problem.UNAVAILABLE,
+        problem.code or Problem.UNAVAILABLE,
         f"version {version} is not served by all replicas that must serve it (min_replicas says how many suffice):\n"
         f"{report}",
-        said.tensors,
-        said.ranks,
+        problem.tensors,
+        problem.ranks,
         "" if first is None else first.name,
     )

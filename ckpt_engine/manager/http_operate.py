@@ -42,7 +42,7 @@ def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[
         caller: Caller = request.scope[CALLER]
         caller.require_any("operator")
         what = message.DESCRIPTOR.name.removesuffix("ReplicaRequest").lower()
-        log.info("%s over HTTP replica=%r caller=%r", what, name, caller.who)
+        log.info("%s over HTTP replica=%r caller=%r", what, name, caller.name)
         return await answer(await operate(message))
 
     @app.post(

@@ -11,7 +11,7 @@ from ckpt_engine.core.prediction import measured
 from ckpt_engine.manager.ledger import Ledger, Record
 from ckpt_engine.manager.update_records import find_update, no_report
 from ckpt_engine.timeline.perfetto import trace_text
-from ckpt_engine.timeline.predicted import Whereabouts, drawn
+from ckpt_engine.timeline.predicted import Whereabouts, draw_with_prediction
 from ckpt_engine.v1 import manager_pb2
 
 EXAMPLE = {"displayTimeUnit": "ms", "traceEvents": [], "otherData": {"lineage": "run", "version": 3, "epoch": 7}}
@@ -68,7 +68,7 @@ async def _trace(manager: TraceSource, record: Record) -> Response:
     if report is None:
         raise no_report(manager.ledger, record)
     places = Whereabouts.of(manager.status())
-    text = await asyncio.to_thread(lambda: trace_text(drawn(report, measured(), places)[0]))
+    text = await asyncio.to_thread(lambda: trace_text(draw_with_prediction(report, measured(), places)[0]))
     name = f"update-{record.epoch}-version-{record.identity.number}.json"
     headers = {"content-disposition": f'attachment; filename="{name}"'}
     return Response(text, media_type="application/json", headers=headers)

@@ -32,7 +32,7 @@ def add_updates(app: FastAPI, publishers: Callable[[], Publishers]) -> None:
         message = await body(request, manager_pb2.UpdateFromDirectoryRequest)
         caller: Caller = request.scope[CALLER]
         caller.require("trainer", lineage_of(message))
-        log.info("update from directory=%r lineage=%r caller=%r", message.directory, message.lineage, caller.who)
+        log.info("update from directory=%r lineage=%r caller=%r", message.directory, message.lineage, caller.name)
         async for event in publishers().update(message):
             if event.HasField("report"):
                 return await answer(event.report)

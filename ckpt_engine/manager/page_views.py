@@ -27,8 +27,8 @@ WAITED_SHOWN = 16
 
 
 def asker_of(caller: Caller) -> page_pb2.PageAsker:
-    """The caller, for the page's heading."""
-    return page_pb2.PageAsker(name=caller.who, operates=caller.may_any("operator"))
+    """The caller, as the page greets it."""
+    return page_pb2.PageAsker(name=caller.name, operates=caller.may_any("operator"))
 
 
 def overview_of(status: manager_pb2.GetStatusResponse, manager: str, refused: int) -> page_pb2.PageOverview:

@@ -22,7 +22,7 @@ from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
 from ckpt_engine.host.modules import module_command, module_environment
 from ckpt_engine.manager.errors import stopping
-from ckpt_engine.publishing.frames import EVENT, HEAD, LINEAGE, REQUEST, framed
+from ckpt_engine.publishing.frames import EVENT, HEAD, LINEAGE, REQUEST, encode_frame
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -214,7 +214,7 @@ class _Publisher:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(framed(REQUEST, request.SerializeToString()))
+            process.stdin.write(encode_frame(REQUEST, request.SerializeToString()))
             await process.stdin.drain()
             while True:
                 kind, size = HEAD.unpack(await process.stdout.readexactly(HEAD.size))

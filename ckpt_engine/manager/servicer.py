@@ -90,7 +90,7 @@ class ManagerServicer(
         await self._admit(context, kind)
         peer, outbox = self._shell.open_session(kind, envelope, hello)
         label, values = _log_fields(hello)
-        log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.who)
+        log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.name)
 
         def on_message(message: ProtobufMessage) -> None:
             body = unpack(message)
@@ -125,7 +125,7 @@ class ManagerServicer(
         caller = await self._admit(context, "trainer")
         try:
             caller.require("trainer", lineage_of(request))
-            log.info("update from directory=%r lineage=%r caller=%r", request.directory, request.lineage, caller.who)
+            log.info("update from directory=%r lineage=%r caller=%r", request.directory, request.lineage, caller.name)
             async for event in self._publishers.update(request):
                 await write(context, event, self._deadlines.write)
         except CkptEngineError as error:
@@ -133,7 +133,7 @@ class ManagerServicer(
 
     async def Rollback(self, request: manager_pb2.RollbackRequest, context: Context) -> None:  # noqa: N802
         caller = await self._admit(context, "operator")
-        log.info("rollback called lineage=%r version=%d caller=%r", request.lineage, request.version, caller.who)
+        log.info("rollback called lineage=%r version=%d caller=%r", request.lineage, request.version, caller.name)
         await self._call("rollback", lambda call: events.RollbackCall(call, request), context)
 
     async def WaitForUpdate(  # noqa: N802
@@ -182,14 +182,14 @@ class ManagerServicer(
         self, request: manager_pb2.HoldReplicaRequest, context: Context
     ) -> ProtobufMessage:
         caller = await self._admit(context, "operator")
-        log.info("hold replica=%r reason=%r caller=%r", request.name, request.reason, caller.who)
+        log.info("hold replica=%r reason=%r caller=%r", request.name, request.reason, caller.name)
         return await self._answer("hold", lambda call: events.OperatorCall(call, request), context)
 
     async def ReleaseReplica(  # noqa: N802
         self, request: manager_pb2.ReleaseReplicaRequest, context: Context
     ) -> ProtobufMessage:
         caller = await self._admit(context, "operator")
-        log.info("release replica=%r caller=%r", request.name, caller.who)
+        log.info("release replica=%r caller=%r", request.name, caller.name)
         return await self._answer("release", lambda call: events.OperatorCall(call, request), context)
 
     async def EvictReplica(  # noqa: N802
@@ -208,7 +208,7 @@ class ManagerServicer(
         self, request: manager_pb2.ForgetLineageRequest, context: Context
     ) -> ProtobufMessage:
         caller = await self._admit(context, "operator")
-        log.info("forget lineage=%r dry_run=%s caller=%r", request.lineage, request.dry_run, caller.who)
+        log.info("forget lineage=%r dry_run=%s caller=%r", request.lineage, request.dry_run, caller.name)
         return await self._answer("forget", lambda call: events.OperatorCall(call, request), context)
 
     async def GetStatus(  # noqa: N802
@@ -232,7 +232,7 @@ class ManagerServicer(
             number, outbox = self._shell.watchers.open(request.watcher)
         except CkptEngineError as error:
             await refuse(context, error)
-        log.info("watch began watcher=%r address=%s caller=%r", request.watcher, context.peer(), caller.who)
+        log.info("watch began watcher=%r address=%s caller=%r", request.watcher, context.peer(), caller.name)
         try:
             while (message := await self._news_or_beat(outbox)) is not None:
                 await write(context, message, self._deadlines.write)
@@ -336,7 +336,7 @@ def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:
         if result.HasField("problem"):
             log.warning("replica=%r is not %s problem=%r", result.replica, done, result.problem.message)
         else:
-            log.info("replica=%r is %s caller=%r", result.replica, done, caller.who)
+            log.info("replica=%r is %s caller=%r", result.replica, done, caller.name)
 
 
 def add_to(server: grpc.aio.Server, servicer: ManagerServicer) -> None:

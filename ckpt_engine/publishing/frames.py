@@ -1,4 +1,4 @@
-"""What a manager and its publishing process say to each other over pipes: one frame after the other.
+"""The frames that a manager and its publishing process exchange over pipes.
 
 A frame is its kind (one byte), its length (four bytes, little endian) and a protobuf message. Both ends are processes
 of one program and one user, so nothing is checked but that a frame is whole.
@@ -10,7 +10,7 @@ import struct
 from typing import BinaryIO
 
 LINEAGE = "directory"
-"""Of directories, unless the caller names another one."""
+"""Default lineage of directories."""
 
 REQUEST = b"q"
 """UpdateFromDirectoryRequest: to the process."""
@@ -22,8 +22,8 @@ PROBLEM = b"p"
 HEAD = struct.Struct("<cI")
 
 
-def framed(kind: bytes, body: bytes) -> bytes:
-    """One frame."""
+def encode_frame(kind: bytes, body: bytes) -> bytes:
+    """The bytes of one frame."""
     return HEAD.pack(kind, len(body)) + body
 
 

@@ -3,7 +3,7 @@
     python -m ckpt_engine.publishing.process ADDRESS LINEAGE ROOT...
 
 Requests come as frames on standard input, one at a time; events go to standard output. It ends when its input does:
-then the manager is gone. Whatever else is printed goes to standard error.
+then the manager has ended. All other output goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, internal
-from ckpt_engine.publishing.frames import EVENT, PROBLEM, framed, read_frame
+from ckpt_engine.publishing.frames import EVENT, PROBLEM, encode_frame, read_frame
 from ckpt_engine.publishing.publisher import Publisher
 from ckpt_engine.v1 import manager_pb2
 
@@ -46,15 +46,15 @@ def serve(publisher: Publisher, requests: BinaryIO, output: BinaryIO) -> None:
     """Answers one request after the other."""
 
     def say(kind: bytes, body: bytes) -> None:
-        output.write(framed(kind, body))
+        output.write(encode_frame(kind, body))
         output.flush()
 
-    def told(progress: manager_pb2.UpdateProgress) -> None:
+    def report_progress(progress: manager_pb2.UpdateProgress) -> None:
         say(EVENT, manager_pb2.UpdateEvent(progress=progress).SerializeToString())
 
     while (frame := read_frame(requests)) is not None:
         try:
-            report = publisher.update(manager_pb2.UpdateFromDirectoryRequest.FromString(frame[1]), told)
+            report = publisher.update(manager_pb2.UpdateFromDirectoryRequest.FromString(frame[1]), report_progress)
         except CkptEngineError as error:
             say(PROBLEM, error.problem.SerializeToString())
         except Exception as error:
@@ -66,10 +66,10 @@ def serve(publisher: Publisher, requests: BinaryIO, output: BinaryIO) -> None:
 
 
 def _end_with_the_manager(seconds: float) -> None:
-    """Ends this process also in the middle of an update: who would hear of it is gone."""
-    gone = select.poll()
-    gone.register(0, 0)  # told of the other end's closing only
-    gone.poll(None)
+    """Ends this process when the manager has ended, also in the middle of an update. seconds: to end by itself."""
+    manager_pipe = select.poll()
+    manager_pipe.register(0, 0)  # reports only that the other end was closed
+    manager_pipe.poll(None)
     time.sleep(seconds)
     os._exit(1)
 

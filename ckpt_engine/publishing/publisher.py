@@ -1,6 +1,6 @@
-"""One lineage whose weights are directories: publishes each in turn and brings replicas to it.
+"""Publishes directories of one lineage, one after the other, and brings replicas to each.
 
-What it published stays so until the next one, so that replicas which start late are served from it. Used on one thread.
+A directory stays published until the next one, so that late replicas can be served from it. Used on one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, error, not_found, precondition
 from ckpt_engine.extras import require
 from ckpt_engine.options import Progress, options_message, options_of
-from ckpt_engine.publishing.roots import check_file, inside, resolved
+from ckpt_engine.publishing.roots import check_file, inside, resolve
 from ckpt_engine.source.safetensors import read_directory
 from ckpt_engine.v1 import manager_pb2
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ckpt_engine.trainer import Trainer
 
 Files = tuple[tuple[str, int, int, int, int, int], ...]
-"""Of each file: where it lies, device, inode, bytes, and when it was modified and its inode changed (nanoseconds)."""
+"""Each file: path, device, inode, bytes, and the times (nanoseconds) of the last change of content and of inode."""
 
 STALE_HEARTBEATS = 3
-"""In so many heartbeats a replica has said that it serves."""
+"""Within so many heartbeats a replica has reported that it serves."""
 
 log = logging.getLogger("ckpt_engine.publishing")
 
@@ -45,20 +45,23 @@ class Publisher:
         self._trainer: Trainer | None = None
         self._last: tuple[bytes, Files, manager_pb2.UpdateReport] | None = None
 
-    def update(self, request: manager_pb2.UpdateFromDirectoryRequest, told: Progress) -> manager_pb2.UpdateReport:
-        """Brings replicas to a directory; asked again for unchanged files that they serve, says so once more.
+    def update(
+        self, request: manager_pb2.UpdateFromDirectoryRequest, on_progress: Progress
+    ) -> manager_pb2.UpdateReport:
+        """Brings replicas to a directory. A repeated request for unchanged files that are served returns the last
+        report.
 
-        Raises CkptEngineError: as `roots.resolved` and `source.safetensors.read_directory`, before anybody is asked
-        for anything, and as `Trainer.publish` and `Trainer.update_weights`.
+        Raises CkptEngineError: as `roots.resolve` and `source.safetensors.read_directory`, before any other process is
+        asked, and as `Trainer.publish` and `Trainer.update_weights`.
         """
         try:
-            path = resolved(request.directory, self._roots)
+            path = resolve(request.directory, self._roots)
             files = self._files(path)
-        except CkptEngineError as refused:
-            problem = refused.problem
+        except CkptEngineError as refusal:
+            problem = refusal.problem
             raise error(
                 problem.code, f"{problem.message} (on {socket.gethostname()}, the manager's host)", problem.tensors
-            ) from refused
+            ) from refusal
         if self._repeats(request, files):
             assert self._last is not None
             log.info("asked again for %s, which is served already as version %s", path, self._last[2].identity.version)
@@ -66,12 +69,12 @@ class Publisher:
         require("trainer", "torch", "numpy", what=f"publishing {path} on the manager's host")
         self._last = self._last if request.options.dry_run else None
         try:
-            report = self._bring(request, path, files, told)
+            report = self._bring(request, path, files, on_progress)
         except BaseException:
             self.close()
             raise
         if report.ok and not report.dry_run:
-            self._last = _asked(request), files, report
+            self._last = _request_key(request), files, report
         return report
 
     def close(self) -> None:
@@ -81,7 +84,7 @@ class Publisher:
             trainer.close()
 
     def _bring(
-        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, told: Progress
+        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, on_progress: Progress
     ) -> manager_pb2.UpdateReport:
         from ckpt_engine.trainer import Trainer  # takes seconds, for which no refusal above should wait
 
@@ -89,40 +92,40 @@ class Publisher:
         if trainer is None:
             trainer = self._trainer = Trainer(self._address, 0, 1, self._lineage, deadlines=self._deadlines)
         trainer.publish(path, check_finite=request.check_finite)
-        # It opened them by their names once more.
-        if resolved(request.directory, self._roots) != path or self._files(path) != files:
+        # The trainer has opened the files once more by name.
+        if resolve(request.directory, self._roots) != path or self._files(path) != files:
             raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
         return trainer.update_weights(
             request.version if request.HasField("version") else None,
-            on_progress=told,
+            on_progress=on_progress,
             **options_of(request.options),
         ).message
 
     def _files(self, path: Path) -> Files:
-        """Raises as `read_directory`, and as `check_file` for each file, before it is opened."""
+        """Identifies the files. Raises as `read_directory`, and as `check_file` for each before it is opened."""
         files = []
         for header in read_directory(path, lambda file: check_file(file, self._roots)):
             real = inside(header.path, self._roots)
             try:
                 of = os.stat(real)
-            except OSError as gone:
-                raise not_found(f"cannot look at {header.path}: {gone.strerror}") from gone
+            except OSError as os_error:
+                raise not_found(f"cannot look at {header.path}: {os_error.strerror}") from os_error
             files.append((str(real), of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns))
         return tuple(files)
 
     def _repeats(self, request: manager_pb2.UpdateFromDirectoryRequest, files: Files) -> bool:
-        """Whether it asks for what was done last, and nothing else was brought to a replica that took it."""
+        """Whether the request equals the last one, and all replicas that took that update still serve it."""
         if self._last is None:
             return False
-        asked, before, report = self._last
+        last_request, last_files, report = self._last
         same_version = not request.HasField("version") or request.version == report.identity.version
-        if not same_version or _asked(request) != asked or before != files:
+        if not same_version or _request_key(request) != last_request or last_files != files:
             return False
         # A heartbeat from before the end of the last update may still say that a replica is closed.
         end = time.monotonic() + STALE_HEARTBEATS * self._deadlines.heartbeat
-        while not (still := still_served(report, self._status())) and time.monotonic() < end:
+        while not (serving := still_served(report, self._status())) and time.monotonic() < end:
             time.sleep(self._deadlines.heartbeat / 4)
-        return still
+        return serving
 
     def _status(self) -> manager_pb2.GetStatusResponse:
         with Client(self._address, deadlines=self._deadlines) as client:
@@ -130,8 +133,8 @@ class Publisher:
 
 
 def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatusResponse) -> bool:
-    """Whether each replica that took an update serves its version, or has told nothing else of itself since but that it
-    lost it: then it has started again, and the manager brings it up."""
+    """Whether each replica that took an update serves its version, or has only reported since that it lost it: then it
+    has started again, and the manager brings it up."""
     took = {each.replica: each.fence for each in report.replicas if each.outcome == manager_pb2.OUTCOME_NEW_SERVING}
     have = {
         replica.name
@@ -147,9 +150,9 @@ def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatus
     return took.keys() <= have
 
 
-def _asked(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
-    """All that two calls of one update have in common. Files tell the directory, by whatever name it was called; the
-    version is compared with the one that the update got."""
+def _request_key(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
+    """What two requests for the same update have in common. The directory is identified by its files; the version is
+    compared with the one that the update got."""
     same = manager_pb2.UpdateFromDirectoryRequest()
     same.CopyFrom(request)
     same.ClearField("directory")

@@ -1,6 +1,7 @@
-"""Which directories may be published: those below roots that were named, wherever symbolic links lead.
+"""Decides which directories may be published: those below the configured roots, after following symbolic links.
 
-It looks at names and kinds of files and reads none of them. Who may write below a root decides what is published.
+It looks at names and kinds of files and reads none of them. Any user with write access below a root decides what is
+published.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid, not_found
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""How the names of files end that a checkpoint is read from, but for those that its index names otherwise."""
+"""Endings of the files that a checkpoint is read from; its index may name others."""
 
 
 def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
-    """The roots, absolute. Raises INVALID_ARGUMENT for one that is no directory: a mistyped one would refuse all."""
+    """The roots, absolute. Raises INVALID_ARGUMENT if one is not a directory: a mistyped one would refuse all."""
     found = tuple(Path(os.path.abspath(root)) for root in roots)
     for root in found:
         if not root.is_dir():
@@ -25,11 +26,11 @@ def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
     return found
 
 
-def resolved(directory: str, roots: Sequence[Path]) -> Path:
-    """Where a directory, or one file, really lies. Reads nothing outside the roots.
+def resolve(directory: str, roots: Sequence[Path]) -> Path:
+    """The real path of a directory, or of one file. Reads nothing outside the roots.
 
-    Raises INVALID_ARGUMENT for what is no absolute path, PERMISSION_DENIED for what lies, or has weights that lie,
-    outside the roots, NOT_FOUND if it is not there.
+    Raises INVALID_ARGUMENT unless the path is absolute; PERMISSION_DENIED if it, or a file of weights in it, lies
+    outside the roots; NOT_FOUND if it does not exist.
     """
     if not directory.startswith("/") or "\0" in directory:
         raise invalid(f"name the directory by its absolute path, as the hosts of the replicas know it: {directory!r}")
@@ -48,8 +49,8 @@ def resolved(directory: str, roots: Sequence[Path]) -> Path:
 
 
 def check_file(file: Path, roots: Sequence[Path]) -> None:
-    """Asks whether a file may be opened. Raises PERMISSION_DENIED for one outside the roots, NOT_FOUND if it is not
-    there, INVALID_ARGUMENT for what is no regular file."""
+    """Checks that a file may be opened. Raises PERMISSION_DENIED for one outside the roots, NOT_FOUND if it is not
+    there, INVALID_ARGUMENT if it is not a regular file."""
     real = inside(file, roots)
     try:
         _regular(real)
@@ -58,7 +59,7 @@ def check_file(file: Path, roots: Sequence[Path]) -> None:
 
 
 def inside(path: Path, roots: Sequence[Path]) -> Path:
-    """Where a path leads. Raises PERMISSION_DENIED if that is below none of the roots, whether it is there or not."""
+    """The real path. Raises PERMISSION_DENIED if it is below none of the roots, whether or not it exists."""
     real = Path(os.path.realpath(path))
     if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         return real
@@ -71,7 +72,7 @@ def inside(path: Path, roots: Sequence[Path]) -> Path:
 
 
 def _regular(file: Path) -> None:
-    """What is neither a file nor a directory could be waited for without an end."""
+    """Refuses anything but a regular file: opening a pipe could wait without end."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise invalid(f"{file} is no regular file")
 

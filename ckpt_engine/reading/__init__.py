@@ -1,1 +1,1 @@
-"""Reading a version that the cluster holds, by who is no member: `reader` brings its tensors, `pulling` writes them."""
+"""Reads a version that the cluster holds, for non-members: `reader` brings its tensors, `pulling` writes files."""

@@ -1,7 +1,7 @@
 """Writes a version into a directory of safetensors files, which is there whole or not at all.
 
-A tensor is written once it was verified. Everything goes into a directory beside the one that is wanted, which gets
-its name when all of it is on the disk.
+Tensors are verified before they are written. All files go into a draft directory beside the target, which gets the
+target's name when everything is on the disk.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ckpt_engine.source.safetensors import DTYPES, INDEX, SINGLE
 from ckpt_engine.torch_dtypes import dtype_name
 
 FILE_BYTES = 5_000_000_000
-"""Of weights in one file, unless one tensor is larger."""
+"""Most bytes of weights in one file, unless one tensor is larger."""
 
 SPARE_BYTES = 16 << 20
-"""That must be free besides: for the index, and what a file system takes for itself."""
+"""Bytes that must be free in addition: for the index, and the file system's own use."""
 
 CODES: Mapping[str, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 Progress = Callable[[int, int], object]
-"""(bytes that are written, bytes in all)."""
+"""Called with the bytes that are written, and the bytes in all."""
 
 
 def pull(
@@ -45,30 +45,30 @@ def pull(
 ) -> tuple[str, int]:
     """Writes the weights of a version, verified, as safetensors files; returns its lineage and number.
 
-    address, lineage, version, deadlines: as for `Reader`. directory: is made; it may be there if it is empty. Several
-    files get an index, as transformers writes it. on_progress: called on this thread with bytes written and in all.
+    address, lineage, version, deadlines: as for `Reader`. directory: created; it may exist if it is empty. Several
+    files get an index, as transformers writes it. on_progress: called on this thread.
 
-    Raises CkptEngineError as `Reader` and `Reader.tensors` do; INVALID_ARGUMENT for a directory that is not empty, or
-    is none, or lies in none; FAILED_PRECONDITION, naming both numbers, for too little room; UNAVAILABLE if it cannot be
-    written. The directory is then as it was.
+    Raises CkptEngineError as `Reader` and `Reader.tensors` do; INVALID_ARGUMENT if `directory` is not empty, is a file,
+    or has no parent directory; FAILED_PRECONDITION, naming both numbers, for too little room; UNAVAILABLE if it cannot
+    be written. The directory is then as it was.
     """
     directory = Path(os.path.abspath(directory))
     try:
         _check_directory(directory)
         with Reader(address, lineage, version, deadlines=deadlines) as reader:
             files = _files(reader)
-            needed = reader.nbytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
+            bytes_needed = reader.nbytes + sum(len(header) for header, _ in files.values()) + SPARE_BYTES
             free = shutil.disk_usage(directory.parent).free
-            if needed > free:
+            if bytes_needed > free:
                 raise precondition(
-                    f"version {reader.version} of lineage {reader.lineage!r} takes {needed} bytes of disk, and "
+                    f"version {reader.version} of lineage {reader.lineage!r} takes {bytes_needed} bytes of disk, and "
                     f"{directory.parent} has {free} left"
                 )
-            with _whole_or_not_at_all(directory) as made:
-                _write(made, files, reader, on_progress)
+            with _whole_or_not_at_all(directory) as draft:
+                _write(draft, files, reader, on_progress)
             return reader.lineage, reader.version
-    except OSError as failed:
-        raise unavailable(f"cannot write {directory}: {failed.strerror or failed}") from failed
+    except OSError as os_error:
+        raise unavailable(f"cannot write {directory}: {os_error.strerror or os_error}") from os_error
 
 
 def _check_directory(directory: Path) -> None:
@@ -81,16 +81,16 @@ def _check_directory(directory: Path) -> None:
 
 
 def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
-    """For each file, by name: its first bytes (length and header) and the tensors behind them, in order."""
+    """For each file, by name: its first bytes (length and header) and the names of its tensors, in order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in reader.names:
-        more = reader.nbytes_of(name)
-        if shards[-1] and size + more > FILE_BYTES:
+        nbytes = reader.nbytes_of(name)
+        if shards[-1] and size + nbytes > FILE_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += more
+        size += nbytes
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -115,37 +115,37 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
 
 @contextmanager
 def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
-    """A directory beside the target, of which the target gets all, or nothing."""
-    made = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
-    made.mkdir()
+    """Gives a draft directory beside the target; renames it to the target at the end, and removes it after an error."""
+    draft = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
+    draft.mkdir()
     try:
-        yield made
-        _to_disk(made)
-        os.rename(made, directory)  # also over an empty directory; one that has got content meanwhile is refused
+        yield draft
+        _to_disk(draft)
+        os.rename(draft, directory)  # replaces an empty directory; fails if it has got content meanwhile
         _to_disk(directory.parent)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write(
-    made: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
+    draft: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
 ) -> None:
-    done, total = 0, reader.nbytes
+    written_bytes, total = 0, reader.nbytes
     for file, (header, names) in files.items():
-        with (made / file).open("wb") as written:
-            written.write(header)
+        with (draft / file).open("wb") as stream:
+            stream.write(header)
             for _, tensor in reader.tensors(names):
                 if tensor.numel():
-                    written.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                done += tensor.nbytes
+                    stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                written_bytes += tensor.nbytes
                 if progress is not None:
-                    progress(done, total)
-            written.flush()
-            os.fsync(written.fileno())
+                    progress(written_bytes, total)
+            stream.flush()
+            os.fsync(stream.fileno())
     if len(files) > 1:
-        placed = {name: file for file, (_, names) in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        with (made / INDEX).open("w", encoding="utf-8") as text:
+        file_of = {name: file for file, (_, names) in files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        with (draft / INDEX).open("w", encoding="utf-8") as text:
             json.dump(index, text, indent=2, ensure_ascii=False)
             text.flush()
             os.fsync(text.fileno())

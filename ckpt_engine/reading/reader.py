@@ -1,4 +1,4 @@
-"""Reads a version from whoever holds it: relays, and sources that stay sealed. Each tensor is verified, then given.
+"""Reads a version from its holders: relays, and sources that stay sealed. Each tensor is verified before it is given.
 
 No session is opened: the manager is asked once where the version lies. Used by one thread.
 """
@@ -33,21 +33,21 @@ from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
 
 GROUP_BYTES = 256 << 20
-"""Tensors are brought together up to so many bytes, into one buffer; a larger one comes by itself."""
+"""Tensors up to so many bytes are brought together, into one buffer; a larger one comes by itself."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Reader:
-    """One version, as long as somebody holds it. Use it as a context manager, or call `close`.
+    """One version, as long as a holder has it. Use it as a context manager, or call `close`.
 
-    address: the manager, host:port. lineage: of which run; none: the only one of which a version can be read. version:
-    by its number; none: the lineage's latest one. deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES.
+    address: the manager, host:port. lineage: None: the only one with a version that can be read. version: None: the
+    lineage's latest. deadlines: None: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
-    lineage, version, root: of what was found. names: of its tensors, sorted.
+    The attributes lineage, version and root are those of the version that was found.
 
-    Raises CkptEngineError: NOT_FOUND, naming what can be read, if nobody holds it; PERMISSION_DENIED without a grant of
-    a trainer, holder or replica; DATA_LOSS for a record that is not of this version; UNAVAILABLE.
+    Raises CkptEngineError: NOT_FOUND, naming what can be read, if no holder has it; PERMISSION_DENIED without a grant
+    of a trainer, holder or replica; DATA_LOSS for a record that is not of this version; UNAVAILABLE.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Reader:
             try:
                 found = stub.LocateVersion(request, timeout=self._deadlines.blobs)
                 record, *tables = (_blob(stub, ref, self._deadlines.blobs) for ref in (found.record, *found.tables))
-            except grpc.RpcError as failed:
-                raise error_of(failed, address) from None
+            except grpc.RpcError as rpc_error:
+                raise error_of(rpc_error, address) from None
         self.lineage, self.version = found.identity.lineage, found.identity.version
         self.root: str = found.identity.root.hex()
-        self._recorded = read_record(_parsed(SealedRecord, record), found.identity.root)
-        self._specs = list(self._recorded.record.manifest.tensors)
+        self._record = read_record(_parse(SealedRecord, record), found.identity.root)
+        self._specs = list(self._record.record.manifest.tensors)
         self._numbers = {spec.name: number for number, spec in enumerate(self._specs)}
-        self._tables = [_parsed(SourceTable, table) for table in tables]
+        self._tables = [_parse(SourceTable, table) for table in tables]
         self._sources: Sources | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -107,26 +107,26 @@ class Reader:
         return _size(self._specs[self._number(name)])
 
     def tensors(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pairs of name and tensor (contiguous, on the CPU, the caller's own). names: only these, in this order; none:
-        all, sorted by name. Some hundred MB are brought at a time.
+        """Yields pairs of name and tensor (contiguous, on the CPU, the caller's own). names: only these, in this order;
+        None: all, sorted by name. Some hundred MB are brought at a time.
 
-        Raises CkptEngineError: NOT_FOUND for a name that there is not, or when nobody within reach holds a tensor any
-        more; DATA_LOSS, naming it, when all who do have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if it is
-        closed in between. What was given before is right.
+        Raises CkptEngineError: NOT_FOUND for an unknown name, or if no holder within reach has a tensor any more;
+        DATA_LOSS, naming the tensor, if all holders have other bytes; DEADLINE_EXCEEDED; FAILED_PRECONDITION if the
+        reader was closed in between. Tensors yielded before are right.
         """
-        wanted = [self._number(name) for name in (self.names if names is None else names)]
-        layouts = [(group, self._layout(group)) for group in self._groups(wanted)]
+        numbers = [self._number(name) for name in (self.names if names is None else names)]
+        layouts = [(group, self._layout(group)) for group in self._groups(numbers)]
         self._open(max((layout.size for _, layout in layouts), default=0))
         for group, layout in layouts:
             self._bring(layout)
             atoms: dict[int, list[RelayAtom]] = {number: [] for number in group}
             for atom in layout.atoms:
                 atoms[atom.tensor].append(atom)
-            # All are taken out of the buffer before the caller has its turn, who may ask for others in between.
-            yield from [(self._specs[number].name, self._assembled(number, atoms[number])) for number in group]
+            # Take all out of the buffer before yielding: the caller may ask for other tensors in between.
+            yield from [(self._specs[number].name, self._assemble(number, atoms[number])) for number in group]
 
     def close(self) -> None:
-        """Lets go of what is mapped. May be repeated; `tensors` may follow."""
+        """Unmaps the sources. May be repeated; `tensors` may follow."""
         sources, self._sources = self._sources, None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if sources is not None:
@@ -139,25 +139,25 @@ class Reader:
             )
         return self._numbers[name]
 
-    def _groups(self, wanted: Sequence[int]) -> Iterator[list[int]]:
+    def _groups(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         group: list[int] = []
         size = 0
-        for number in wanted:
-            more = _size(self._specs[number])
-            if group and size + more > GROUP_BYTES:
+        for number in numbers:
+            nbytes = _size(self._specs[number])
+            if group and size + nbytes > GROUP_BYTES:
                 yield group
                 group, size = [], 0
             group.append(number)
-            size += more
+            size += nbytes
         if group:
             yield group
 
     def _layout(self, group: Sequence[int]) -> SlotLayout:
-        needed = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
-        return lay_out(self._recorded, [needed])
+        boxes = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
+        return lay_out(self._record, [boxes])
 
     def _open(self, size: int) -> None:
-        """Sources that bring what they read into a buffer of so many bytes."""
+        """Opens sources that read into a buffer of so many bytes."""
         if self._sources is not None and len(self._buffer) >= size:
             return
         self.close()
@@ -165,23 +165,23 @@ class Reader:
         kinds = transport_kinds()
         readers = {name: each for name, each in all_transports(relay=True).items() if kinds[name].writer is None}
         host = this_host()
-        self._sources = Sources(self._recorded, self._tables, readers, host, landing=self._buffer)
+        self._sources = Sources(self._record, self._tables, readers, host, landing=self._buffer)
 
     def _bring(self, layout: SlotLayout) -> None:
         if not layout.atoms:
             return
         if self._sources is None:
-            raise precondition("the reader was closed while its tensors were given: ask for the others anew")
+            raise precondition("the reader was closed while its tensors were read: ask for the others again")
         filling = SlotFilling(layout, self._at, self._sources)
         filling.check()
-        filled = filling.run(self._recorded, time.monotonic() + self._deadlines.fill)
+        filled = filling.run(self._record, time.monotonic() + self._deadlines.fill)
         if filled.missing:
             raise CkptEngineError(filled.missing[0].problem)
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def _assembled(self, number: int, atoms: Sequence[RelayAtom]) -> torch.Tensor:
+    def _assemble(self, number: int, atoms: Sequence[RelayAtom]) -> torch.Tensor:
         spec = self._specs[number]
         found = torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype))
         for atom in atoms:
@@ -195,15 +195,15 @@ def _size(spec: TensorSpec) -> int:
 
 
 def _blob(stub: Any, ref: manager_pb2.BlobRef, seconds: float) -> bytes:
-    """Raises grpc.RpcError, and DATA_LOSS for other bytes."""
+    """Fetches a blob. Raises grpc.RpcError, and DATA_LOSS for other bytes."""
     data = b"".join(chunk.data for chunk in stub.GetBlob(ref, timeout=seconds))
     if blob_ref(data) != ref:
         raise data_loss(f"a blob of {ref.size} bytes arrived as {len(data)} other bytes")
     return data
 
 
-def _parsed(kind: type[MessageT], data: bytes) -> MessageT:
+def _parse(kind: type[MessageT], data: bytes) -> MessageT:
     try:
         return kind.FromString(data)
-    except DecodeError as failed:
-        raise data_loss(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read") from failed
+    except DecodeError as decode_error:
+        raise data_loss(f"a {kind.DESCRIPTOR.name} of {len(data)} bytes cannot be read") from decode_error

@@ -1,7 +1,7 @@
-"""Whether a recording accounts for every byte of a model: loaded, filled, derived or constant.
+"""Checks that a recording accounts for every byte of a model: loaded, filled, derived or constant.
 
-Knows the model's tensors by where they lie in which storage, so tied weights count once and views of a tensor are
-told apart. Integers only once a tensor's layout has been read.
+Identifies the model's tensors by storage and position, so that tied weights count once and views of a tensor are
+distinguished. Integers only, once a tensor's layout has been read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Owner:
     aliases: list[str] = field(default_factory=list)  # names of tensors that lie within it
 
     def boxes(self, view: View) -> list[Box]:
-        """The boxes of this tensor that a view of its storage shows; raises Undecodable if it shows others."""
+        """The boxes of this tensor that a view of its storage shows. Raises Undecodable if it shows other elements."""
         found: list[ViewBlock] = blocks(view._replace(offset=view.offset - self.offset), self.digits)
         return [Box(block.start, block.stop) for block in found]
 
@@ -97,7 +97,7 @@ class Owners:
         return key in self._by_storage
 
     def sharing(self, tensor: torch.Tensor) -> list[Owner]:
-        """The tensors of the model that what ``tensor`` shows may belong to."""
+        """The tensors of the model that ``tensor`` may show elements of."""
         try:
             found = self.find(tensor)
         except Undecodable:
@@ -145,9 +145,9 @@ def account(
     constant: Mapping[str, str],
     manifest_names: Iterable[str],
 ) -> tuple[list[weights_pb2.Accounted], list[Fill]]:
-    """One row for every tensor of the model, and the fills that copies leave to do.
+    """One row for every tensor of the model, and the fills of what no copy writes.
 
-    Raises INVALID_ARGUMENT naming each tensor of which bytes come from nowhere.
+    Raises INVALID_ARGUMENT naming each tensor with bytes that come from nowhere.
     """
     rows: list[weights_pb2.Accounted] = []
     fills: list[Fill] = []
@@ -156,17 +156,17 @@ def account(
         names = [owner.name, *owner.aliases]
         everything = whole(owner.layout.shape)
         unloaded = remainder([everything], [box for box, _ in owner.loaded])
-        left = remainder(unloaded, [box for box, _ in owner.filled])
+        missing_boxes = remainder(unloaded, [box for box, _ in owner.filled])
         reason: tuple[weights_pb2.Accounted.Kind, str] | None = None
-        for declared, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
-            reason = reason or next(((kind, declared[name]) for name in names if name in declared), None)
-        if not left:
+        for declarations, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
+            reason = reason or next(((kind, declarations[name]) for name in names if name in declarations), None)
+        if not missing_boxes:
             fills += _fills(owner, unloaded)
             rows.append(_Row(name=owner.name, kind=_Row.FILLED if unloaded else _Row.LOADED, bytes=owner.bytes))
         elif reason is not None and not owner.loaded and not owner.filled:
             rows.append(_Row(name=owner.name, kind=reason[0], bytes=owner.bytes, note=reason[1]))
         else:
-            missing.append((owner, left))
+            missing.append((owner, missing_boxes))
             continue
         for name in owner.aliases:
             rows.append(_Row(name=name, kind=rows[-1].kind, bytes=0, note=f"shares memory with {owner.name}"))
@@ -176,15 +176,15 @@ def account(
 
 
 def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
-    """What fills leave in the parts that nothing loads: where they overlap, the last one counts."""
+    """The fills of parts that nothing loads. Where fills overlap, the last one counts."""
     fills = []
-    left = unloaded
+    open_boxes = unloaded
     for box, value in reversed(owner.filled):
-        for part in left:
+        for part in open_boxes:
             common = intersect(part, box)
             if common is not None and common.volume:
                 fills.append(Fill(owner.name, common, value))
-        left = remainder(left, [box])
+        open_boxes = remainder(open_boxes, [box])
     return fills
 
 
@@ -193,13 +193,13 @@ def _incomplete(missing: list[tuple[Owner, list[Box]]], owners: Owners, publishe
     for owner in owners.by_name.values():
         siblings.setdefault(_pattern(owner.name), []).append(owner)
     sentences = []
-    for owner, left in missing[:16]:
+    for owner, boxes in missing[:16]:
         size = owner.layout.dtype.itemsize
-        text = f"{owner.name}: {sum(box.volume for box in left) * size} of {owner.bytes} bytes come from nowhere"
+        text = f"{owner.name}: {sum(box.volume for box in boxes) * size} of {owner.bytes} bytes come from nowhere"
         names = sorted({name for _, name in owner.loaded})
         if names:
             text += f" (the rest from {', '.join(names[:4])})"
-        guesses = _guesses(owner, left, siblings[_pattern(owner.name)], published)
+        guesses = _guesses(owner, boxes, siblings[_pattern(owner.name)], published)
         if guesses:
             text += f"; is {' or '.join(guesses[:3])} missing?"
         sentences.append(text)
@@ -217,14 +217,14 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _guesses(owner: Owner, left: list[Box], siblings: list[Owner], published: set[str]) -> list[str]:
-    """Checkpoint names that would fill what is left: those that filled the same place of the same tensor elsewhere."""
+def _guesses(owner: Owner, missing: list[Box], siblings: list[Owner], published: set[str]) -> list[str]:
+    """Checkpoint names that may fill the missing boxes: those that fill the same place in tensors of other layers."""
     numbers = re.findall(r"\d+", owner.name)
     found: list[str] = []
     for other in siblings:
         own = re.findall(r"\d+", other.name)
         for box, name in other.loaded:
-            if all(intersect(box, part) is None for part in left):
+            if all(intersect(box, part) is None for part in missing):
                 continue
             guess = _renumbered(name, own, numbers)
             if guess not in published and guess not in found:
@@ -237,8 +237,8 @@ def _guesses(owner: Owner, left: list[Box], siblings: list[Owner], published: se
 def _renumbered(name: str, old: list[str], new: list[str]) -> str:
     """``name`` with its first numbers, as far as they are ``old`` ones, replaced: layers.1.x to layers.0.x."""
     parts = re.split(r"(\d+)", name)
-    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+    for index, (old_number, new_number) in enumerate(zip(old, new, strict=True)):
         place = 2 * index + 1
-        if place < len(parts) and parts[place] == before:
-            parts[place] = after
+        if place < len(parts) and parts[place] == old_number:
+            parts[place] = new_number
     return "".join(parts)

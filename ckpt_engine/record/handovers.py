@@ -1,6 +1,6 @@
-"""Which checkpoint tensors have to go through the engine's own loader at every install, since it computes on them.
+"""Finds the checkpoint tensors that the engine's own loader must take at every install, since it computes on them.
 
-The smallest sets are sought: a computed tensor of the model, the checkpoint tensors that it depends on, everything that
+It seeks the smallest sets: a computed tensor of the model, the checkpoint tensors that it depends on, all tensors that
 these are loaded to, and so on until nothing is shared. All else stays plain copies. A loader that decides on values
 cannot be split up: then everything goes through it.
 """
@@ -16,7 +16,7 @@ from ckpt_engine.record.recording import Handover
 
 
 def handovers(recorder: Recorder, owners: Owners) -> list[Handover]:
-    """What `recorder` found to be computed, as sets that have nothing in common."""
+    """The computed tensors that `recorder` found, as disjoint sets."""
     if recorder.decided:
         return [everything(recorder, owners, recorder.decided)]
     loads: dict[int, set[str]] = {}
@@ -24,11 +24,11 @@ def handovers(recorder: Recorder, owners: Owners) -> list[Handover]:
         for tensor in tensors:
             loads.setdefault(tensor, set()).add(name)
     found: list[Handover] = []
-    seen: set[str] = set()
+    covered_names: set[str] = set()
     for name in recorder.computed:
-        if name not in seen:
-            tensors, names = _together(name, recorder.writers, loads)
-            seen |= names
+        if name not in covered_names:
+            tensors, names = _closure(name, recorder.writers, loads)
+            covered_names |= names
             found.append(_handover(recorder, owners, tensors, names))
     return found
 
@@ -36,7 +36,7 @@ def handovers(recorder: Recorder, owners: Owners) -> list[Handover]:
 def everything(recorder: Recorder, owners: Owners, why: str) -> Handover:
     """One handover of all that the loader takes, because of `why`."""
     names = owner_names(recorder, owners)
-    boxes = {name: written(owners, name) for name in names}
+    boxes = {name: written_boxes(owners, name) for name in names}
     return Handover(
         tuple(sorted(recorder.used)), boxes, {name: recorder.computed.get(name, why) for name in names}, True
     )
@@ -48,13 +48,13 @@ def owner_names(recorder: Recorder, owners: Owners) -> list[str]:
     return sorted({*recorder.writers, *filled})
 
 
-def written(owners: Owners, name: str) -> tuple[Box, ...]:
+def written_boxes(owners: Owners, name: str) -> tuple[Box, ...]:
     """The boxes of a tensor of the model that the loader wrote, loaded or filled."""
     owner = owners.by_name[name]
     return tuple(dict.fromkeys(box for box, _ in (*owner.loaded, *owner.filled)))
 
 
-def _together(name: str, writers: dict[str, set[int]], loads: dict[int, set[str]]) -> tuple[set[int], set[str]]:
+def _closure(name: str, writers: dict[str, set[int]], loads: dict[int, set[str]]) -> tuple[set[int], set[str]]:
     tensors: set[int] = set()
     names: set[str] = set()
     todo = [name]
@@ -70,6 +70,6 @@ def _together(name: str, writers: dict[str, set[int]], loads: dict[int, set[str]
 
 
 def _handover(recorder: Recorder, owners: Owners, tensors: Iterable[int], names: Iterable[str]) -> Handover:
-    ordered = sorted(names)
-    why = {name: recorder.computed.get(name, "loaded from a tensor that the loader computes on") for name in ordered}
-    return Handover(tuple(sorted(tensors)), {name: written(owners, name) for name in ordered}, why, False)
+    boxes = {name: written_boxes(owners, name) for name in sorted(names)}
+    why = {name: recorder.computed.get(name, "loaded from a tensor that the loader computes on") for name in boxes}
+    return Handover(tuple(sorted(tensors)), boxes, why, False)

@@ -1,9 +1,9 @@
-"""Runs the engine's own loader on real values and sees to it that it writes what it must.
+"""Runs the engine's own loader on real values and checks that it writes what it must.
 
-Only for what a recording could not turn into copies (`Handover`). The loader is given whole checkpoint tensors one at a
-time, so a few of them are in memory at once; the caller has verified each before it is handed over. Every write to the
-model is watched: a loader that leaves out a part of what it wrote when it was recorded fails the install, since the
-worker is DIRTY by then and stays so.
+Only for what a recording could not turn into copies (`Handover`). The loader gets whole checkpoint tensors one at a
+time, so only a few of them are in memory at once; the caller verifies each before it is handed over. Every write to the
+model is watched. A loader that leaves out a part of what it wrote when it was recorded fails the install; the worker is
+DIRTY by then and stays so.
 
 Runs on the engine's thread.
 """
@@ -29,41 +29,41 @@ from ckpt_engine.torch_storages import storage_key
 def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapping[str, torch.Tensor]) -> None:
     """Hands `weights` to the target's loader, which writes to `tensors` (the model's, by name, as they lie now).
 
-    weights: what it raises comes out of here, also if the loader swallows it.
+    weights: what it raises is raised here, also if the loader swallows it.
     Raises CkptEngineError: INTERNAL if the loader raises, does not take every tensor, does not write all of the
     handover's boxes, or replaces a tensor instead of writing to it.
     """
-    watched = {name: tensors[name].detach() for name in handover.owners}
-    owners = Owners(watched.items())
+    tensors_watched = {name: tensors[name].detach() for name in handover.owners}
+    owners = Owners(tensors_watched.items())
     watch = _Watch(owners)
-    guarded = _Guarded(weights)
-    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in watched.values())
+    weight_feed = _WeightFeed(weights)
+    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors_watched.values())
     try:
         with torch.no_grad(), torch.inference_mode(inference), watch:
-            target.load_weights(guarded.hand_out())
+            target.load_weights(weight_feed.hand_out())
     except CkptEngineError:
         raise
     except Exception as error:
-        if guarded.error is None:
+        if weight_feed.error is None:
             text = f"{type(error).__name__}: {error}"
             raise internal(
-                f"the engine's loader failed on weights that it computes on: {text}", [guarded.last]
+                f"the engine's loader failed on weights that it computes on: {text}", [weight_feed.last]
             ) from error
-    if guarded.error is not None:
-        raise guarded.error
-    if not guarded.exhausted:
-        raise internal(f"the engine's loader stopped after {guarded.last} this time", [guarded.last])
-    now = dict(target.named_tensors())
+    if weight_feed.error is not None:
+        raise weight_feed.error
+    if not weight_feed.exhausted:
+        raise internal(f"the engine's loader stopped after {weight_feed.last} this time", [weight_feed.last])
+    tensors_now = dict(target.named_tensors())
     for name, boxes in handover.owners.items():
-        if name not in now or StorageSlice.of(now[name]) != owners.slices[name]:
+        if name not in tensors_now or StorageSlice.of(tensors_now[name]) != owners.slices[name]:
             raise internal(f"the engine's loader replaced the model's tensor {name} this time", [name])
-        left = remainder(boxes, watch.boxes(name))
-        if left:
+        unwritten = remainder(boxes, watch.boxes(name))
+        if unwritten:
             raise internal(f"the engine's loader wrote only a part of the model's tensor {name} this time", [name])
 
 
-class _Guarded:
-    """An iterator over weights that remembers how far it came, and what it raised."""
+class _WeightFeed:
+    """An iterator over weights that remembers its position, and what it raised."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -75,7 +75,7 @@ class _Guarded:
         try:
             weights = iter(self._weights)
             while True:
-                with _disable_current_modes():  # reading and hashing is nothing to watch
+                with _disable_current_modes():  # do not watch reading and hashing
                     item = next(weights, None)
                 if item is None:
                     break
@@ -110,7 +110,7 @@ class _Watch(Watching):
                 try:
                     found = self._owners.find(tensor)
                 except Undecodable:
-                    continue  # not counted; what is written in no other way is missed, and refused
+                    continue  # not counted: boxes that are written in no other way count as unwritten
                 if found is not None:
                     found[0].loaded += ((box, "") for box in found[1])
         return result

@@ -1,7 +1,7 @@
-"""What memory is made of while a loader runs on tensors without memory: a checkpoint tensor, a clone, or computed.
+"""The origin of memory while a loader runs on tensors without memory: a checkpoint tensor, a clone, or computed values.
 
-All views of a tensor share its (empty) storage, so memory is told by storage. Memory of the model, or that the loader
-has made of nothing of ours, has no origin here.
+All views of a tensor share its (empty) storage, so memory is identified by storage. Memory of the model, and memory
+that the loader made without checkpoint tensors, has no origin here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt_engine.v1 import weights_pb2
 
 
 class NotRecordable(CkptEngineError):  # noqa: N818
-    """The loader does with a tensor what cannot be followed. INVALID_ARGUMENT, naming the tensor and the operation."""
+    """The loader uses a tensor in a way that cannot be followed. INVALID_ARGUMENT, naming tensor and operation."""
 
     def __init__(self, message: str, tensor: str = "") -> None:
         code = weights_pb2.Problem.INVALID_ARGUMENT
@@ -44,18 +44,18 @@ class _Clone:
 
 @dataclass(frozen=True, slots=True)
 class ComputedOrigin:
-    """Values that depend on checkpoint ``tensors`` (indices), partly read from the model's tensors ``owners``."""
+    """Values that a loader computed."""
 
-    tensors: frozenset[int]
-    owners: frozenset[str]
+    tensors: frozenset[int]  # indices of the checkpoint tensors that they depend on
+    owners: frozenset[str]  # tensors of the model that they were partly read from
     why: str
 
 
 class Origins:
-    """The checkpoint tensors that a loader is given, and what it makes of them."""
+    """The checkpoint tensors that a loader is given, and the memory that it makes from them."""
 
     def __init__(self, manifest: weights_pb2.Manifest, only: Collection[int]) -> None:
-        """only: indices of the tensors that are given. Raises INVALID_ARGUMENT for a shape or dtype of no tensor."""
+        """only: indices of the tensors that are given. Raises INVALID_ARGUMENT for an impossible shape or dtype."""
         self._specs = manifest.tensors
         self.tensors = {index: _meta(self._specs[index]) for index in only}
         self._by_storage: dict[int, int | _Clone | ComputedOrigin] = {
@@ -67,21 +67,21 @@ class Origins:
         return storage_key(tensor) in self._by_storage
 
     def of(self, tensor: torch.Tensor) -> int | ComputedOrigin | None:
-        """The checkpoint tensor (index) that its elements are moved from, what they are computed of, or neither."""
+        """The checkpoint tensor (index) that the elements were moved from, their computed origin, or None."""
         origin = self._by_storage.get(storage_key(tensor))
         while isinstance(origin, _Clone):
             origin = self._by_storage[origin.parent]
         return origin
 
     def name(self, tensor: torch.Tensor) -> str:
-        """A checkpoint tensor that its values depend on; an empty string if there is none."""
+        """The name of a checkpoint tensor that the values depend on; empty if there is none."""
         origin = self.of(tensor)
         if isinstance(origin, ComputedOrigin):
             return self._specs[min(origin.tensors)].name if origin.tensors else ""
         return "" if origin is None else self._specs[origin].name
 
     def why_not_plain(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str | None:
-        """Why strides cannot tell which elements ``tensor`` (cast to ``dtype``) shows, if they cannot."""
+        """Why strides do not say which elements ``tensor`` (cast to ``dtype``) shows; None: they do."""
         origin = self.of(tensor)
         if not isinstance(origin, int):
             return "computed"
@@ -93,7 +93,7 @@ class Origins:
         return "takes the conjugate or negative" if tensor.is_conj() or tensor.is_neg() else None
 
     def clone(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """A clone whose elements are still known."""
+        """Clones a tensor and keeps track of its elements."""
         clone: torch.Tensor = torch.ops.aten.clone.default(tensor, memory_format=kwargs.get("memory_format"))
         digits = tuple(Digit(size, weight) for size, weight in zip(clone.shape, clone.stride(), strict=True))
         self._by_storage[storage_key(clone)] = _Clone(
@@ -133,8 +133,8 @@ class Watching(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch keeps Dynamo from compiling what sees operations, for which it imports Dynamo: more than a
-        second of a processor. Where nothing has imported that yet, there is nothing to keep away."""
+        """Whether torch must keep Dynamo from compiling this mode. Torch would import Dynamo for that, which takes more
+        than a second; while nothing has imported Dynamo, there is no need."""
         return "torch._dynamo" in sys.modules
 
 

@@ -1,17 +1,17 @@
-"""Learns what a worker needs by running the engine's own weight loader once, on tensors that have no memory.
+"""Records what a worker needs by running the engine's own weight loader once, on tensors that have no memory.
 
-The loader gets one torch meta tensor for every checkpoint tensor. Whatever views it takes of them share the tensor's
-(empty) storage, so when a view ends in a ``copy_``, its offset, sizes and strides tell the box that it shows. The
-copy itself is not done: the model is left as it was. Clones and copies to another device are followed, since loaders
-do ``weight.t().contiguous()``. Fills of the model's tensors (padding) are noted.
+The loader gets one torch meta tensor for every checkpoint tensor. All views that it takes share the tensor's (empty)
+storage, so when a view ends in a ``copy_``, its offset, sizes and strides tell the box that it shows. The copy itself
+is not done: the model stays as it was. Clones and copies to another device are followed, since loaders do
+``weight.t().contiguous()``. Fills of the model's tensors (padding) are noted.
 
 What a loader computes on values (arithmetic, casts, ``cat``, ``.item()``) cannot be replayed as copies. The checkpoint
-tensors concerned are needed whole, and are handed to the engine's own loader at every install (`handovers.py`); the
-bytes that it must write count as loaded all the same, so what is missing is found here and not in the middle of an
-install. Handing only some tensors over is rehearsed, and if the loader then writes other things, it gets all of them.
+tensors concerned are needed whole, and are handed to the engine's own loader at every install (`handovers.py`). The
+bytes that it must write count as loaded all the same, so that missing ones are found here and not in the middle of an
+install. Handing only some tensors over is rehearsed; if the loader then writes other things, it gets all of them.
 
-Decides: what each copy means, and whether the loader accounts for every byte. Does not decide where bytes come from.
-What replaces parameters, or cannot be followed without values, raises NotRecordable.
+Decides what each copy means, and whether the loader accounts for every byte. Does not decide where bytes come from.
+A loader that replaces parameters, or cannot be followed without values, raises NotRecordable.
 
 A tensor that is loaded twice to the same place is allowed: both needs are recorded, and as each is verified against
 the same place after installing, the update succeeds only if both have equal content.
@@ -33,10 +33,10 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.record.coverage import Owners, StorageSlice, account
-from ckpt_engine.record.handovers import everything, handovers, owner_names, written
+from ckpt_engine.record.handovers import everything, handovers, owner_names, written_boxes
 from ckpt_engine.record.origins import NotRecordable
 from ckpt_engine.record.recorder import Recorder
-from ckpt_engine.record.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handed
+from ckpt_engine.record.recording import Copy, Fill, Handover, NeedBox, Recording, TensorLayout, handover_name
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.v1 import weights_pb2
 
@@ -66,17 +66,17 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class _RecordRun:
-    """What one run of the loader over the whole manifest showed. elsewhere: tensors that other workers load."""
+    """The results of one run of the loader over the whole manifest."""
 
     recorder: Recorder
     owners: Owners
     accounted: list[weights_pb2.Accounted]
     fills: list[Fill]
-    elsewhere: list[int]
+    elsewhere: list[int]  # indices of tensors that other workers load
 
 
 def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _RecordRun:
-    """A loader that decides on values gets one stand-in for all of them, then, if that fails, the other."""
+    """Runs the loader. One that decides on values gets False for all of them; if that fails, True in a second run."""
     for answer in (False, True):
         owners = Owners(target.named_tensors())
         recorder = Recorder(manifest, owners, stop_at, answer)
@@ -100,7 +100,7 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
         if recorder.problem is None:
             raise
     except Exception as error:
-        # A bug of the loader and a tensor that it rightly refuses look alike; both are answered with its own words.
+        # A bug of the loader and a tensor that it rightly refuses look alike: the error repeats the loader's text.
         recorder.problem = recorder.problem or _loader_failed(recorder, target, error)
     if recorder.problem is not None:  # also when the loader has swallowed it
         raise recorder.problem
@@ -111,16 +111,16 @@ def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
 
 
 def _handovers(run: _RecordRun, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> list[Handover]:
-    """What is handed over, rehearsed: a loader that is given less than everything may do other things."""
+    """The handovers, rehearsed: a loader that is given only some tensors may do other things."""
     found = handovers(run.recorder, run.owners)
     for handover in found:
-        if not handover.everything and not _rehearsed(handover, manifest, target, stop_at):
+        if not handover.everything and not _rehearse(handover, manifest, target, stop_at):
             why = "the loader does other things when it is given only some of the tensors"
             return [everything(run.recorder, run.owners, why)]
     return found
 
 
-def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> bool:
+def _rehearse(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> bool:
     owners = Owners(target.named_tensors())
     recorder = Recorder(manifest, owners, stop_at, only=handover.tensors)
     try:
@@ -131,7 +131,7 @@ def _rehearsed(handover: Handover, manifest: weights_pb2.Manifest, target: LoadT
         return False
     if set(owner_names(recorder, owners)) != handover.owners.keys() or recorder.decided:
         return False
-    return all(_same_boxes(written(owners, name), boxes) for name, boxes in handover.owners.items())
+    return all(_same_boxes(written_boxes(owners, name), boxes) for name, boxes in handover.owners.items())
 
 
 def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
@@ -139,7 +139,7 @@ def _same_boxes(some: Collection[Box], others: Collection[Box]) -> bool:
 
 
 def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, found: list[Handover]) -> Recording:
-    """Needs are those of plain copies, then one for each tensor that is handed over."""
+    """Makes the recording. Its needs are those of plain copies, then one for each tensor that is handed over."""
     why = {name: reason for handover in found for name, reason in handover.why.items()}
     fills = tuple(fill for fill in run.fills if fill.tensor not in why)
     needs: dict[NeedBox, int] = {}
@@ -154,8 +154,8 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
         spec = manifest.tensors[index]
         layout = TensorLayout.of(torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype), device="meta"))
         need = needs.setdefault(NeedBox(index, whole(layout.shape)), len(needs))
-        copies.append(Copy(need, handed(spec.name), 0, layout.stride))
-        layouts[handed(spec.name)] = layout
+        copies.append(Copy(need, handover_name(spec.name), 0, layout.stride))
+        layouts[handover_name(spec.name)] = layout
     for row in run.accounted:
         if row.name in why:
             row.note = f"by the engine's own loader, from whole tensors: {why[row.name]}"
@@ -180,7 +180,7 @@ def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> 
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     name = recorder.suspect(text)
     about = f"loading {name} {recorder.shape_of(name)}" if name else "loading the weights"
-    own = next((tensor for known, tensor in target.named_tensors() if known == name), None) if name else None
+    own = next((tensor for other, tensor in target.named_tensors() if other == name), None) if name else None
     if own is not None:
         about += f" into the model's {list(own.shape)}"
     if "meta tensor" in text or "incompatible tensor type" in text or "meta device" in text:
@@ -189,36 +189,36 @@ def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> 
 
 
 def _check_unchanged(owners: Owners, target: LoadTarget) -> None:
-    """A loader that assigns (``parameter.data = weight``) would have to be run at every update."""
-    now = dict(target.named_tensors())
+    """Raises for a loader that assigns (``parameter.data = weight``): it would have to run at every update."""
+    tensors_now = dict(target.named_tensors())
     for name, place in owners.slices.items():
-        if name not in now:
+        if name not in tensors_now:
             raise NotRecordable(f"the loader removed the model's tensor {name}", name)
-        if StorageSlice.of(now[name]) != place:
+        if StorageSlice.of(tensors_now[name]) != place:
             raise NotRecordable(f"the loader replaced the model's tensor {name} instead of writing to it", name)
-    added = sorted(now.keys() - owners.slices.keys())
-    if added:
-        raise NotRecordable(f"the loader added the tensor {added[0]} to the model", added[0])
+    new_names = sorted(tensors_now.keys() - owners.slices.keys())
+    if new_names:
+        raise NotRecordable(f"the loader added the tensor {new_names[0]} to the model", new_names[0])
 
 
 def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
-    """casts: of each tensor its name, what is published and what the model keeps."""
+    """The error for tensors published in other dtypes. casts: name, published dtype and the model's, of each."""
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, have, want in casts:
         pairs.setdefault((have, want), []).append(name)
-    said = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
-    wanted = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
-    found = invalid(
+    mismatches = [f"{have}, and the model keeps {want}: {some(names)}" for (have, want), names in sorted(pairs.items())]
+    dtypes = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
+    refusal = invalid(
         f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
-        f"{'; '.join(said)}. Publish with dtype={wanted}",
+        f"{'; '.join(mismatches)}. Publish with dtype={dtypes}",
         tensors=[name for name, _, _ in casts],
     )
-    found.problem.kept.update(kept_dtypes(casts))
-    return found
+    refusal.problem.kept.update(kept_dtypes(casts))
+    return refusal
 
 
 def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:
-    """The tensors that other workers of this engine load; raises INVALID_ARGUMENT for those that nobody takes."""
+    """The tensors that other workers of this engine load. Raises INVALID_ARGUMENT for those that no worker takes."""
     unused = {index for index in range(len(manifest.tensors)) if index not in recorder.used}
     elsewhere = {index for index in unused if target.elsewhere(manifest.tensors[index].name) is not None}
     unknown = [manifest.tensors[index].name for index in sorted(unused - elsewhere)]

@@ -1,12 +1,12 @@
-"""Sees every operation of an engine's loader while it runs on tensors that have no memory.
+"""Follows every operation of an engine's loader while it runs on tensors that have no memory.
 
-All views of a tensor share its (empty) storage, so memory is told by storage. It is a checkpoint tensor's, a clone's,
-the model's, or *computed*: made of values of checkpoint tensors by anything but moving them (arithmetic, casts, `cat`,
-bits read as another dtype). Copies of the first two kinds to the model are noted as copies. Where computed values go,
-it is noted which tensor of the model depends on which checkpoint tensors (`writers`) and why (`computed`).
+All views of a tensor share its (empty) storage, so memory is identified by storage. It is a checkpoint tensor's, a
+clone's, the model's, or *computed*: made from values of checkpoint tensors by anything but moving them (arithmetic,
+casts, `cat`, bits read as another dtype). Copies of the first two kinds to the model are noted as copies. For computed
+values it notes which tensor of the model depends on which checkpoint tensors (`writers`) and why (`computed`).
 
-A loader that asks for a value (`.item()`, `if weight.any()`) gets the stand-in `answer`, and all that it does is then
-in doubt (`decided`). Nothing is written to the model. What cannot be followed raises NotRecordable.
+A loader that asks for a value (`.item()`, `if weight.any()`) gets the stand-in `answer`, and all that it does from then
+on is in doubt (`decided`). Nothing is written to the model. What cannot be followed raises NotRecordable.
 """
 
 from __future__ import annotations
@@ -53,14 +53,7 @@ _VALUES = {_aten._local_scalar_dense.default, _aten.equal.default}
 
 
 class Recorder(Watching):
-    """One run of a loader.
-
-    copies, needs: of the copies that move elements unchanged. casts: those among them that change the dtype and do not
-    widen it, as (model's tensor, checkpoint tensor, its dtype, the model's). writers: by tensor of the model, the
-    checkpoint tensors (indices) that what was written to it depends on. computed: of those that values were computed
-    for, why. decided: the value that the loader asked for, if any. problem: the first of our own, also if the loader
-    has swallowed it.
-    """
+    """One run of a loader."""
 
     def __init__(
         self,
@@ -79,22 +72,22 @@ class Recorder(Watching):
         self._only = range(len(self._specs)) if only is None else sorted(only)
         self._index = {spec.name: index for index, spec in enumerate(manifest.tensors)}
         self._origins = Origins(manifest, self._only)
-        self._known: dict[tuple[int, Box], int] = {}
-        self._done: set[Copy] = set()
+        self._need_numbers: dict[tuple[int, Box], int] = {}
+        self._known_copies: set[Copy] = set()
         self._last = -1
         self._exhausted = False
         self._doubt: frozenset[int] = frozenset()
-        self.used: set[int] = set()
-        self.needs: list[NeedBox] = []
-        self.copies: list[Copy] = []
-        self.casts: list[tuple[str, str, str, str]] = []
-        self.writers: dict[str, set[int]] = {}
-        self.computed: dict[str, str] = {}
-        self.decided = ""
-        self.problem: CkptEngineError | None = None
+        self.used: set[int] = set()  # indices of checkpoint tensors
+        self.needs: list[NeedBox] = []  # of the copies
+        self.copies: list[Copy] = []  # that move elements unchanged
+        self.casts: list[tuple[str, str, str, str]] = []  # copies that narrow: model's tensor, name, dtype, model's
+        self.writers: dict[str, set[int]] = {}  # by model's tensor: the checkpoint tensors that it depends on
+        self.computed: dict[str, str] = {}  # by model's tensor: why its values are computed
+        self.decided = ""  # why what is written is in doubt: the loader asked for a value
+        self.problem: CkptEngineError | None = None  # our first error, also if the loader has swallowed it
 
     def hand_out(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the loader iterates over."""
+        """Yields the checkpoint tensors to the loader."""
         for count, index in enumerate(self._only):
             if time.monotonic() > self._stop_at:
                 self.problem = deadline(f"the loader had only taken {count} of {len(self._only)} tensors in time")
@@ -104,10 +97,10 @@ class Recorder(Watching):
         self._exhausted = True
 
     def suspect(self, text: str) -> str:
-        """The tensor that an exception of the loader is about, as far as can be told; else an empty string."""
-        named = [word.strip("'\"`,.:;()[]") for word in text.split()]
-        found = next((word for word in named if word in self._index), None)
-        return self._handled() if found is None else found
+        """The tensor that an exception of the loader is probably about; empty if none can be named."""
+        words = [word.strip("'\"`,.:;()[]") for word in text.split()]
+        found = next((word for word in words if word in self._index), None)
+        return self._current_name() if found is None else found
 
     def shape_of(self, name: str) -> str:
         return str(list(self._specs[self._index[name]].shape))
@@ -129,7 +122,7 @@ class Recorder(Watching):
         if func in _FILLS and storage_key(args[0]) in self._owners:
             self._fill(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
-        if is_composite(func):  # in inference mode they arrive whole, else as what they are made of
+        if is_composite(func):  # in inference mode composites arrive whole, else as their parts
             with self:
                 return func.decompose(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -143,21 +136,21 @@ class Recorder(Watching):
             return func(*args, **kwargs)
         if func in _CLONES and ours and self._origins.why_not_plain(args[0], kwargs.get("dtype")) is None:
             return self._origins.clone(args[0], kwargs)
-        seen = self._seen(tensors, str(func))
-        if not ours and not seen.tensors:  # what the model holds by itself
+        dependencies = self._dependencies(tensors, str(func))
+        if not ours and not dependencies.tensors:  # values that the model holds by itself
             return func(*args, **kwargs)
         if func in _VALUES:
-            return self._decide(func, args[0], seen)
+            return self._decide(func, args[0], dependencies)
         result = self._without_values(func, args, kwargs, ours)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf not in self._origins:
-                self._origins.compute(leaf, seen)
+                self._origins.compute(leaf, dependencies)
         return result
 
     # -- what values are made of
 
-    def _seen(self, tensors: Sequence[torch.Tensor], why: str) -> ComputedOrigin:
-        """What a result of an operation on ``tensors`` depends on."""
+    def _dependencies(self, tensors: Sequence[torch.Tensor], why: str) -> ComputedOrigin:
+        """The origin of a result of an operation on ``tensors``."""
         found: set[int] = set()
         owners: set[str] = set()
         for tensor in tensors:
@@ -177,7 +170,7 @@ class Recorder(Watching):
     def _without_values(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ours: Sequence[torch.Tensor]
     ) -> Any:
-        """The operation on memory-less tensors: shapes and dtypes of what comes out, and its complaints."""
+        """Runs the operation on memory-less tensors, for shapes and dtypes of its results and for its errors."""
         plain_args, named_args = tree_map_only(torch.Tensor, memoryless, (args, dict(kwargs)))
         if named_args.get("device") is not None:
             named_args["device"] = torch.device("meta")
@@ -185,19 +178,19 @@ class Recorder(Watching):
             return func(*plain_args, **named_args)
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
-                name = self._origins.name(ours[0]) if ours else self._handled()
+                name = self._origins.name(ours[0]) if ours else self._current_name()
                 text = f"what the loader does with {name} depends on its values in a way that cannot be followed"
                 raise NotRecordable(f"{text} ({func!s})", name) from error
             raise
 
-    def _decide(self, func: Any, tensor: torch.Tensor, seen: ComputedOrigin) -> bool | int | float:
-        """The stand-in for a value. From here on everything that is written may depend on it."""
-        names = ", ".join(self._specs[index].name for index in sorted(seen.tensors)[:4])
+    def _decide(self, func: Any, tensor: torch.Tensor, dependencies: ComputedOrigin) -> bool | int | float:
+        """Returns the stand-in for a value. From here on all writes may depend on it."""
+        names = ", ".join(self._specs[index].name for index in sorted(dependencies.tensors)[:4])
         self.decided = self.decided or f"the loader decides on values of {names}"
-        self._doubt |= seen.tensors
-        self.used |= seen.tensors
+        self._doubt |= dependencies.tensors
+        self.used |= dependencies.tensors
         if func is _aten.equal.default:
-            return not self._answer  # loaders complain of what differs, and of what any() finds
+            return not self._answer  # loaders refuse tensors that differ, and what any() finds
         if tensor.dtype is torch.bool:
             return self._answer
         return float(self._answer) if tensor.dtype.is_floating_point else int(self._answer)
@@ -212,49 +205,49 @@ class Recorder(Watching):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """An operation in place, or with `out=`: to the model, or to memory of the loader's own."""
+        """Follows an operation in place, or with `out=`, on the model or on the loader's own memory."""
         ours = [tensor for tensor in tensors if tensor in self._origins]
-        seen = self._seen(tensors, str(func))
+        dependencies = self._dependencies(tensors, str(func))
         for tensor in written:
             if storage_key(tensor) in self._owners:
-                if torch.Tag.pointwise not in func.tags or not seen.tensors:
+                if torch.Tag.pointwise not in func.tags or not dependencies.tensors:
                     raise self._unknown_values(tensor, func, ours)
                 owner, boxes = self._find(tensor, "")
-                known = [box for box, _ in (*owner.loaded, *owner.filled)]
-                if remainder(boxes, known):
+                known_boxes = [box for box, _ in (*owner.loaded, *owner.filled)]
+                if remainder(boxes, known_boxes):
                     text = f"the loader computes with what the model's tensor {owner.name} held before"
                     raise NotRecordable(f"{text} ({func!s})", self._origins.name(ours[0]) if ours else "")
-                self._mark(owner, seen)
+                self._mark(owner, dependencies)
         self._without_values(func, args, kwargs, ours)
         for tensor in written:
             if storage_key(tensor) not in self._owners:
-                self._origins.compute(tensor, seen)
-        returned = len(func._schema.returns)
-        return written[0] if returned == 1 else tuple(written[:returned]) or None
+                self._origins.compute(tensor, dependencies)
+        count = len(func._schema.returns)
+        return written[0] if count == 1 else tuple(written[:count]) or None
 
     def _unknown_values(self, destination: torch.Tensor, func: Any, ours: Sequence[torch.Tensor] = ()) -> NotRecordable:
         return NotRecordable(
             f"the loader computes what it writes to a parameter of shape {list(destination.shape)} "
             f"({func!s}), and not from tensors that it was given",
-            self._origins.name(ours[0]) if ours else self._handled(),
+            self._origins.name(ours[0]) if ours else self._current_name(),
         )
 
-    def _mark(self, owner: Owner, seen: ComputedOrigin) -> None:
-        self.computed.setdefault(owner.name, seen.why)
-        self.writers.setdefault(owner.name, set()).update(seen.tensors)
-        self.used |= seen.tensors
+    def _mark(self, owner: Owner, dependencies: ComputedOrigin) -> None:
+        self.computed.setdefault(owner.name, dependencies.why)
+        self.writers.setdefault(owner.name, set()).update(dependencies.tensors)
+        self.used |= dependencies.tensors
 
     def _copy_computed(self, destination: torch.Tensor, source: torch.Tensor, why: str) -> None:
-        seen = self._seen([source], why)
+        dependencies = self._dependencies([source], why)
         if self._doubt:
-            seen = ComputedOrigin(seen.tensors | self._doubt, seen.owners, self.decided)
-        if not seen.tensors:
+            dependencies = ComputedOrigin(dependencies.tensors | self._doubt, dependencies.owners, self.decided)
+        if not dependencies.tensors:
             raise self._unknown_values(destination, _aten.copy_.default)
         source.expand(destination.shape)
-        name = self._specs[min(seen.tensors)].name
+        name = self._specs[min(dependencies.tensors)].name
         owner, places = self._find(destination, name)
-        self._mark(owner, seen)
-        if owner.name not in seen.owners:  # a tensor that is computed from itself is no more complete than before
+        self._mark(owner, dependencies)
+        if owner.name not in dependencies.owners:  # computing a tensor from itself completes nothing
             owner.loaded += ((place, name) for place in places)
 
     def _fill(self, destination: torch.Tensor, value: Any) -> None:
@@ -266,9 +259,9 @@ class Recorder(Watching):
             return None
         owner, boxes = self._find(destination, "")
         for box in boxes:
-            over = next((name for loaded, name in owner.loaded if intersect(box, loaded) is not None), None)
-            if over is not None:
-                self.computed.setdefault(owner.name, f"overwrites {over} with {value}")
+            overwritten_name = next((name for loaded, name in owner.loaded if intersect(box, loaded) is not None), None)
+            if overwritten_name is not None:
+                self.computed.setdefault(owner.name, f"overwrites {overwritten_name} with {value}")
             owner.filled.append((box, value))
         if self._doubt:
             self._mark(owner, ComputedOrigin(self._doubt, frozenset(), self.decided))
@@ -281,16 +274,16 @@ class Recorder(Watching):
                 return self._fill(destination, source.item())
             return self._copy_computed(destination, source, "")
         if destination.numel() == 0:
-            self.used |= self._seen([source], "").tensors
+            self.used |= self._dependencies([source], "").tensors
             return None
         why = "reads what it has loaded before" if origin is None else self._origins.why_not_plain(source)
         if not isinstance(origin, int) or why is not None:
             return self._copy_computed(destination, source, why or "")
         name = self._specs[origin].name
-        shown = source.expand(destination.shape)
+        expanded = source.expand(destination.shape)
         owner, places = self._find(destination, name)
         offset = int(destination.storage_offset()) - owner.offset
-        view = copy_of(shown.shape, shown.stride(), int(shown.storage_offset()), destination.stride(), offset)
+        view = copy_of(expanded.shape, expanded.stride(), int(expanded.storage_offset()), destination.stride(), offset)
         try:
             found = [
                 block
@@ -326,17 +319,17 @@ class Recorder(Watching):
 
     # -- small things
 
-    def _handled(self) -> str:
-        """The tensor that the loader was given last, if it may still be at it."""
+    def _current_name(self) -> str:
+        """The tensor that the loader was given last; empty after the last one."""
         return self._specs[self._last].name if self._last >= 0 and not self._exhausted else ""
 
     def _need(self, tensor: int, box: Box) -> int:
-        number = self._known.setdefault((tensor, box), len(self.needs))
+        number = self._need_numbers.setdefault((tensor, box), len(self.needs))
         if number == len(self.needs):
             self.needs.append(NeedBox(tensor, box))
         return number
 
     def _add(self, copy: Copy) -> None:
-        if copy not in self._done:
-            self._done.add(copy)
+        if copy not in self._known_copies:
+            self._known_copies.add(copy)
             self.copies.append(copy)

@@ -1,4 +1,4 @@
-"""What a recording of an engine's loader says: which boxes a worker needs and where their elements belong.
+"""A recording of an engine's loader: which boxes a worker needs and where their elements belong.
 
 Plain data about one manifest and one layout of a model. It holds no tensor, so it may outlive the model's memory.
 """
@@ -32,18 +32,12 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The elements of a need, in global coordinates, and where they belong in a tensor of the model.
+    """The elements of a need, in global coordinates, and where they belong in a tensor of the model."""
 
-    need: index into Recording.needs; several copies may have one need, each gets all of its elements.
-    tensor: the model's name of the tensor, or `handed`.
-    offset: of the box's first element, in elements from the tensor's first.
-    stride: elements, one entry for each axis of the *checkpoint* tensor (so transposing needs nothing else).
-    """
-
-    need: int
-    tensor: str
-    offset: int
-    stride: tuple[int, ...]
+    need: int  # index into Recording.needs; several copies may have one need, each gets all of its elements
+    tensor: str  # the model's name of the tensor, or a `handover_name`
+    offset: int  # of the box's first element, in elements from the tensor's first
+    stride: tuple[int, ...]  # elements, one entry for each axis of the *checkpoint* tensor: it may be transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +51,31 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class NeedBox:
-    """One box of a checkpoint tensor. tensor: index into the manifest."""
+    """One box of a checkpoint tensor."""
 
-    tensor: int
+    tensor: int  # index into the manifest
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Checkpoint tensors that the engine's own loader is given, whole, at every install, since it computes on values.
+    """Checkpoint tensors that the engine's own loader takes whole at every install, since it computes on values."""
 
-    tensors: indices into the manifest, in the order in which they are handed over. owners: the tensors of the model
-    that the loader then writes, each with the boxes that it must write. why: for each of them, for people. everything:
-    the loader could not be split up, so this is all that it loads.
-    """
-
-    tensors: tuple[int, ...]
-    owners: dict[str, tuple[Box, ...]]
-    why: dict[str, str]
-    everything: bool
+    tensors: tuple[int, ...]  # indices into the manifest, in the order in which they are handed over
+    owners: dict[str, tuple[Box, ...]]  # the model's tensors that the loader writes, and the boxes that it must write
+    why: dict[str, str]  # by model's tensor, for people
+    everything: bool  # the loader could not be split up: this is all that it loads
 
 
-def handed(name: str) -> str:
-    """What stands for a checkpoint tensor that is handed over where else a tensor of the model is named: memory of its
-    whole shape that exists until the loader has taken it."""
+def handover_name(name: str) -> str:
+    """The name, among those of the model's tensors, of a checkpoint tensor that is handed over: memory of its whole
+    shape, which exists until the loader has taken it."""
     return f"handed over: {name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One worker's loader, run once against one manifest.
-
-    needs_bytes: the serialised WorkerNeeds that the plan is made for; needs_digest names it in plans.
-    layouts: of every tensor that copies, fills or handovers write to, and of those that are `handed`.
-    """
+    """One worker's loader, run once against one manifest."""
 
     manifest: weights_pb2.Manifest
     manifest_digest: bytes
@@ -98,15 +83,15 @@ class Recording:
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     handovers: tuple[Handover, ...]
-    layouts: dict[str, TensorLayout]
-    needs_bytes: bytes
-    needs_digest: bytes
+    layouts: dict[str, TensorLayout]  # of the model's tensors that are written to, and those of each `handover_name`
+    needs_bytes: bytes  # the serialised WorkerNeeds that the plan is made for
+    needs_digest: bytes  # names it in plans
 
     def name(self, need: int) -> str:
         """The checkpoint name of the tensor that a need is a box of."""
         return self.manifest.tensors[self.needs[need].tensor].name
 
     def widened(self, copy: Copy) -> bool:
-        """Whether the model keeps a wider dtype than is served of what a copy brings (`core.dtypes.widens`)."""
+        """Whether the model keeps the copy's tensor in a wider dtype than is served (`core.dtypes.widens`)."""
         served = self.manifest.tensors[self.needs[copy.need].tensor].dtype
         return self.layouts[copy.tensor].dtype != torch_dtype(served)

@@ -1,4 +1,4 @@
-"""Which part of a tensor a strided view of it shows. Integers only, no torch.
+"""Decodes which part of a tensor a strided view of it shows. Integers only, no torch.
 
 A view shows elements of a storage at ``offset + sum(index * stride)``. Here it is decoded against the axes of the
 tensor that the storage holds ("digits": the position of an element in the storage, written with one digit an axis),
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MAXIMUM_PARTS = 4096
-"""A view that is the union of more boxes than this is not worth recording: every box costs a piece of work."""
+"""A view that is the union of more boxes than this is not recorded: every box costs work at each install."""
 
 
 class Undecodable(Exception):  # noqa: N818
@@ -53,7 +53,7 @@ class Digit(NamedTuple):
     weight: int
 
 
-class Placed(NamedTuple):
+class AxisPlace(NamedTuple):
     """One axis of a view, found to walk along one digit in steps of ``step``."""
 
     digit: int
@@ -63,11 +63,11 @@ class Placed(NamedTuple):
 
 
 class ViewPart(NamedTuple):
-    """A part of a view whose every axis walks along one digit only, without carries."""
+    """A part of a view in which every axis walks along one digit only, without carries."""
 
     start: tuple[int, ...]  # the first element, one entry a digit
     partner_offset: int
-    placed: tuple[Placed, ...]
+    places: tuple[AxisPlace, ...]
 
 
 class ViewBlock(NamedTuple):
@@ -150,13 +150,13 @@ def through(view: View, digits: Sequence[Digit], strides: Sequence[int], offset:
     result = []
     for part in parts(view, digits):
         start = offset + sum(index * stride for index, stride in zip(part.start, strides, strict=True))
-        axes = tuple(Axis(axis.size, strides[axis.digit] * axis.step, axis.partner) for axis in part.placed)
+        axes = tuple(Axis(axis.size, strides[axis.digit] * axis.step, axis.partner) for axis in part.places)
         result.append(View(start, part.partner_offset, axes))
     return result
 
 
 def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> ViewPart | list[View]:
-    """The part that ``view`` is, or the views that it has to be split into first."""
+    """Returns ``view`` as a part, or the views that it has to be split into first."""
     start = [0] * len(digits)
     rest = view.offset
     for index in order:
@@ -166,23 +166,23 @@ def _place(view: View, digits: Sequence[Digit], order: Sequence[int]) -> ViewPar
     if rest:
         raise Undecodable("it begins between elements of the tensor")
     reach = list(start)
-    placed: list[Placed] = []
+    places: list[AxisPlace] = []
     for number, axis in enumerate(view.axes):
-        along = next((i for i in order if digits[i].weight <= axis.stride), None)
-        if along is None:  # a stride of 0: the same elements again and again
+        digit = next((i for i in order if digits[i].weight <= axis.stride), None)
+        if digit is None:  # a stride of 0: the same elements again and again
             return _split_all(view, number)
-        step, between = divmod(axis.stride, digits[along].weight)
-        if between:
+        step, remainder = divmod(axis.stride, digits[digit].weight)
+        if remainder:
             return _split_all(view, number)
-        if start[along] + (axis.size - 1) * step >= digits[along].size:
-            return _carry(view, number, step, digits[along].size, start[along])
-        reach[along] += (axis.size - 1) * step
-        placed.append(Placed(along, step, axis.size, axis.partner))
+        if start[digit] + (axis.size - 1) * step >= digits[digit].size:
+            return _carry(view, number, step, digits[digit].size, start[digit])
+        reach[digit] += (axis.size - 1) * step
+        places.append(AxisPlace(digit, step, axis.size, axis.partner))
     for index in order:
         if reach[index] >= digits[index].size:  # each axis stays inside of the digit, their sum does not
-            walking = [number for number, axis in enumerate(placed) if axis.digit == index]
-            return _split_all(view, min(walking, key=lambda number: placed[number].size))
-    return ViewPart(tuple(start), view.partner_offset, tuple(placed))
+            numbers = [number for number, axis in enumerate(places) if axis.digit == index]
+            return _split_all(view, min(numbers, key=lambda number: places[number].size))
+    return ViewPart(tuple(start), view.partner_offset, tuple(places))
 
 
 def _carry(view: View, number: int, step: int, size: int, start: int) -> list[View]:
@@ -225,15 +225,15 @@ def _split_all(view: View, number: int) -> list[View]:
 
 
 def _narrow(view: View, axes: Iterable[Axis], axis: Axis = _NOWHERE, index: int = 0) -> View:
-    kept = tuple(each for each in axes if each.size != 1)
-    return View(view.offset + index * axis.stride, view.partner_offset + index * axis.partner, kept)
+    long_axes = tuple(each for each in axes if each.size != 1)
+    return View(view.offset + index * axis.stride, view.partner_offset + index * axis.partner, long_axes)
 
 
-def _block(part: ViewPart, rank: int) -> ViewBlock | Placed:
-    """The box that ``part`` is, or the axis whose indices have to be told apart first."""
+def _block(part: ViewPart, rank: int) -> ViewBlock | AxisPlace:
+    """Returns ``part`` as a box, or the axis that has to be split into its indices first."""
     extent = [1] * rank
     stride = [1] * rank  # of axes with one element, which nothing is ever multiplied with
-    for axis in sorted(part.placed, key=lambda axis: axis.step):
+    for axis in sorted(part.places, key=lambda axis: axis.step):
         if axis.step != extent[axis.digit]:
             return axis  # a gap: indices between are not shown
         if extent[axis.digit] == 1:
@@ -245,10 +245,10 @@ def _block(part: ViewPart, rank: int) -> ViewBlock | Placed:
     return ViewBlock(part.start, stop, part.partner_offset, tuple(stride))
 
 
-def _each_index(part: ViewPart, axis: Placed) -> list[ViewPart]:
+def _each_index(part: ViewPart, axis: AxisPlace) -> list[ViewPart]:
     if axis.size > MAXIMUM_PARTS:
         raise Undecodable(f"it is a union of more than {MAXIMUM_PARTS} boxes")
-    others = list(part.placed)
+    others = list(part.places)
     others.remove(axis)
     result = []
     for index in range(axis.size - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""How trainers, agents and commands prove to a manager who they are, and make sure who it is.
+"""How trainers, agents and commands authenticate to a manager, and verify the manager.
 
 Everything comes from files and the environment, so that no secret stands on a command line:
 
@@ -32,7 +32,7 @@ log = logging.getLogger("ckpt_engine")
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """What a client connects with. None of it set: plain connections, which a manager accepts on loopback only."""
+    """Credentials of a client. None set: plain connections, which a manager accepts on loopback only."""
 
     authority: bytes = b""
     certificate: bytes = b""
@@ -45,8 +45,8 @@ class ClientSecurity:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ClientSecurity:
-        """Reads what the environment names. Raises INVALID_ARGUMENT, naming the variable, for files that cannot be read
-        and for half of a pair."""
+        """Reads the files that the environment names. Raises INVALID_ARGUMENT, naming the variable, for files that
+        cannot be read and for half of a pair."""
         authority, certificate, key, token = (
             _read(environment, name) for name in (AUTHORITY, CERTIFICATE, KEY, TOKEN_FILE)
         )
@@ -79,7 +79,7 @@ class ClientSecurity:
         return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(self.token))
 
     def options(self) -> list[tuple[str, str]]:
-        """Options that a channel needs for it."""
+        """Options of a channel with these credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
 
@@ -87,8 +87,8 @@ class ClientSecurity:
 def warn_of_readers(path: str, what: str) -> None:
     """Warns, once, of a secret that every user of this machine can read.
 
-    ssh refuses such a key. But Kubernetes mounts secrets so unless told otherwise, into containers that have one user,
-    and there a refusal would only stop what works.
+    ssh refuses such a key. But Kubernetes mounts secrets this way by default, into containers with one user, where a
+    refusal would only break a working setup.
     """
     try:
         mode = os.stat(path).st_mode if path else 0

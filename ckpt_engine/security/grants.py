@@ -1,4 +1,4 @@
-"""Who may act as whom. Pure.
+"""Grants: which caller may act in which role, and under which names. Pure.
 
 A grant is a role, and for the first three a pattern of names (`*` stands for any characters):
 
@@ -6,10 +6,10 @@ A grant is a role, and for the first three a pattern of names (`*` stands for an
     replica/PATTERN   be a replica of such a name
     holder/PATTERN    hold versions for others under such a name, whatever kind of holder
     operator          put replicas to sleep, wake, retry, roll back and evict them, evict runs
-    viewer            look, watch who serves what (a gateway needs it of its manager), and wait for updates' ends
+    viewer            look, watch what replicas serve (a gateway needs it of its manager), and wait for updates' ends
     client            ask a gateway for tokens
 
-Whoever has any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
+A caller with any grant may look. A caller's grants come with its token (the manager knows a digest of it) or from the
 common name of its certificate, which then reads like a grant.
 """
 
@@ -26,15 +26,15 @@ from ckpt_engine.core.problems import CkptEngineError, forbidden, invalid
 NAMED = ("trainer", "replica", "holder")
 UNNAMED = ("client", "operator", "viewer")
 TOKEN_CHARACTERS = 24
-"""The least that a token must have: its digest is not salted, so it must be random and long."""
+"""Least characters of a token: its digest is not salted, so it must be random and long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """One role; `pattern` of the names that it may be used under, empty for roles without names."""
+    """A right to act in one role."""
 
     role: str
-    pattern: str = ""
+    pattern: str = ""  # of the names that it may be used under; empty for roles without names
 
     @classmethod
     def parse(cls, text: str) -> Grant:
@@ -57,29 +57,29 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who was let in. who: for messages and logs, never a secret. everything: nothing is checked."""
+    """A caller that was let in."""
 
-    who: str
+    name: str  # for messages and logs, never a secret
     grants: tuple[Grant, ...] = ()
-    everything: bool = False
+    everything: bool = False  # nothing is checked
 
     def require(self, role: str, name: str) -> None:
         """Raises PERMISSION_DENIED unless it may act as `role` under `name`."""
         if not self.everything and not any(grant.covers(role, name) for grant in self.grants):
-            raise forbidden(f"{self.who} may not act as {role} {name!r}: {self._may(f'{role}/{name}')}")
+            raise forbidden(f"{self.name} may not act as {role} {name!r}: {self._may(f'{role}/{name}')}")
 
     def require_any(self, *roles: str) -> None:
         """Raises PERMISSION_DENIED unless it has a grant of one of these roles, under whatever name."""
         if not self.may_any(*roles):
-            needed = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
-            raise forbidden(f"{self.who} may not act as {' or '.join(roles)}: {self._may(needed)}")
+            needed_grants = " or ".join(f"{role}/PATTERN" if role in NAMED else role for role in roles)
+            raise forbidden(f"{self.name} may not act as {' or '.join(roles)}: {self._may(needed_grants)}")
 
     def may_any(self, *roles: str) -> bool:
         """Whether it has a grant of one of these roles, under whatever name."""
         return self.everything or any(grant.role in roles for grant in self.grants)
 
     def _may(self, needed: str) -> str:
-        """What it is granted, and what to do."""
+        """The caller's grants, and how to add the needed one."""
         granted = ", ".join(str(grant) for grant in self.grants) or "nothing"
         return (
             f"it is granted {granted}; add {needed} to its line in the manager's tokens file (--tokens), or to the "
@@ -88,11 +88,11 @@ class Caller:
 
 
 EVERYBODY = Caller("everybody", everything=True)
-"""Who calls a manager that authenticates nobody."""
+"""The caller of a manager that does not authenticate."""
 
 
 def digest_of(token: str) -> bytes:
-    """What a manager keeps of a token."""
+    """The digest of a token, which a manager stores in its place."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -127,11 +127,11 @@ class Tokens:
                 raise invalid(f"line {number} of the tokens file: the digest has {len(entry[1])} bytes, SHA-256 has 32")
             entries.append(entry)
         if not entries:
-            raise invalid("the tokens file names no token, so nobody could call")
+            raise invalid("the tokens file names no token, so no caller would be let in")
         return cls(entries)
 
     def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None: nobody's, or too short to be a secret. Takes the same time whoever it is."""
+        """The caller with this token; None: it is unknown, or too short to be a secret. Takes constant time."""
         sought, found = digest_of(token), None
         for line, digest, grants in self._entries:
             if hmac.compare_digest(digest, sought):

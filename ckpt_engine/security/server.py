@@ -1,4 +1,4 @@
-"""What a manager needs to authenticate its callers: its own certificate, an authority for theirs, digests of tokens."""
+"""How a manager authenticates its callers: its own certificate, an authority for theirs, digests of tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from ckpt_engine.security.grants import Tokens
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """What a server shows to its callers, and asks of them.
+    """What a server shows to its callers, and requires of them."""
 
-    certificate, key: ours (PEM files). authority: set: callers show a certificate that it has signed, and its common
-    name is their grant unless there are tokens. tokens: a tokens file, see `Tokens.parse`. insecure: serve others than
-    this machine without any of it.
-    """
-
-    certificate: Path | None = None
-    key: Path | None = None
-    authority: Path | None = None
-    tokens: Path | None = None
-    insecure: bool = False
+    certificate: Path | None = None  # of the server (PEM file)
+    key: Path | None = None  # of the certificate (PEM file)
+    authority: Path | None = None  # must have signed callers' certificates; without tokens their common name is a grant
+    tokens: Path | None = None  # a tokens file, see `Tokens.parse`
+    insecure: bool = False  # serve other machines without authentication
 
     @property
     def authenticates(self) -> bool:
-        """Whether callers must say who they are."""
+        """Whether callers must authenticate."""
         return self.authority is not None or self.tokens is not None
 
     def check(self) -> None:
@@ -53,7 +48,7 @@ class ServerSecurity:
                 raise invalid(f"{self.certificate} and {self.key} are no certificate and its key: {error}") from error
 
     def known_tokens(self) -> Tokens | None:
-        """What the tokens file says; None: there is none. Raises INVALID_ARGUMENT."""
+        """The grants of the tokens file; None: there is none. Raises INVALID_ARGUMENT."""
         return None if self.tokens is None else Tokens.parse(_read(self.tokens).decode(errors="replace"))
 
     def credentials(self) -> grpc.ServerCredentials | None:
@@ -67,7 +62,7 @@ class ServerSecurity:
         )
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """The same for the HTTP side. There a client's certificate is needed only where no token could be shown."""
+        """Settings of the HTTP server. It requires a client's certificate only if there are no tokens."""
         if self.certificate is None:
             return {}
         settings: dict[str, Any] = {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}

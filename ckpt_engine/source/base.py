@@ -1,9 +1,9 @@
-"""What offers weights: a trainer rank's model, a shard of it, a checkpoint directory.
+"""The protocol of all that offers weights: a trainer rank's model, a shard of it, a checkpoint directory.
 
 A source runs in the process that owns the weights. `table` says what it offers and where it lies; it stays the same,
 byte for byte, as long as the source is open, so that plans made from it can be kept. For each update the owner's
-thread calls `check`, `seal` and `digest`, in this order, between two training steps: from `seal` until the update is
-over nobody may change what is sealed. Nothing here talks to anyone. Errors are CkptEngineError.
+thread calls `check`, `seal` and `digest`, in this order, between two training steps. From `seal` until the update has
+ended, what is sealed must not change. A source opens no connection. Errors are CkptEngineError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Source(Protocol):
     """Sealed regions of one version of the weights."""
 
     def table(self) -> SourceTable:
-        """What it offers. The same message at every call; the caller must not change it."""
+        """The table of what it offers: the same message at every call. The caller must not change it."""
         ...
 
     def check(self) -> None:
@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names and sealed values, for who looks at them after `seal`; the values may not be changed or kept."""
+        """Names and sealed values, valid after `seal`. The caller must not change the values, nor keep them."""
         ...
 
     def digest(self, atoms: Atoms) -> list[int]:
@@ -57,6 +57,6 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Stops offering: new readers cannot open the regions. Who has shared memory or files mapped keeps reading; who
-        has GPU memory mapped is asked to let go, and waited for a little. May be repeated."""
+        """Stops offering: new readers cannot open the regions. Readers of mapped shared memory or files go on; readers
+        of GPU memory are asked to let go, and waited for a little. May be repeated."""
         ...

@@ -1,8 +1,8 @@
-"""Where GPU tensors of this process lie when they are lent: live where they are, or in room for copies on their GPU.
+"""Lends GPU tensors of this process: live where they are, or as copies on their GPU.
 
-It decides, tensor by tensor, which of the two; what it declines (with a reason, in `Lending.reasons`) its caller copies
-to memory of the host. Who lends it, and how, is the transports' matter. Runs on the thread that owns the weights.
-Nothing here starts CUDA: the tensors exist already.
+It decides, tensor by tensor, which of the two. What it declines (with a reason, in `Lending.reasons`) its caller copies
+to memory of the host. The transports decide how memory is lent. Runs on the thread that owns the weights. Nothing here
+starts CUDA: the tensors exist already.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ckpt_engine.transport.cuda_ipc.memory import LEGACY, AllocationRun, look, r
 
 @dataclass(frozen=True, slots=True)
 class OfferedTensor:
-    """Where a tensor is offered. memory: there, of the tensor's shape; its own if it is live."""
+    """Where a tensor is offered."""
 
     region: int
-    offset: int
-    memory: torch.Tensor
+    offset: int  # bytes from the region's start
+    memory: torch.Tensor  # that memory, with the tensor's shape; the tensor's own if it is live
     live: bool
 
 
 class DeviceOffer:
-    """What a source offers of its GPU tensors. `offered[i]` is None where tensor i was declined."""
+    """What a source offers of its GPU tensors. `places[i]` is None where tensor i was declined."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class DeviceOffer:
         first_region: int,
         lending: Lending,
     ) -> None:
-        """tensors: on GPUs. served: dtype of a copy. copied: those that must be copied. lending: takes the regions, and
+        """tensors: on GPUs. served: dtype of each copy. copied: which must be copied. lending: takes the regions, and
         the reasons.
 
-        Nothing is held if it raises. Raises UNAVAILABLE if a transport cannot even begin.
+        Holds nothing if it raises. Raises UNAVAILABLE if a transport cannot start.
         """
-        self.offered: list[OfferedTensor | None] = [None] * len(tensors)
+        self.places: list[OfferedTensor | None] = [None] * len(tensors)
         self._lending = lending
         self._devices: set[int] = set()
         self._arenas: list[CudaArena] = []
@@ -63,19 +63,19 @@ class DeviceOffer:
         except BaseException:
             self.close()
             raise
-        live = any(each.live for each in self.offered if each is not None)
+        live = any(each.live for each in self.places if each is not None)
         for index, tensor in enumerate(tensors):
             if not tensor.numel() and self._next > self._first:
-                self.offered[index] = OfferedTensor(self._first, 0, tensor.detach(), live and not copied[index])
+                self.places[index] = OfferedTensor(self._first, 0, tensor.detach(), live and not copied[index])
 
     def synchronize(self) -> None:
-        """Waits until the GPUs have done what was asked of them: what they compute may be written by another stream."""
+        """Waits for all work of the GPUs: another stream may still write the weights."""
         for device in self._devices:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """Frees what it holds. What is lent of it was taken back before. May be repeated."""
-        self.offered = []
+        """Frees the copies' memory, which must have been withdrawn before. May be repeated."""
+        self.places = []
         arenas, self._arenas = self._arenas, []
         for arena in arenas:
             arena.close()
@@ -104,13 +104,13 @@ class DeviceOffer:
                 staged.append(index)
                 continue
             offset = tensors[index].data_ptr() - runs[found].pointer
-            self.offered[index] = OfferedTensor(region, offset, tensors[index].detach(), live=True)
+            self.places[index] = OfferedTensor(region, offset, tensors[index].detach(), live=True)
         self._stage(device, sorted(staged), tensors, served)
 
     def _stage(
         self, device: int, indices: Sequence[int], tensors: Sequence[torch.Tensor], served: Sequence[torch.dtype]
     ) -> None:
-        """Room for copies on the GPU, if there is enough and it can be shared."""
+        """Makes room for copies on the GPU, if there is enough and it can be shared."""
         offsets, size = [], 0
         for index in indices:
             offsets.append(size)
@@ -122,8 +122,8 @@ class DeviceOffer:
             with driver().on(device):
                 region = self._share(device, AllocationRun(LEGACY, (driver().allocation(arena.pointer),)))
         except (CudaDriverError, CkptEngineError) as error:
-            said = error.problem.message if isinstance(error, CkptEngineError) else str(error)
-            self._lending.reasons.append(said)
+            reason = error.problem.message if isinstance(error, CkptEngineError) else str(error)
+            self._lending.reasons.append(reason)
             return
         if region is None:
             arena.close()
@@ -131,7 +131,7 @@ class DeviceOffer:
         self._arenas.append(arena)
         for index, offset in zip(indices, offsets, strict=True):
             memory = arena.tensor(offset, tensors[index].shape, served[index])
-            self.offered[index] = OfferedTensor(region, offset, memory, live=False)
+            self.places[index] = OfferedTensor(region, offset, memory, live=False)
 
     def _share(self, device: int, run: AllocationRun) -> int | None:
         """The region of a run; None if no transport takes such memory."""

@@ -27,8 +27,8 @@ def digest_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atom
 
 
 def prepare_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Atoms) -> PreparedDigests:
-    """The same, to be run any number of times, with a look for NaN and infinity (`not_finite`); what is stored in
-    another dtype is digested as if cast to the served one. It keeps the memory alive."""
+    """Prepares what `digest_atoms` does, to be run any number of times, with a search for NaN and infinity
+    (`not_finite`). What is stored in another dtype is digested as if cast to the served one. Keeps the memory alive."""
     boxes = _boxes(table, sealed, atoms)
     shards = [table.shards[atom.shard] for atom in atoms.atoms]
     served = [torch_dtype(table.tensors[each.tensor].dtype) if each.stored_dtype else None for each in shards]
@@ -36,7 +36,7 @@ def prepare_atoms(table: SourceTable, sealed: Sequence[torch.Tensor], atoms: Ato
 
 
 def not_finite(table: SourceTable, atoms: Atoms, digests: PreparedDigests) -> list[str]:
-    """The tensors in which what digested these atoms found NaN or infinity the last time, each once."""
+    """The tensors in which the last run of `digests` found NaN or infinity, each once."""
     shards = (atom.shard for atom, wrong in zip(atoms.atoms, digests.not_finite, strict=True) if wrong)
     found = {table.shards[shard].tensor for shard in shards}
     return [table.tensors[tensor].name for tensor in sorted(found)]
@@ -49,26 +49,33 @@ def changed_since(
     atoms: Atoms,
     digests: list[int],
 ) -> list[str]:
-    """The tensors of which `live[i]`, from which `sealed[i]` was copied, holds other values by now; None: not asked.
+    """The tensors that have other values now than when they were copied.
 
-    digests: of `sealed`, atom by atom.
+    live: what `sealed[i]` was copied from; None: not compared. digests: of `sealed`, atom by atom.
     """
-    asked = [index for index, atom in enumerate(atoms.atoms) if live[atom.shard] is not None]
-    some = Atoms(table_digest=atoms.table_digest, atoms=[atoms.atoms[index] for index in asked])
-    here = [copy if there is None else plain_values(there) for there, copy in zip(live, sealed, strict=True)]
-    found = digest_anywhere(_boxes(table, here, some), served=[sealed[atom.shard].dtype for atom in some.atoms])
+    indices = [index for index, atom in enumerate(atoms.atoms) if live[atom.shard] is not None]
+    chosen_atoms = Atoms(table_digest=atoms.table_digest, atoms=[atoms.atoms[index] for index in indices])
+    values = [
+        copy if live_tensor is None else plain_values(live_tensor)
+        for live_tensor, copy in zip(live, sealed, strict=True)
+    ]
+    live_digests = digest_anywhere(
+        _boxes(table, values, chosen_atoms), served=[sealed[atom.shard].dtype for atom in chosen_atoms.atoms]
+    )
     suspects = {
-        atoms.atoms[index].shard for index, digest in zip(asked, found, strict=True) if digest != digests[index]
+        atoms.atoms[index].shard
+        for index, digest in zip(indices, live_digests, strict=True)
+        if digest != digests[index]
     }
     # Two casts of one NaN may differ, by device and by where they lie; of equal copies none was changed.
-    changed = {table.shards[shard].tensor for shard in suspects if not _copies_to(here[shard], sealed[shard])}
+    changed = {table.shards[shard].tensor for shard in suspects if not _copies_to(values[shard], sealed[shard])}
     return [table.tensors[tensor].name for tensor in sorted(changed)]
 
 
 def _copies_to(live: torch.Tensor, sealed: torch.Tensor) -> bool:
-    again = torch.empty_like(sealed)
-    TensorCopy([(again, live)]).run()
-    return torch.equal(again.reshape(-1).view(torch.uint8), sealed.reshape(-1).view(torch.uint8))
+    copy = torch.empty_like(sealed)
+    TensorCopy([(copy, live)]).run()
+    return torch.equal(copy.reshape(-1).view(torch.uint8), sealed.reshape(-1).view(torch.uint8))
 
 
 def _boxes(

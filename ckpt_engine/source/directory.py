@@ -1,6 +1,6 @@
 """A source of a checkpoint directory: safetensors files, read where they lie.
 
-Nothing is copied, and it stays sealed as long as nobody changes the files, so late replicas can install from it. With
+Nothing is copied. It stays sealed as long as the files do not change, so late replicas can install from it. With
 `snapshot`, or a served dtype that differs, the weights are copied into shared memory at each seal instead.
 """
 
@@ -39,15 +39,15 @@ def directory_source(
     Raises NOT_FOUND or INVALID_ARGUMENT if the files are not a whole checkpoint (see source/safetensors.py).
     """
     wish = wish or PublishWish()
-    lent, opened, tensors = _open(path)
-    views = [tensor.view(opened) for tensor in tensors]
-    named = zip(tensors, views, strict=True)
-    cast = any(served_dtype(tensor.entry.name, view.dtype, wish) != view.dtype for tensor, view in named)
+    lending, regions, tensors = _open(path)
+    views = [tensor.view(regions) for tensor in tensors]
+    pairs = zip(tensors, views, strict=True)
+    cast = any(served_dtype(tensor.entry.name, view.dtype, wish) != view.dtype for tensor, view in pairs)
     if not cast and not wish.snapshot and wish.transport is None:
         description = f"safetensors {path.name}"
-        return DirectorySource(lent, opened, tensors, views, host=host, rank=rank, description=description)
+        return DirectorySource(lending, regions, tensors, views, host=host, rank=rank, description=description)
     return MemorySource(
-        _finder(opened, tensors, views),
+        _finder(regions, tensors, views),
         host=host,
         rank=rank,
         wish=wish,
@@ -60,8 +60,8 @@ class DirectorySource:
 
     def __init__(
         self,
-        lent: Lending,
-        opened: MappedRegions,
+        lending: Lending,
+        regions: MappedRegions,
         tensors: list[_InFile],
         views: list[torch.Tensor],
         *,
@@ -69,8 +69,8 @@ class DirectorySource:
         rank: int,
         description: str,
     ) -> None:
-        self._lent = lent
-        self._opened = opened
+        self._lending = lending
+        self._regions = regions
         self._sealed = views
         self._has_seal = False
         self._not_finite: list[str] = []
@@ -79,7 +79,7 @@ class DirectorySource:
             id=rank_id(rank),
             rank=rank,
             tensors=[TensorSpec(name=found.name, dtype=found.dtype, shape=found.shape) for found in _entries(tensors)],
-            regions=lent.regions,
+            regions=lending.regions,
             shards=[
                 Shard(
                     tensor=index,
@@ -101,11 +101,11 @@ class DirectorySource:
         return self._table
 
     def check(self) -> None:
-        """Raises DATA_LOSS if a file was changed, UNAVAILABLE if it is gone."""
-        self._opened.check()
+        """Raises DATA_LOSS if a file was changed, UNAVAILABLE if it was removed."""
+        self._regions.check()
 
     def seal(self, keep: bool = False) -> float:
-        """Looks whether the files are unchanged; copies nothing."""
+        """Checks that the files are unchanged; copies nothing."""
         self.check()
         self._has_seal = True
         return 0.0
@@ -128,16 +128,16 @@ class DirectorySource:
         return self._not_finite
 
     def withdraw(self, seconds: float) -> None:
-        """Closes as `close` does, once no reader keeps what was lent; nobody does of files."""
-        self._lent.withdraw(seconds)
+        """Closes as `close` does; readers of files keep no memory, so there is nothing to wait for."""
+        self._lending.withdraw(seconds)
         self.close()
 
     def close(self) -> None:
         """Unmaps the files. Readers can still open them: they are not ours."""
         self._has_seal = False
         self._sealed = []
-        self._lent.close()
-        self._opened.close()
+        self._lending.close()
+        self._regions.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class _InFile:
     entry: FileTensor
     region: Region
 
-    def view(self, opened: MappedRegions) -> torch.Tensor:
+    def view(self, regions: MappedRegions) -> torch.Tensor:
         shape = self.entry.shape
-        return opened.view(self.region, self.entry.offset, shape, contiguous(shape), self.entry.dtype)
+        return regions.view(self.region, self.entry.offset, shape, contiguous(shape), self.entry.dtype)
 
 
 def _entries(tensors: list[_InFile]) -> list[FileTensor]:
@@ -156,27 +156,27 @@ def _entries(tensors: list[_InFile]) -> list[FileTensor]:
 
 def _open(path: Path) -> tuple[Lending, MappedRegions, list[_InFile]]:
     """Maps the files of a checkpoint; its tensors sorted by name."""
-    lent = Lending()
+    lending = Lending()
     tensors = []
     regions = []
     for id, header in enumerate(read_directory(path)):
         region = file_region(id, str(header.path), header.data_start, header.data_size)
         regions.append(region)
-        lent.must_offer(id, FileMemory(str(header.path), header.data_start, header.data_size))
+        lending.must_offer(id, FileMemory(str(header.path), header.data_start, header.data_size))
         tensors += [_InFile(entry, region) for entry in header.tensors]
     if not tensors:
         raise invalid(f"nothing to publish: {path} holds no tensors")
-    return lent, FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
+    return lending, FileTransport().open(regions), sorted(tensors, key=lambda tensor: tensor.entry.name)
 
 
-def _finder(opened: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[HeldBox]]:
+def _finder(regions: MappedRegions, tensors: list[_InFile], views: list[torch.Tensor]) -> Callable[[], list[HeldBox]]:
     boxes = [
         HeldBox(entry.name, view, entry.shape, (0,) * len(entry.shape), "is in a file")
         for entry, view in zip(_entries(tensors), views, strict=True)
     ]
 
     def find() -> list[HeldBox]:
-        opened.check()
+        regions.check()
         return boxes
 
     return find

@@ -1,4 +1,4 @@
-"""A tensor, or the box of one, that this process holds; and which box of a sharded tensor that is."""
+"""The boxes of tensors that this process holds: whole tensors, or its shards."""
 
 from __future__ import annotations
 
@@ -20,40 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """The box of the global tensor `name` that starts at `start` and has the shape of `tensor`.
+    """A box of a global tensor, held by this process."""
 
-    tensor: the live memory, on any device, with any strides. shape: of the global tensor.
-    twins: other tensor objects of exactly this memory; where it moves, they move.
-    must_copy: why its memory can neither be read where it lies (GPU) nor be moved (CPU), so that it is copied at each
-        seal; empty: it can.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    must_copy: str = ""
-    twins: tuple[torch.Tensor, ...] = ()
+    name: str  # of the global tensor
+    tensor: torch.Tensor  # the live memory of the box, on any device, with any strides
+    shape: tuple[int, ...]  # of the global tensor
+    start: tuple[int, ...]  # of the box in it
+    must_copy: str = ""  # why it is copied at each seal: it can neither be read in place (GPU) nor move (CPU)
+    twins: tuple[torch.Tensor, ...] = ()  # other tensor objects of exactly this memory; they move with it
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds only a part of it (DTensor).
 
-    Where nobody has imported DTensor, none can be. Importing it takes as long as half of torch, so it is not done here.
+    If DTensor was never imported, no tensor can be one. Importing it here would take as long as half of torch.
     """
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def held(named: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
-    """What this process holds of each tensor: all of it, or its shard of a DTensor; nothing if that shard is empty.
+def held(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
+    """The box of each tensor that this process holds: the whole, or its shard of a DTensor; none for an empty shard.
 
-    Raises INVALID_ARGUMENT for tensors whose memory cannot be offered (meta, sparse, quantised, other subclasses,
-    placements other than Shard and Replicate), for names that occur twice and as `check_name`, FAILED_PRECONDITION for
-    those whose memory is gone.
+    Raises INVALID_ARGUMENT for tensors with memory that cannot be offered (meta, sparse, quantised, other subclasses,
+    placements other than Shard and Replicate), for names that occur twice and as `check_name`; FAILED_PRECONDITION for
+    tensors with memory that was freed.
     """
     found: dict[str, HeldBox | None] = {}
-    for name, tensor in named:
+    for name, tensor in pairs:
         check_name(name)
         if name in found:
             raise invalid(f"two tensors are called {name!r} once wrappers are stripped; rename one", tensors=[name])
@@ -82,7 +76,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Some tensors only stand for others, and those of wrappers that offload or shard are left without memory."""
+    """Raises if a tensor has no memory of its own: stand-ins, and tensors that a wrapper offloaded or sharded."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError as error:
@@ -98,14 +92,14 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it if its elements are conjugated or negated only when they are read."""
+    """The tensor, or a copy of it if its elements are conjugated or negated lazily."""
     with torch.no_grad():
         return tensor.detach().resolve_conj().resolve_neg()
 
 
 def elements_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors if they are the same elements of the same memory, read in the same way. Raises RuntimeError
-    or NotImplementedError for a tensor that only stands for another one."""
+    """A value that is equal for two tensors if they are the same elements of the same memory, read in the same way.
+    Raises RuntimeError or NotImplementedError for a tensor that is a stand-in for another."""
     return (
         tensor.data_ptr(),
         tensor.dtype,

@@ -19,11 +19,11 @@ from ckpt_engine.transport.shared_memory.memory import ALIGNMENT, OwnedMemory, S
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class FormerMemory:
     """Memory that tensors were moved out of.
 
-    It lives as long as the arena that they were moved into: what kept a pointer into it, unseen, writes to no memory of
-    something else. And it is compared: such a write reaches neither the tensors nor a replica.
+    It lives as long as the arena that they were moved into, so that a pointer into it, kept unseen by other code, never
+    points to other memory. It is compared at each seal, since such a write reaches neither the tensors nor a replica.
     """
 
     names: tuple[str, ...]  # of the tensors that lay there
@@ -33,14 +33,14 @@ class Left:
 
 _ROW = 8192  # bytes
 
-_left: WeakKeyDictionary[OwnedMemory, list[Left]] = WeakKeyDictionary()
+_former_memories: WeakKeyDictionary[OwnedMemory, list[FormerMemory]] = WeakKeyDictionary()
 """By arena, in the order of their starts."""
 
 
 class HostOffer:
     """Room for tensors in shared memory. `regions[i]`, `offsets[i]`, `memory[i]`: where tensor i lies.
 
-    What is copied there is contiguous; what lives there keeps its strides.
+    Copies are contiguous; tensors that live there keep their strides.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class HostOffer:
         tensors: Sequence[torch.Tensor],
         served: Sequence[torch.dtype],
         copied: Sequence[bool],
-        known: Sequence[torch.Tensor],
+        published: Sequence[torch.Tensor],
         lend: Callable[[HostMemory], int],
     ) -> None:
-        """What is not copied and does not lie in an arena yet is moved into a new one, whole storages, with all tensors
-        of `known` in them. lend: is given each arena, before anything moves, and returns its region.
+        """Moves tensors that are not copied and lie in no arena yet into a new one: whole storages, with all tensors of
+        `published` in them. lend: called with each arena before anything moves; returns its region.
 
-        Raises UNAVAILABLE, and has moved nothing, without room, and what `lend` raises.
+        Raises UNAVAILABLE without room, and what `lend` raises; nothing has moved then.
         """
-        here = [index for index, each in enumerate(tensors) if each.device.type == "cpu" and each.numel()]
-        live = [index for index in here if not copied[index]]
+        on_cpu = [index for index, each in enumerate(tensors) if each.device.type == "cpu" and each.numel()]
+        live = [index for index in on_cpu if not copied[index]]
         homes = {index: found for index in live if (found := arena_at(tensors[index].data_ptr())) is not None}
-        moving = by_storage([tensors[index] for index in live if index not in homes], of=known)
+        moving = by_storage([tensors[index] for index in live if index not in homes], of=published)
         offsets, strides, size = [0] * len(tensors), [contiguous(tensor.shape) for tensor in tensors], 0
         places: dict[int, int] = {}
         for group in moving:
             places[storage_key(group[0])] = size
-            size = _aligned(size + group[0].untyped_storage().nbytes())
+            size = _align(size + group[0].untyped_storage().nbytes())
         for index, tensor in enumerate(tensors):
             if copied[index]:
                 offsets[index] = size
-                size = _aligned(size + tensor.numel() * served[index].itemsize)
+                size = _align(size + tensor.numel() * served[index].itemsize)
             else:
                 strides[index] = tensor.stride()
         self._arena = SharedArena(max(size, ALIGNMENT)) if size or not homes else None
@@ -90,28 +90,31 @@ class HostOffer:
         self.regions = [regions[memory] for memory in within]
         self.offsets = offsets
         self.memory = [
-            memory.tensor(offset, tensor.shape, kept, stride)
-            for memory, tensor, kept, offset, stride in zip(within, tensors, served, offsets, strides, strict=True)
+            memory.tensor(offset, tensor.shape, dtype, stride)
+            for memory, tensor, dtype, offset, stride in zip(within, tensors, served, offsets, strides, strict=True)
         ]
         if moving:
-            _move(arenas[0], places, moving, _names(names, tensors, here))
-        self._left = list({id(left): left for index in here if (left := _left_by(tensors[index]))}.values())
-        boxes = [(part, (0,) * part.dim()) for left in self._left for part in _parts(left.bytes)]
-        self._compared = prepare_digests(boxes) if boxes else None
-        self._as_left = self._compared.run() if self._compared is not None else []
+            _move(arenas[0], places, moving, _names(names, tensors, on_cpu))
+        self._former = list(
+            {id(former): former for index in on_cpu if (former := _former_memory_of(tensors[index]))}.values()
+        )
+        boxes = [(part, (0,) * part.dim()) for former in self._former for part in _parts(former.bytes)]
+        self._former_digests = prepare_digests(boxes) if boxes else None
+        self._digests_at_move = self._former_digests.run() if self._former_digests is not None else []
 
     def written(self) -> list[str]:
-        """The tensors that something wrote to where they lay before they were moved, since this was made. Reads all of
-        that memory."""
-        if self._compared is None:
+        """Names of moved tensors if something has written to their former memory since. Reads all of that memory."""
+        if self._former_digests is None:
             return []
-        whose = [left for left in self._left for _ in _parts(left.bytes)]
-        found = zip(whose, self._as_left, self._compared.run(), strict=True)
-        return sorted({name for left, before, now in found if now != before for name in left.names})
+        owners = [former for former in self._former for _ in _parts(former.bytes)]
+        found = zip(owners, self._digests_at_move, self._former_digests.run(), strict=True)
+        return sorted(
+            {name for former, old_digest, new_digest in found if new_digest != old_digest for name in former.names}
+        )
 
     def close(self) -> None:
-        """Lets go of it; what lives in it goes on living."""
-        self.memory, self._left, self._compared = [], [], None
+        """Releases the arena; tensors that live in it keep it."""
+        self.memory, self._former, self._former_digests = [], [], None
         if self._arena is not None:
             self._arena.close()
 
@@ -119,34 +122,34 @@ class HostOffer:
 def _move(
     arena: OwnedMemory, places: dict[int, int], moving: Sequence[Sequence[torch.Tensor]], names: dict[int, list[str]]
 ) -> None:
-    """Moves storages, each given by all tensors that use it, to their places, and keeps what they leave."""
+    """Moves storages, each given by all tensors that use it, to their places, and keeps the former memory."""
     for group in moving:
         key, old = storage_key(group[0]), storage_bytes(group[0])
         home = arena.tensor(places[key], old.shape, torch.uint8)
         home.copy_(old)
         move(group, home)
-        _left.setdefault(arena, []).append(Left(tuple(names[key]), old, home.data_ptr()))
+        _former_memories.setdefault(arena, []).append(FormerMemory(tuple(names[key]), old, home.data_ptr()))
 
 
-def _left_by(tensor: torch.Tensor) -> Left | None:
+def _former_memory_of(tensor: torch.Tensor) -> FormerMemory | None:
     """The memory that a tensor was moved out of; None: it was not moved."""
     arena = arena_at(tensor.data_ptr())
-    lefts = [] if arena is None else _left.get(arena, [])
-    after = bisect_right(lefts, tensor.data_ptr(), key=attrgetter("start"))
-    found = lefts[after - 1] if after else None
+    memories = [] if arena is None else _former_memories.get(arena, [])
+    after = bisect_right(memories, tensor.data_ptr(), key=attrgetter("start"))
+    found = memories[after - 1] if after else None
     return found if found and tensor.data_ptr() < found.start + found.bytes.numel() else None
 
 
-def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], here: Sequence[int]) -> dict[int, list[str]]:
+def _names(names: Sequence[str], tensors: Sequence[torch.Tensor], on_cpu: Sequence[int]) -> dict[int, list[str]]:
     """The names of the tensors that lie in each storage."""
     found: dict[int, list[str]] = defaultdict(list)
-    for index in here:
+    for index in on_cpu:
         found[storage_key(tensors[index])].append(names[index])
     return found
 
 
 def _parts(memory: torch.Tensor) -> list[torch.Tensor]:
-    """Bytes as rows of 16-bit integers, which are digested several times as fast as one long row, and what is left."""
+    """Bytes as rows of 16-bit integers, and the remainder. Rows are digested several times as fast as one long row."""
     whole = memory.numel() // _ROW * _ROW
     return [part for part in (memory[:whole].view(torch.int16).view(-1, _ROW // 2), memory[whole:]) if part.numel()]
 
@@ -160,5 +163,5 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
-"""What one source lends, over every transport that takes such memory. It knows no transport by name.
+"""Lends the memory of one source over every transport that takes it. It knows no transport by name.
 
-The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. Memory of a
-GPU that others read is besides offered for collectives, if CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one:
-they may have no other way. Not in a cluster that encrypts, since collectives do not: there `transport="nccl"` has to be
-asked for. The thread that owns the weights.
+The transports are those of core/transports.py: the one that the user asked for, or all that lend unasked. If
+CKPT_ENGINE_COLLECTIVE is 1 and other hosts reach this one, memory of a GPU is also offered for collectives, since other
+hosts may have no other way. Not in a cluster that encrypts, since collectives do not: there the user must ask for
+`transport="nccl"`. Runs on the thread that owns the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
 log = logging.getLogger(__name__)
 
 COLLECTIVE = "CKPT_ENGINE_COLLECTIVE"
-"""Environment variable: 1: memory of GPUs is offered for collectives besides."""
+"""Environment variable; 1: memory of GPUs is offered for collectives as well."""
 
 
 def encrypts() -> bool:
@@ -31,28 +31,28 @@ def encrypts() -> bool:
 
 
 def offers_collectives() -> bool:
-    """Whether memory of GPUs is offered for collectives that nobody asked for by name. Raises INVALID_ARGUMENT for a
-    value that says neither."""
-    said = os.environ.get(COLLECTIVE, "")
-    if said not in ("", "0", "1"):
+    """Whether memory of GPUs is offered for collectives without `transport="nccl"`. Raises INVALID_ARGUMENT for another
+    value of the variable than 0 and 1."""
+    value = os.environ.get(COLLECTIVE, "")
+    if value not in ("", "0", "1"):
         raise invalid(
-            f"{COLLECTIVE} is {said!r}: set it to 1 to offer weights on GPUs for collectives besides, or leave it out"
+            f"{COLLECTIVE} is {value!r}: set it to 1 to offer weights on GPUs for collectives as well, or leave it out"
         )
-    return said == "1" and not encrypts()
+    return value == "1" and not encrypts()
 
 
 class Lending:
     """The regions of one source. reasons: why some memory could not be lent in some way."""
 
-    def __init__(self, asked: str | None = None, advertise: str = "") -> None:
-        """asked: the transport that the user named; None: all that need not be named. advertise: the address at which
+    def __init__(self, transport: str | None = None, advertise: str = "") -> None:
+        """transport: the one that the user named; None: all that need not be named. advertise: the address at which
         other hosts reach this one, if there is one. Raises INVALID_ARGUMENT as `offers_collectives`."""
-        self._asked = asked
+        self._transport = transport
         self._advertise = advertise
-        self._collectives = asked is None and bool(advertise) and offers_collectives()
+        self._collectives = transport is None and bool(advertise) and offers_collectives()
         self._lenders: dict[str, Lender] = {}
-        self._unmade: dict[str, Problem] = {}
-        self._said: set[str] = set()
+        self._lender_problems: dict[str, Problem] = {}
+        self._logged_reasons: set[str] = set()
         self._regions: dict[int, OfferedRegion] = {}
         self.reasons: list[str] = []
 
@@ -62,20 +62,20 @@ class Lending:
         return [self._regions[id] for id in sorted(self._regions)]
 
     def takes(self, kind: str) -> bool:
-        """Whether there is a way for memory of this kind (core/transports.py) at all."""
-        return bool(lending(kind, self._asked))
+        """Whether any transport lends memory of this kind (core/transports.py)."""
+        return bool(lending(kind, self._transport))
 
     def offer(self, id: int, memory: Memory) -> bool:
-        """Lends memory in as many ways as it can. False, and reasons, if there is none. Raises what a transport raises
-        that cannot even begin, and a driver's errors."""
+        """Lends memory over all transports that take it. False, and `reasons`, if none does. Raises what a transport
+        raises that cannot start, and a driver's errors."""
         ways = []
-        for kind in lending(memory.kind, self._asked):
+        for kind in lending(memory.kind, self._transport):
             try:
                 ways.append(self._lender(kind).offer(id, memory))
-            except CkptEngineError as refused:
-                if refused.problem.code != Problem.UNAVAILABLE:
+            except CkptEngineError as refusal:
+                if refusal.problem.code != Problem.UNAVAILABLE:
                     raise
-                self._say(refused.problem.message)
+                self._note_reason(refusal.problem.message)
         if ways and self._collectives and memory.kind == GPU_MEMORY:
             ways += self._for_collectives(id, memory)
         if ways:
@@ -83,15 +83,13 @@ class Lending:
         return bool(ways)
 
     def must_offer(self, id: int, memory: Memory) -> None:
-        """Offers as `offer` does. Raises UNAVAILABLE, with the reasons, if there is no way."""
+        """Offers as `offer` does. Raises UNAVAILABLE, with the reasons, if no transport takes it."""
         if not self.offer(id, memory):
-            asked = f"transport={self._asked!r}" if self._asked else "any transport"
-            raise unavailable(
-                f"{memory.kind} cannot be lent over {asked}: {'; '.join(self.reasons) or 'none takes it'}"
-            )
+            way = f"transport={self._transport!r}" if self._transport else "any transport"
+            raise unavailable(f"{memory.kind} cannot be lent over {way}: {'; '.join(self.reasons) or 'none takes it'}")
 
     def unchanged(self) -> bool:
-        """Whether all that is offered is still there and the same."""
+        """Whether all offered memory still exists, unchanged."""
         return all(lender.unchanged() for lender in self._lenders.values())
 
     def withdraw(self, seconds: float) -> None:
@@ -102,8 +100,8 @@ class Lending:
         for lender in self._lenders.values():
             try:
                 lender.withdraw(max(0.0, stop_at - time.monotonic()))
-            except CkptEngineError as late:
-                problem = problem or late.problem
+            except CkptEngineError as timeout:
+                problem = problem or timeout.problem
         if problem is not None:
             raise error(problem.code, problem.message)
 
@@ -113,32 +111,33 @@ class Lending:
             lender.close()
 
     def _for_collectives(self, id: int, memory: Memory) -> list[Region]:
-        """Ways that nobody asked for: what hinders them hinders nothing else."""
+        """Offers memory for collectives. A failure is logged and hinders nothing else."""
         found = []
         for kind in collective_kinds(memory.kind):
             try:
                 found.append(self._lender(kind).offer(id, memory))
-            except CkptEngineError as refused:
-                if refused.problem.message not in self._said:
-                    self._said.add(refused.problem.message)
-                    log.info("ckpt-engine: not offered over %s: %s", kind.name, refused.problem.message)
+            except CkptEngineError as refusal:
+                if refusal.problem.message not in self._logged_reasons:
+                    self._logged_reasons.add(refusal.problem.message)
+                    log.info("ckpt-engine: not offered over %s: %s", kind.name, refusal.problem.message)
         return found
 
     def _lender(self, kind: TransportKind) -> Lender:
-        """Made for the first region. One that could not be made is not tried again, since that may take seconds."""
+        """The lender of a transport, made for the first region. After a failure it is not tried again, since that may
+        take seconds."""
         found = self._lenders.get(kind.name)
         if found is None:
-            if (problem := self._unmade.get(kind.name)) is not None:
+            if (problem := self._lender_problems.get(kind.name)) is not None:
                 raise CkptEngineError(problem)
             assert kind.lender is not None, kind.name
-            given = (self._advertise,) if kind.collective else ()
+            arguments = (self._advertise,) if kind.collective else ()
             try:
-                found = self._lenders[kind.name] = make(kind.lender, *given)
-            except CkptEngineError as refused:
-                self._unmade[kind.name] = refused.problem
+                found = self._lenders[kind.name] = make(kind.lender, *arguments)
+            except CkptEngineError as refusal:
+                self._lender_problems[kind.name] = refusal.problem
                 raise
         return found
 
-    def _say(self, reason: str) -> None:
+    def _note_reason(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)

@@ -39,10 +39,10 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Host, Shard, SourceTable, TensorSp
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
+"""Seconds that `close` waits for readers to unmap GPU memory. They do so at once, unless an update runs."""
 
 PREPARED_KEPT = 2
-"""Sets of atoms for which digests are kept ready: that of all replicas, and that of one which joined late."""
+"""Sets of atoms for which digests are kept ready: that of all replicas, and that of a late one."""
 
 
 class MemorySource:
@@ -51,10 +51,10 @@ class MemorySource:
     find: looks the tensors up; called when opened and before every seal, so that a parameter that was replaced is
         noticed (live, re-homed) or followed (copied).
 
-    warnings: logged, and told in the report of each update.
+    warnings: logged, and repeated in the report of each update.
 
     Raises INVALID_ARGUMENT (nothing to publish, dtype not supported, a wish that cannot be fulfilled), UNAVAILABLE (no
-    room). It changes nothing of the model if it raises. While re-homing, both copies exist.
+    room). The model is unchanged if it raises. While re-homing, both copies exist.
     """
 
     def __init__(
@@ -139,11 +139,13 @@ class MemorySource:
         return time.perf_counter() - began if any(self._copied) else 0.0
 
     def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
-        """Puts the values of what is copied into `_sealed`. Returns what each was copied from, to be compared with its
-        copy once that is digested; empty: nothing is to be."""
+        """Copies values into `_sealed`. Returns the tensors that were copied from, to be compared with the copies once
+        these are digested; empty: nothing was copied."""
         live = [box.tensor if copied else None for box, copied in zip(boxes, self._copied, strict=True)]
         TensorCopy(
-            (sealed, plain_values(there)) for sealed, there in zip(self._sealed, live, strict=True) if there is not None
+            (sealed, plain_values(live_tensor))
+            for sealed, live_tensor in zip(self._sealed, live, strict=True)
+            if live_tensor is not None
         ).run()
         return live if any(self._copied) else []
 
@@ -176,7 +178,7 @@ class MemorySource:
         return self._not_finite
 
     def _digest(self, atoms: Atoms) -> list[int]:
-        prepared = next((each for known, each in self._prepared if known is atoms), None)
+        prepared = next((each for old_atoms, each in self._prepared if old_atoms is atoms), None)
         if prepared is None:
             prepared = prepare_atoms(self._table, self._sealed, atoms)
             self._prepared = [*self._prepared[1 - PREPARED_KEPT :], (atoms, prepared)]
@@ -185,14 +187,14 @@ class MemorySource:
         return digests
 
     def withdraw(self, seconds: float) -> None:
-        """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED, and has not closed, if some
-        do."""
+        """Closes as `close` does, once no reader maps GPU memory. Raises DEADLINE_EXCEEDED if some still do; it is not
+        closed then."""
         self._has_seal = False
         self._lending.withdraw(seconds)
         self.close()
 
     def close(self) -> None:
-        """New readers cannot open the memory, and those of GPU memory let go. A re-homed model goes on living in it.
+        """Refuses new readers, and has those of GPU memory let go. A re-homed model stays in its shared memory.
 
         Holds no tensor afterwards.
         """
@@ -209,7 +211,7 @@ class MemorySource:
             self._host.close()
 
     def _offer_devices(self) -> None:
-        """Places the GPU tensors that can be offered on their GPU; the others stay to be copied to shared memory."""
+        """Offers GPU tensors on their GPU where that works; the others will be copied to shared memory."""
         indices = [index for index, box in enumerate(self._published) if may_share(box, self._wish)]
         if not indices:
             return
@@ -221,35 +223,36 @@ class MemorySource:
             1,
             self._lending,
         )
-        for index, offered in zip(indices, self._device.offered, strict=True):
-            if offered is None or not offered.live:
-                self._check_wish(index, on_device=offered is not None)
-            if (offered is None or not offered.live) and not self._why[index]:
-                self._why[index] = f"cannot be offered where it lies: {self._unshared()}"
+        for index, place in zip(indices, self._device.places, strict=True):
+            if place is None or not place.live:
+                self._check_wish(index, on_device=place is not None)
+            if (place is None or not place.live) and not self._why[index]:
+                self._why[index] = f"cannot be offered where it lies: {self._sharing_problem()}"
             self._copied[index] = bool(self._why[index])
-            if offered is None:
+            if place is None:
                 continue
             self._on_gpu[index] = True
-            self._regions[index] = offered.region
-            self._offsets[index] = offered.offset
-            self._sealed[index] = offered.memory
+            self._regions[index] = place.region
+            self._offsets[index] = place.offset
+            self._sealed[index] = place.memory
 
     def _check_wish(self, index: int, on_device: bool) -> None:
-        """A GPU tensor has to be copied, on its GPU or to shared memory: raises if the caller forbade that."""
+        """Raises if a GPU tensor has to be copied, on its GPU or to shared memory, and the caller forbade that."""
         box, wish = self._published[index], self._wish
-        asked = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
+        option = "snapshot=False" if wish.snapshot is False else f"transport={wish.transport!r}"
         stuck = not on_device and not self._lending.takes(HOST_MEMORY)
         if box.tensor.numel() and (wish.snapshot is False or stuck):
             raise invalid(
-                f"{box.name!r} cannot be offered where it lies ({self._unshared()}): do not pass {asked}", [box.name]
+                f"{box.name!r} cannot be offered where it lies ({self._sharing_problem()}): do not pass {option}",
+                [box.name],
             )
 
-    def _unshared(self) -> str:
+    def _sharing_problem(self) -> str:
         """Why GPU memory cannot be shared."""
         return "; ".join(self._lending.reasons) or "its memory cannot be shared"
 
     def _offer_host(self) -> None:
-        """Places everything else in shared memory, and makes what is re-homed live there."""
+        """Places all other tensors in shared memory, and moves those that are re-homed."""
         indices = [index for index, on_gpu in enumerate(self._on_gpu) if not on_gpu]
         if not indices:
             return
@@ -284,17 +287,17 @@ class MemorySource:
                 region=self._regions[index],
                 offset=self._offsets[index],
                 stride=self._sealed[index].stride(),
-                stored_dtype="" if self._sealed[index].dtype == kept else dtype_name(self._sealed[index].dtype),
+                stored_dtype="" if self._sealed[index].dtype == dtype else dtype_name(self._sealed[index].dtype),
             )
-            for index, (box, kept) in enumerate(zip(self._published, self._served, strict=True))
+            for index, (box, dtype) in enumerate(zip(self._published, self._served, strict=True))
         ]
         return SourceTable(
             host=host,
             id=rank_id(self._rank),
             rank=self._rank,
             tensors=[
-                TensorSpec(name=box.name, dtype=dtype_name(kept), shape=box.shape)
-                for box, kept in zip(self._published, self._served, strict=True)
+                TensorSpec(name=box.name, dtype=dtype_name(dtype), shape=box.shape)
+                for box, dtype in zip(self._published, self._served, strict=True)
             ],
             regions=self._lending.regions,
             shards=shards,
@@ -308,7 +311,7 @@ class MemorySource:
         )
 
     def _manner(self) -> str:
-        """What was decided, for people."""
+        """How the tensors are offered, in words."""
         ways = []
         why = f" ({'; '.join(self._lending.reasons)})" if self._lending.reasons else ""
         for box, on_gpu, copied in zip(self._published, self._on_gpu, self._copied, strict=True):
@@ -335,23 +338,27 @@ class MemorySource:
                 ranks=[self._rank],
             )
         boxes = [found[box.name] for box in self._published]
-        moved: list[str] = []
-        for index, (now, then) in enumerate(zip(boxes, self._published, strict=True)):
-            same = now.shape == then.shape and now.start == then.start and now.tensor.dtype == self._dtypes[index]
-            same = same and (self._copied[index] or elements_of(now.tensor) == self._elements[index])
-            if not same or now.tensor.shape != self._sealed[index].shape:
-                moved.append(now.name)
-        if moved:
+        changed: list[str] = []
+        for index, (box, published_box) in enumerate(zip(boxes, self._published, strict=True)):
+            same = (
+                box.shape == published_box.shape
+                and box.start == published_box.start
+                and box.tensor.dtype == self._dtypes[index]
+            )
+            same = same and (self._copied[index] or elements_of(box.tensor) == self._elements[index])
+            if not same or box.tensor.shape != self._sealed[index].shape:
+                changed.append(box.name)
+        if changed:
             raise precondition(
-                f"{len(moved)} tensors have other memory, shape, strides or dtype than when they were published, or "
-                f"became conjugated or negated lazily (something assigned to them, or to their .data): {some(moved)}; "
-                "publish again",
-                tensors=moved[:16],
+                f"{len(changed)} tensors have other memory, shape, strides or dtype than when they were published, or "
+                "became conjugated or negated lazily (something assigned to them, or to their .data): "
+                f"{some(changed)}; publish again",
+                tensors=changed[:16],
                 ranks=[self._rank],
             )
         if not self._lending.unchanged():
             raise precondition(
-                "memory of the published tensors was given back (a GPU's to its driver) and taken anew; publish again",
+                "memory of the published tensors was freed (a GPU's to its driver) and allocated again; publish again",
                 ranks=[self._rank],
             )
         return boxes

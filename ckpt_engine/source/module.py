@@ -1,8 +1,8 @@
 """A source of an nn.Module: its parameters and persistent buffers, which is what a plain module's checkpoint holds.
 
-What a `state_dict` of its own, a hook or `get_extra_state` would add or change is left out, and said so (`saving.py`).
-Each memory is offered once: of tied weights the first name is published, as Hugging Face does when it saves. A model
-sharded by FSDP2 publishes this rank's shards: live on a GPU, copied at each seal on a CPU.
+What a `state_dict` of its own, a hook or `get_extra_state` would add or change is left out, with a warning
+(`saving.py`). Each memory is offered once: of tied weights the first name is published, as Hugging Face saves them.
+A model sharded by FSDP2 publishes this rank's shards: live on a GPU, copied at each seal on a CPU.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ckpt_engine.v1.weights_pb2 import Host
 
 
 def module_source(module: nn.Module, *, host: Host, rank: int = 0, wish: PublishWish | None = None) -> MemorySource:
-    """Opens a module. Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published; FSDP1 (flattened)
-    models are among it."""
+    """Opens a module. Raises INVALID_ARGUMENT, naming the tensor, for what cannot be published, such as FSDP1
+    (flattened) models."""
     sharded = any(is_sharded(tensor) for _, tensor in _tensors(module))
     return MemorySource(
         Finder(module, _find),
@@ -55,18 +55,20 @@ def _find(module: nn.Module) -> list[HeldBox]:
                 f"{name!r} is flattened by FSDP1, which does not keep tensors apart; shard with fully_shard (FSDP2)",
                 tensors=[name],
             )
-        known = first.setdefault(_memory(tensor), name)
-        if known == name:
+        first_name = first.setdefault(_memory(tensor), name)
+        if first_name == name:
             tensors[name] = tensor
         else:
-            twins[known].append(tensor)
-    stripped = dict(zip(strip_wrappers(list(tensors)), tensors, strict=True))
-    if len(stripped) < len(tensors):
-        doubled = sorted(set(tensors) - set(stripped.values()))
-        raise invalid(f"{doubled[0]!r} has the name of another tensor once wrappers are stripped", tensors=doubled)
+            twins[first_name].append(tensor)
+    names = dict(zip(strip_wrappers(list(tensors)), tensors, strict=True))
+    if len(names) < len(tensors):
+        duplicates = sorted(set(tensors) - set(names.values()))
+        raise invalid(
+            f"{duplicates[0]!r} has the name of another tensor once wrappers are stripped", tensors=duplicates
+        )
     return [
-        replace(box, twins=tuple(twins[stripped[box.name]]))
-        for box in held((name, tensors[whole]) for name, whole in stripped.items())
+        replace(box, twins=tuple(twins[names[box.name]]))
+        for box in held((name, tensors[whole]) for name, whole in names.items())
     ]
 
 
@@ -88,7 +90,7 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _refuse_fragments(module: nn.Module) -> None:
-    """FSDP1 leaves a rank pieces of parameters that have lost their shape, if it shards them at all."""
+    """Raises for a model that FSDP1 shards: its ranks hold pieces of parameters that have lost their shape."""
     fsdp = _fsdp()
     if fsdp is None:
         return
@@ -107,18 +109,18 @@ def _refuse_fragments(module: nn.Module) -> None:
 
 
 def _fsdp() -> Any:
-    """torch's module of sharded modules; None where nobody has imported it, so that no module can be one."""
+    """torch's FSDP package; None if it was never imported, so that no module can be sharded by it."""
     module = sys.modules.get("torch.distributed.fsdp")
     needed = ("FSDPModule", "FullyShardedDataParallel", "ShardingStrategy")
     return module if all(hasattr(module, name) for name in needed) else None
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors if they are the same elements of the same memory."""
+    """A key that is equal for two tensors if they are the same elements of the same memory."""
     strange = is_sharded(tensor) or tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor)
     if strange or tensor.device.type == "meta" or not tensor.numel():
         return (id(tensor),)
     try:
         return elements_of(tensor)
-    except RuntimeError:  # it only stands for another tensor; `held` refuses it by name
+    except RuntimeError:  # a stand-in for another tensor; `held` refuses it by name
         return (id(tensor),)

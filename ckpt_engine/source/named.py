@@ -22,46 +22,46 @@ def named_source(
     rank: int = 0,
     wish: PublishWish | None = None,
 ) -> MemorySource:
-    """Opens named tensors. A mapping, and whatever can be iterated over again, is looked at before each seal: a tensor
-    that it holds instead of another is copied, or refused by name, as a module's is. An iterator is read once, and its
-    tensors are held until the source is closed.
+    """Opens named tensors. A mapping, or anything that can be iterated over again, is read before each seal: a replaced
+    tensor is copied, or refused by name, as a module's is. An iterator is read once, and its tensors are held until the
+    source is closed.
 
     Raises INVALID_ARGUMENT for elements that are no (name, tensor) pairs, and as MemorySource does.
     """
-    again = tensors.items() if isinstance(tensors, Mapping) else tensors
-    if isinstance(again, Iterator):
-        again = list(again)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if isinstance(pairs, Iterator):
+        pairs = list(pairs)
     return MemorySource(
-        partial(_find, again),
+        partial(_find, pairs),
         host=host,
         rank=rank,
         wish=wish,
         kind="named tensors",
-        may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, again)),
+        may_be_empty=any(is_sharded(tensor) for _, tensor in map(checked_pair, pairs)),
     )
 
 
 def _find(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[HeldBox]:
-    checked = [checked_pair(item) for item in pairs]
-    names = strip_wrappers([name for name, _ in checked])
-    return held(zip(names, (tensor for _, tensor in checked), strict=True))
+    tensors = [checked_pair(item) for item in pairs]
+    names = strip_wrappers([name for name, _ in tensors])
+    return held(zip(names, (tensor for _, tensor in tensors), strict=True))
 
 
-def _instead(value: object) -> str:
-    """What to publish where a value is no tensor."""
+def _remedy(value: object) -> str:
+    """What to do about a value that is not a tensor."""
     if isinstance(value, Mapping):
         return "publish what it holds by itself, as a model's part of a checkpoint"
     return "wrap it with torch.from_numpy" if hasattr(value, "__array_interface__") else "leave it out"
 
 
 def checked_pair(item: object) -> tuple[str, torch.Tensor]:
-    """`item`, if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
+    """Returns `item` if it is a (name, tensor) pair; else raises INVALID_ARGUMENT."""
     if not (isinstance(item, tuple) and len(item) == 2):
-        named = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
-        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{named}")
+        hint = ": a module, or its named_parameters(), says their names" if isinstance(item, torch.Tensor) else ""
+        raise invalid(f"expected (name, tensor) pairs, found an item of type {type(item).__name__}{hint}")
     name, tensor = item
     if isinstance(name, str) and not isinstance(tensor, torch.Tensor):
-        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: {_instead(tensor)}", tensors=[name])
+        raise invalid(f"{name!r} is of type {type(tensor).__name__}, not a tensor: {_remedy(tensor)}", tensors=[name])
     if not isinstance(name, str):
         raise invalid(f"expected (name, tensor) pairs, found ({type(name).__name__}, {type(tensor).__name__})")
     return name, tensor

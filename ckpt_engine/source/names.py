@@ -1,4 +1,4 @@
-"""Checkpoint names: what a tensor is called once wrappers around the model are taken away."""
+"""Checkpoint names: removes what wrappers around the model add to tensors' names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if every name has it there."""
 
 
 def strip_wrappers(names: Sequence[str]) -> list[str]:
-    """The names without wrappers, in the same order. Does not look for names that have become equal."""
+    """The names without wrappers, in the same order. Names may have become equal: that is not checked."""
     parts = [[part for part in name.split(".") if part not in _ANYWHERE] for name in names]
     while parts and all(len(name) > 1 and name[0] == _FRONT for name in parts):
         parts = [name[1:] for name in parts]

@@ -1,4 +1,4 @@
-"""Opens whatever a trainer has as a source."""
+"""Opens a trainer's weights, of whatever type, as a source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Publishable = (
     | str
     | os.PathLike[str]
 )
-"""What `open_source` takes."""
+"""The types that `open_source` takes."""
 
 
 def open_source(
@@ -43,7 +43,7 @@ def open_source(
     advertise: str = "",
     transport: str | None = None,
     move: bool = False,
-    kept: Kept | None = None,
+    kept_dtypes: Kept | None = None,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
@@ -76,27 +76,27 @@ def open_source(
     `transport` forces one way for all: "cuda_ipc" refuses what cannot be lent on its GPU, "shared_memory" copies what
     does not lie there already, and so does any other that lends memory of the host (core/transports.py); then a
     checkpoint directory is copied too. "nccl" is for collectives: memory stays where it lies, on one device, and its
-    owner sends it; nobody reads it by itself.
+    owner sends it; no reader opens it.
 
     A callable is for tensors that do not exist between updates: gathered, merged or renamed ones. Each is copied before
     the next one is asked for, into memory of the source, which holds one copy of what this rank yields; see
     source/renewed.py.
 
     Every rank publishes all that it holds: equal tensors of several ranks are replicas of each other. `dtype` is the
-    served dtype of floating-point tensors; `kept`, if that is None, has narrower ones that models keep (core/kept.py).
-    Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied at each seal.
-    `snapshot=False` refuses what cannot do without a copy. `advertise` is the address at which other hosts reach this
-    one.
+    served dtype of floating-point tensors; if it is None, `kept_dtypes` has narrower ones that models keep
+    (core/kept.py). Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied
+    at each seal. `snapshot=False` refuses what cannot do without a copy. `advertise` is the address at which other
+    hosts reach this one.
 
     Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor;
-    FAILED_PRECONDITION for tensors whose memory was freed or offloaded.
+    FAILED_PRECONDITION for tensors with memory that was freed or offloaded.
     """
     if not 0 <= rank < world_size:
         raise invalid(f"rank {rank} is not in a world of {world_size}")
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept or {})
+    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept_dtypes or {})
     if move and snapshot is True:
         raise invalid(
             "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "

@@ -6,7 +6,7 @@ is known to use it: what keeps a flat buffer, a `.data`, a numpy view or another
 would go on writing there, and readers would never see it.
 
 Counts prove too little: code that keeps a bare address (`data_ptr()`) from one step to the next shows in none. So
-nothing moves unless its owner asks for it, and what was moved out of is kept and compared (`host_memory.Left`).
+nothing moves unless its owner asks for it, and what was moved out of is kept and compared (`host_memory.FormerMemory`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD = (
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
     """Why the memory of each box cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
-    Collects garbage if something seems to use their memory besides: what only waits to be freed is in nobody's way.
+    Collects garbage if something else seems to use their memory: objects that wait to be freed are no hindrance.
     """
     reasons = _why_not(boxes)
     if ALIASED in reasons or HELD in reasons:
@@ -66,8 +66,8 @@ def move(tensors: Sequence[torch.Tensor], home: torch.Tensor) -> None:
     """Makes tensors of one storage use the storage of `home` instead, which holds the same bytes."""
     storage = home.untyped_storage()
     for tensor in tensors:
-        there = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = there.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -78,11 +78,12 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
-    found = {storage_key(group[0]): _fixed(group) for group in by_storage([tensor for box in boxes for tensor in box])}
+    storages = by_storage([tensor for box in boxes for tensor in box])
+    found = {storage_key(group[0]): _hindrance(group) for group in storages}
     return [next((found[storage_key(each)] for each in box if each.numel()), "") for box in boxes]
 
 
-def _fixed(group: Sequence[torch.Tensor]) -> str:
+def _hindrance(group: Sequence[torch.Tensor]) -> str:
     """Why a storage, of which these tensors are known, cannot move."""
     tensor = group[0]
     if tensor.is_shared():
@@ -97,14 +98,14 @@ def _fixed(group: Sequence[torch.Tensor]) -> str:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How often the tensor behind a Python object is held: once, by that object, unless native code holds it, too. 1 if
-    this torch does not tell."""
+    """Reference count of the tensor behind a Python object: 1, unless native code holds it, too. 1 if this torch does
+    not report it."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor's storage is used, and how often the Python object for it. Both count this look, too: compare
-    them with those of a tensor that nobody else has."""
+    """How often a tensor's storage is used, and how often the Python object for it. Both counts include this call:
+    compare them with those of a fresh tensor."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

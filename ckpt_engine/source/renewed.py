@@ -1,7 +1,7 @@
-"""A source of tensors that a callable yields anew at each update: gathered, merged, renamed or fused ones.
+"""A source of tensors that a callable yields again at each update: gathered, merged, renamed or fused ones.
 
-It decides where each yielded tensor is put, and refuses walks that yield something else than the first one did. What is
-yielded, and whether all ranks walk together, is the callable's business.
+It decides where each yielded tensor is put, and refuses walks that yield other tensors than the first one. The callable
+decides what is yielded, and whether all ranks walk together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RenewedSource(MemorySource):
         half of its free memory has room for it, else in shared memory. The walk may be a collective: every rank walks
         to its end, unless its own walk raises.
 
-    What one walk yields, each later one must, with equal shapes and dtypes, in any order: so nothing is planned again.
+    Each later walk must yield the same names, shapes and dtypes, in any order, so that plans stay valid.
     Raises INVALID_ARGUMENT as MemorySource does, and whatever `walk` raises.
     """
 
@@ -61,31 +61,35 @@ class RenewedSource(MemorySource):
         return self._published
 
     def _copy(self, boxes: list[HeldBox]) -> list[torch.Tensor | None]:
-        """Walks. If that raises nothing is sealed until the next update, and what replicas have stays as it is."""
+        """Walks and copies. If that raises, nothing is sealed until the next update, and replicas are unchanged."""
         places = {box.name: index for index, box in enumerate(boxes)}
         missing = set(places)
-        with self._walking() as pairs:
+        with self._walk_pairs() as pairs:
             for raw, tensor in pairs:
                 name = self._names.get(raw)
                 if name is None:
-                    raise self._other(f"{raw!r} was not among what was yielded when it was published", raw)
+                    raise self._walk_differs(f"{raw!r} was not among what was yielded when it was published", raw)
                 for box in held([(name, tensor)]):
-                    then = boxes[places[name]] if name in places else None
-                    if then is None or _said(box) != _said(then):
-                        raise self._other(f"{raw!r} is {_said(box)} now, and was {_said(then)}", raw)
+                    first_box = boxes[places[name]] if name in places else None
+                    if first_box is None or _describe(box) != _describe(first_box):
+                        raise self._walk_differs(
+                            f"{raw!r} is {_describe(box)} now, and was {_describe(first_box)}", raw
+                        )
                     if name not in missing:
-                        raise self._other(f"{raw!r} was yielded twice", raw)
+                        raise self._walk_differs(f"{raw!r} was yielded twice", raw)
                     TensorCopy([(self._sealed[places[name]], plain_values(box.tensor))]).run()
                     missing.discard(name)
         if missing:
             names = sorted(missing)
-            raise self._other(f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16])
+            raise self._walk_differs(
+                f"the walk ended without {len(names)} tensors: {', '.join(names[:4])}", *names[:16]
+            )
         return []
 
     def _learn(self) -> list[HeldBox]:
         """What the first walk yields, each with a stand-in that has its shape and dtype, and no memory."""
         shards: dict[str, list[HeldBox]] = {}
-        with self._walking() as pairs:
+        with self._walk_pairs() as pairs:
             for raw, tensor in pairs:
                 if raw in shards:
                     raise invalid(f"{raw!r} was yielded twice", tensors=[raw])
@@ -99,22 +103,22 @@ class RenewedSource(MemorySource):
         return [replace(box, name=self._names[raw]) for raw, boxes in shards.items() for box in boxes]
 
     @contextmanager
-    def _walking(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The pairs of one walk. However it ends, a generator is closed before this returns, so that what it does in a
-        `finally` (take a merged adapter out again) is done before training goes on."""
-        yielded = self._walk()
-        if not isinstance(yielded, Iterable):
-            raise invalid(f"the callable returned a {type(yielded).__name__}, not (name, tensor) pairs or a mapping")
+    def _walk_pairs(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The pairs of one walk. A generator is always closed before this returns, so that its `finally` (taking a
+        merged adapter out again) has run before training goes on."""
+        pairs = self._walk()
+        if not isinstance(pairs, Iterable):
+            raise invalid(f"the callable returned a {type(pairs).__name__}, not (name, tensor) pairs or a mapping")
         try:
             with torch.no_grad():
-                yield (checked_pair(item) for item in (yielded.items() if isinstance(yielded, Mapping) else yielded))
+                yield (checked_pair(item) for item in (pairs.items() if isinstance(pairs, Mapping) else pairs))
         finally:
-            if isinstance(yielded, Generator):
-                yielded.close()
+            if isinstance(pairs, Generator):
+                pairs.close()
 
-    def _other(self, said: str, *names: str) -> Exception:
+    def _walk_differs(self, change: str, *names: str) -> Exception:
         return precondition(
-            f"{said}: each walk must yield what the first one did, else publish again",
+            f"{change}: each walk must yield what the first one did, else publish again",
             tensors=list(names),
             ranks=[self._rank],
         )
@@ -126,7 +130,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _said(box: HeldBox | None) -> str:
+def _describe(box: HeldBox | None) -> str:
     if box is None:
         return "no part of this rank's"
     part = "" if tuple(box.tensor.shape) == box.shape else f" (from {list(box.start)} of {list(box.shape)})"

@@ -1,8 +1,8 @@
 """Reads the headers of safetensors files: which tensors, and where in the file. Reads no weights.
 
 A file is 8 bytes (length of the header, little endian), the header (JSON: name to dtype, shape and data_offsets) and
-the data. Files come from anywhere, so nothing in them is believed: a header that is too long, does not parse, or whose
-tensors do not tile the data exactly is refused.
+the data. Files come from anywhere, so everything is checked: a header is refused that is too long, does not parse, or
+has tensors that do not tile the data exactly.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a file holds. data_start, data_size: bytes."""
+    """The content of a file."""
 
     path: Path
-    data_start: int
-    data_size: int
+    data_start: int  # bytes from the file's start
+    data_size: int  # bytes
     tensors: tuple[FileTensor, ...]
 
 
@@ -120,9 +120,9 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
     except OSError as error:  # a name that is too long
         raise not_found(f"cannot read {path}: {error.strerror}") from error
     index = path / INDEX
-    placed = _index(index) if index.is_file() else {}
-    if placed:
-        files = [path / name for name in sorted(set(placed.values()))]
+    file_of = _index(index) if index.is_file() else {}
+    if file_of:
+        files = [path / name for name in sorted(set(file_of.values()))]
     elif (path / SINGLE).is_file():
         files = [path / SINGLE]
     else:
@@ -139,7 +139,7 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
             other = homes.setdefault(tensor.name, header.path.name)
             if other != header.path.name:
                 raise invalid(f"{tensor.name!r} is in both {other} and {header.path.name}", tensors=[tensor.name])
-    missing = sorted(name for name, file in placed.items() if homes.get(name) != file)
+    missing = sorted(name for name, file in file_of.items() if homes.get(name) != file)
     if missing:
         raise invalid(
             f"{index} names {len(missing)} tensors that are not in the file it says: {', '.join(missing[:4])}",
@@ -149,7 +149,7 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
 
 
 def _open(path: str, flags: int) -> int:
-    """Waits for nothing: a pipe is opened only once something writes to it."""
+    """Opens without waiting: a pipe would block until something writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -158,13 +158,13 @@ def _index(path: Path) -> dict[str, str]:
         content = _json(path.read_bytes(), path)
     except OSError as error:
         raise not_found(f"cannot read {path}: {error}") from error
-    placed = content.get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise invalid(f"{path} has no weight_map")
-    for name, file in placed.items():
+    for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or not _is_path(file):
             raise invalid(f"{path} places {name!r} in {file!r}, which is no file of this directory", tensors=[name])
-    return placed
+    return file_of
 
 
 def _is_path(name: str) -> bool:
@@ -177,7 +177,7 @@ def _is_path(name: str) -> bool:
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        content = load_json(raw.decode("utf-8"), object_pairs_hook=_once)
+        content = load_json(raw.decode("utf-8"), object_pairs_hook=_refuse_duplicates)
     except ValueError as error:
         raise invalid(f"{path} is damaged: its JSON does not parse: {error}") from error
     if not isinstance(content, dict):
@@ -185,7 +185,7 @@ def _json(raw: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a name occurs twice")

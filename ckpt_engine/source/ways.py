@@ -1,4 +1,4 @@
-"""Which way each tensor of this process goes to readers: read where it lies, moved into shared memory, or copied."""
+"""Decides how readers get each tensor of this process: where it lies, moved into shared memory, or copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_engine.transport.shared_memory.memory import arena_at
 from ckpt_engine.v1.weights_pb2 import CopiedTensors
 
 CASTABLE = frozenset(getattr(torch, name) for name in CASTABLE_NAMES)
-"""What a served dtype applies to."""
+"""Dtypes of tensors that a served dtype applies to."""
 
 ASKED = "is copied since snapshot=True asks for it"
 STAYS = "lies on a CPU, and moves into shared memory only with move=True"
@@ -28,73 +28,66 @@ NAMED_MOST = 16
 
 @dataclass(frozen=True, slots=True)
 class PublishWish:
-    """What the caller asks for.
+    """The options of a publication."""
 
-    snapshot: True: all are copied. False: none may need it. None: only those that need it.
-    move: CPU memory that can be moved into shared memory is. Not with snapshot=True.
-    dtype: served dtype of floating-point tensors; None: their own, or that of `kept`.
-    kept: narrower ones that models keep, see core/kept.py.
-    transport: the one that all are offered over; None: all that lend unasked, on the GPU where that works.
-    """
-
-    snapshot: bool | None = None
-    move: bool = False
-    dtype: torch.dtype | None = None
-    transport: str | None = None
-    kept: Kept = field(default_factory=dict)
+    snapshot: bool | None = None  # True: copy all. False: refuse what needs a copy. None: copy only what needs it
+    move: bool = False  # move CPU memory into shared memory where possible; not with snapshot=True
+    dtype: torch.dtype | None = None  # served, of floating-point tensors; None: their own, or that of `kept_dtypes`
+    transport: str | None = None  # None: all that lend unasked, on the GPU where that works
+    kept_dtypes: Kept = field(default_factory=dict)  # narrower ones that models keep, see core/kept.py
 
 
 def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtype:
-    """The dtype that readers get a tensor of ``dtype`` in. Raises INVALID_ARGUMENT if weights cannot have it."""
+    """The dtype in which a tensor of ``dtype`` is served. Raises INVALID_ARGUMENT if weights cannot have it."""
     try:
         if dtype not in CASTABLE:
             dtype_name(dtype)
             return dtype
-        return wish.dtype or torch_dtype(narrow_dtype(name, dtype_name(dtype), wish.kept))
+        return wish.dtype or torch_dtype(narrow_dtype(name, dtype_name(dtype), wish.kept_dtypes))
     except UnsupportedDtypeError as error:
         raise invalid(f"{name!r} cannot be published: {error.problem.message}", tensors=[name]) from error
 
 
 def may_share(box: HeldBox, wish: PublishWish) -> bool:
-    """Whether it is offered on its GPU, if that works."""
+    """Whether a tensor may be offered on its GPU."""
     return box.tensor.device.type == "cuda" and bool(lending(GPU_MEMORY, wish.transport))
 
 
 def copy_reasons(boxes: Sequence[HeldBox], served: Sequence[torch.dtype], wish: PublishWish) -> list[str]:
-    """Why each box is copied at each seal; empty if it is not: what lies in an arena of this process is offered there.
+    """Why each box is copied at each seal; empty if it is not. What lies in an arena of this process is offered there.
 
     Raises INVALID_ARGUMENT for a wish that cannot be fulfilled.
     """
-    must = [_must_copy(box, kept, wish) for box, kept in zip(boxes, served, strict=True)]
+    reasons_of = [_must_copy(box, dtype, wish) for box, dtype in zip(boxes, served, strict=True)]
     if wish.snapshot is True:
-        return [why or ASKED for why in must]
-    elsewhere = [index for index, box in enumerate(boxes) if not box.must_copy and _moves(box.tensor)]
-    fixed = [STAYS] * len(elsewhere)
+        return [why or ASKED for why in reasons_of]
+    moving = [index for index, box in enumerate(boxes) if not box.must_copy and _moves(box.tensor)]
+    reasons = [STAYS] * len(moving)
     if wish.move:
-        fixed = why_not([(boxes[index].tensor, *boxes[index].twins) for index in elsewhere])
-    for index, why in zip(elsewhere, fixed, strict=True):
-        must[index] = must[index] or why
-    for box, why in zip(boxes, must, strict=True):
+        reasons = why_not([(boxes[index].tensor, *boxes[index].twins) for index in moving])
+    for index, why in zip(moving, reasons, strict=True):
+        reasons_of[index] = reasons_of[index] or why
+    for box, why in zip(boxes, reasons_of, strict=True):
         if why and wish.snapshot is False:
             raise invalid(
                 f"{box.name!r} {why}, so it must be copied at each seal: do not pass snapshot=False", [box.name]
             )
-    return must
+    return reasons_of
 
 
 def tell_copied(
     rank: int, boxes: Sequence[HeldBox], served: Sequence[torch.dtype], reasons: Sequence[str]
 ) -> list[CopiedTensors]:
-    """What is copied at each seal, for the report: one entry a reason, most bytes first."""
-    told: dict[str, CopiedTensors] = {}
-    for box, kept, why in zip(boxes, served, reasons, strict=True):
+    """The copied tensors, for the report: one entry a reason, most bytes first."""
+    entries: dict[str, CopiedTensors] = {}
+    for box, dtype, why in zip(boxes, served, reasons, strict=True):
         if why and box.tensor.numel():
-            entry = told.setdefault(why, CopiedTensors(reason=why, rank=rank, ranks=1))
+            entry = entries.setdefault(why, CopiedTensors(reason=why, rank=rank, ranks=1))
             entry.tensors += 1
-            entry.bytes += box.tensor.numel() * kept.itemsize
+            entry.bytes += box.tensor.numel() * dtype.itemsize
             if len(entry.names) < NAMED_MOST:
                 entry.names.append(box.name)
-    return sorted(told.values(), key=lambda entry: (-entry.bytes, entry.reason))
+    return sorted(entries.values(), key=lambda entry: (-entry.bytes, entry.reason))
 
 
 def _moves(tensor: torch.Tensor) -> bool:
@@ -103,7 +96,7 @@ def _moves(tensor: torch.Tensor) -> bool:
 
 
 def _must_copy(box: HeldBox, served: torch.dtype, wish: PublishWish) -> str:
-    """Why it cannot be offered where it is, whoever else uses its memory."""
+    """Why a box cannot be offered where it is, apart from other users of its memory; empty if it can."""
     device = box.tensor.device
     if may_share(box, wish):
         return box.must_copy

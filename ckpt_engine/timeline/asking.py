@@ -10,7 +10,7 @@ from ckpt_engine.timeline.predicted import Whereabouts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ASK_SECONDS = 10.0
-"""How long one answer may take; an update that still goes on is not waited for unless somebody asks for that."""
+"""How long one answer may take. An update that still runs is waited for only with `wait`."""
 
 LOOK_SECONDS = 1.0
 
@@ -20,10 +20,10 @@ async def report_of(
 ) -> tuple[manager_pb2.UpdateReport, Whereabouts]:
     """The report of the newest update to a version, or of the one of an epoch, and where its workers are now.
 
-    lineage: of the version; none: the only one of which the manager knows such an update, among those that there are.
-    wait: seconds for an update that goes on; None: it is not waited for. Raises CkptEngineError: what the manager
-    answers; INVALID_ARGUMENT if several lineages have that version; NOT_FOUND if none has; ABORTED if the one of the
-    epoch ended without a report; DEADLINE_EXCEEDED if it goes on.
+    lineage: of the version; None: the only one with such an update. wait: seconds to wait for an update that runs;
+    None: it is not waited for. Raises CkptEngineError: what the manager answers; INVALID_ARGUMENT if several lineages
+    have that version; NOT_FOUND if none has; ABORTED if the update of the epoch ended without a report;
+    DEADLINE_EXCEEDED if it still runs.
     """
     seconds = LOOK_SECONDS if wait is None else wait
     async with open_channel(manager) as channel:
@@ -31,8 +31,8 @@ async def report_of(
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
             if epoch is not None:
-                named = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
-                record = await stub.GetUpdate(named, timeout=ASK_SECONDS)
+                update_request = manager_pb2.GetUpdateRequest(epoch=epoch, lineage=lineage or "")
+                record = await stub.GetUpdate(update_request, timeout=ASK_SECONDS)
                 if record.HasField("report"):
                     return record.report, Whereabouts.of(status)
                 # It runs, or the manager ended in the middle, which WaitForUpdate tells apart.
@@ -49,7 +49,7 @@ async def report_of(
             try:
                 found.append(await stub.WaitForUpdate(request, timeout=seconds + ASK_SECONDS))
             except grpc.RpcError as error:
-                unknown.append(_unknown(error, wait, manager))
+                unknown.append(_reason_unknown(error, wait, manager))
     if not found:
         among = "" if lineage else "; a lineage that is forgotten is named with --lineage"
         raise not_found(f"{'; '.join(unknown)}{among}")
@@ -63,9 +63,9 @@ async def report_of(
     return found[0], Whereabouts.of(status)
 
 
-def _unknown(failed: grpc.RpcError, wait: float | None, manager: str) -> str:
-    """Why there is no such update; raises what is another reason for having no report."""
-    error = error_of(failed, manager)
+def _reason_unknown(rpc_error: grpc.RpcError, wait: float | None, manager: str) -> str:
+    """Why the manager knows no such update. Raises the error if there is another reason for having no report."""
+    error = error_of(rpc_error, manager)
     if error.problem.code == weights_pb2.Problem.NOT_FOUND:
         return error.problem.message
     if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:

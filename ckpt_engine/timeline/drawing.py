@@ -1,13 +1,13 @@
 """One update, from its report, as tracks: manager, trainers, relays, agents, workers, and the bytes between them. Pure.
 
-What a member of an older version does not tell is drawn from its durations and says so.
+A member of an older version reports no times: its slices are drawn from durations, and say so.
 """
 
 from __future__ import annotations
 
 from ckpt_engine.core.enums import enum_word
-from ckpt_engine.timeline.clocks import Aligned, Window, aligned, guessed
-from ckpt_engine.timeline.told import believable
+from ckpt_engine.timeline.clocks import Alignment, Window, align, guess
+from ckpt_engine.timeline.plausible import believable
 from ckpt_engine.timeline.tracks import Arrow, Timeline, Track, TrackSlice
 from ckpt_engine.v1 import manager_pb2
 
@@ -26,11 +26,12 @@ _AGENTS = {
 """What an agent does in each stage."""
 
 _INSTALLING = {_AGENTS[manager_pb2.STAGE_TRANSFER], "transfer", "install", "verify"}
-"""Meanwhile its workers install. The last three: of an agent that tells only what these took the slowest of them."""
+"""Slices during which an agent's workers install. The last three are of an agent that reports only the durations of its
+slowest worker."""
 
 
 def draw(report: manager_pb2.UpdateReport) -> Timeline:
-    """All tracks of an update that has ended. What a member tells that cannot be is not drawn, and named in `odd`."""
+    """All tracks of an update that has ended. Impossible numbers of a member are not drawn, and named in `odd`."""
     report, odd = believable(report)
     drawing = _Drawing(report)
     drawing.timeline.odd += odd
@@ -40,15 +41,15 @@ def draw(report: manager_pb2.UpdateReport) -> Timeline:
     for relay in sorted(report.relays, key=lambda relay: (relay.stage, relay.relay)):
         drawing.relay(relay)
     for relay in report.relays:
-        for brought in relay.filled.brought:
-            drawing.brought(relay, brought)
+        for amount in relay.filled.brought:
+            drawing.draw_fill_edge(relay, amount)
     for outcome in report.replicas:
         drawing.replica(outcome)
     return drawing.timeline
 
 
 def name_of_worker(rank: int) -> str:
-    """The name of its thread."""
+    """The name of a worker's thread in the timeline."""
     return f"worker {rank}"
 
 
@@ -70,7 +71,7 @@ class _Drawing:
         self._filled: dict[str, Track] = {}
 
     def manager(self) -> None:
-        """The manager's phases."""
+        """Draws the manager's phases."""
         report, track = self._report, self.timeline.track(MANAGER, "update")
         begin = min((window.begin for _, window in self._phases), default=0.0)
         whole = track.slice(
@@ -82,64 +83,64 @@ class _Drawing:
         for name, window in self._phases:
             whole.part(name, window.begin, window.end)
 
-    def source(self, told: manager_pb2.Timeline.Source) -> None:
-        """How one source sealed."""
+    def source(self, sealing: manager_pb2.Timeline.Source) -> None:
+        """Draws how a source sealed."""
         within = self._window("sealing")
-        seconds = told.copy_seconds + told.digest_seconds
-        span, clock = self._aligned(told.span, told.HasField("span"), seconds, within)
-        process, window = told.source, clock.window(span)
-        if told.source.startswith("rank "):
-            process = f"trainer {told.source}"
+        seconds = sealing.copy_seconds + sealing.digest_seconds
+        span, clock = self._align(sealing.span, sealing.HasField("span"), seconds, within)
+        process, window = sealing.source, clock.window(span)
+        if sealing.source.startswith("rank "):
+            process = f"trainer {sealing.source}"
         track = self.timeline.track(process, "weights")
         self.timeline.clocks[process] = (clock.error, clock.by)
-        whole = track.slice("seal", window.begin, window.end, {"host": told.host, **_said(clock)})
-        digested = clock.at(told.digested) if told.digested and told.HasField("span") else None
-        whole.backwards([("copy", told.copy_seconds), ("digest", told.digest_seconds)], digested)
+        whole = track.slice("seal", window.begin, window.end, {"host": sealing.host, **_clock_args(clock)})
+        digested = clock.at(sealing.digested) if sealing.digested and sealing.HasField("span") else None
+        whole.backwards([("copy", sealing.copy_seconds), ("digest", sealing.digest_seconds)], digested)
         track.slice(KEPT, window.end, self._report.seconds)
-        self._filled[told.source] = track
+        self._filled[sealing.source] = track
 
-    def relay(self, told: manager_pb2.RelayReport) -> None:
-        """How a relay was filled."""
-        filled = told.filled
-        track = self._filled[told.relay] = self.timeline.track(told.relay, "memory")
-        if not told.HasField("filled") or filled.HasField("problem"):
+    def relay(self, report: manager_pb2.RelayReport) -> None:
+        """Draws how a relay was filled."""
+        filled = report.filled
+        track = self._filled[report.relay] = self.timeline.track(report.relay, "memory")
+        if not report.HasField("filled") or filled.HasField("problem"):
             within = self._window("filling")
-            why = filled.problem.message if told.HasField("filled") else "it did not answer"
+            why = filled.problem.message if report.HasField("filled") else "it did not answer"
             track.slice("is not filled", within.begin, within.end, {"problem": why})
             return
         seconds = filled.wait_seconds + filled.fill_seconds
-        span, clock = self._aligned(filled.span, filled.HasField("span"), seconds, self._window("filling"))
+        span, clock = self._align(filled.span, filled.HasField("span"), seconds, self._window("filling"))
         window = clock.window(span)
-        self.timeline.clocks[told.relay] = (clock.error, clock.by)
-        numbers = {"bytes": filled.bytes, "cells_read_again": filled.again, "wave": told.stage}
-        whole = track.slice("fill", window.begin, window.end, {**numbers, **_said(clock)})
+        self.timeline.clocks[report.relay] = (clock.error, clock.by)
+        numbers = {"bytes": filled.bytes, "cells_read_again": filled.again, "wave": report.stage}
+        whole = track.slice("fill", window.begin, window.end, {**numbers, **_clock_args(clock)})
         if seconds <= span.seconds:
             whole.backwards([("wait for readers", filled.wait_seconds), ("read and digest", filled.fill_seconds)])
         else:
             whole.part("was filled before", window.begin, window.end, {"seconds": seconds})
         track.slice(HOLDS, window.end, self._report.seconds)
 
-    def brought(self, told: manager_pb2.RelayReport, brought: manager_pb2.RelayFilled.Brought) -> None:
-        """Bytes that it was filled with."""
-        track = self._filled[told.relay]
-        self._arrow(brought.source, track, track.slices[0], {"bytes": brought.bytes, "source": brought.source})
+    def draw_fill_edge(self, relay: manager_pb2.RelayReport, amount: manager_pb2.RelayFilled.Brought) -> None:
+        """Draws an arrow for the bytes that a relay brought from one source."""
+        track = self._filled[relay.relay]
+        self._arrow(amount.source, track, track.slices[0], {"bytes": amount.bytes, "source": amount.source})
 
     def replica(self, outcome: manager_pb2.ReplicaOutcome) -> None:
-        """How a replica was installed."""
+        """Draws how a replica was installed."""
         process = f"replica {outcome.replica}"
         track = self.timeline.track(process, "agent")
-        said = enum_word(manager_pb2.Outcome, outcome.outcome)
-        args = {"outcome": said} | ({"problem": outcome.problem.message} if outcome.HasField("problem") else {})
+        outcome_word = enum_word(manager_pb2.Outcome, outcome.outcome)
+        args = {"outcome": outcome_word} | ({"problem": outcome.problem.message} if outcome.HasField("problem") else {})
         within = self._window("installing")
         if not outcome.sync_seconds:
-            name = "is not reached" if said == "not_reached" else "is left as it is"
+            name = "is not reached" if outcome_word == "not_reached" else "is left as it is"
             track.slice(name, within.begin, within.end, args)
             return
-        span, clock = self._aligned(outcome.span, outcome.HasField("span"), outcome.sync_seconds, within)
+        span, clock = self._align(outcome.span, outcome.HasField("span"), outcome.sync_seconds, within)
         window = clock.window(span)
         self.timeline.clocks[process] = (clock.error, clock.by)
         numbers = {"bytes": outcome.bytes, "pause_seconds": outcome.pause_seconds}
-        whole = track.slice("install", window.begin, window.end, {**args, **numbers, **_said(clock)})
+        whole = track.slice("install", window.begin, window.end, {**args, **numbers, **_clock_args(clock)})
         installs = _agents_steps(outcome, whole)
         self._pause(outcome, whole)
         for worker in outcome.workers:
@@ -148,57 +149,56 @@ class _Drawing:
     def _pause(self, outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> None:
         if outcome.pause_seconds <= 0:
             return
-        begin = whole.end - outcome.pause_seconds  # a little late: what follows the resuming is not known
+        begin = whole.end - outcome.pause_seconds  # a little late: the time after resuming is not known
         if outcome.HasField("pause_after"):
             begin = whole.begin + outcome.pause_after
-        paused = self.timeline.track(f"replica {outcome.replica}", "engine")
-        paused.slice("paused", begin, min(begin + outcome.pause_seconds, whole.end))
+        engine = self.timeline.track(f"replica {outcome.replica}", "engine")
+        engine.slice("paused", begin, min(begin + outcome.pause_seconds, whole.end))
 
     def _worker(
-        self, outcome: manager_pb2.ReplicaOutcome, told: manager_pb2.WorkerReport, agent: Aligned, installs: Window
+        self, outcome: manager_pb2.ReplicaOutcome, report: manager_pb2.WorkerReport, agent: Alignment, installs: Window
     ) -> None:
         steps = [
-            ("transfer", told.transfer_seconds),
-            ("install", told.install_seconds),
-            ("verify", told.verify_seconds),
+            ("transfer", report.transfer_seconds),
+            ("install", report.install_seconds),
+            ("verify", report.verify_seconds),
         ]
-        if told.HasField("span"):
-            begin = agent.at(told.span.begin)
-            window = Window(begin, begin + told.span.seconds)
-            said = {"clock_error_seconds": round(agent.error + told.span.error, 6), "clock_by": agent.by}
+        if report.HasField("span"):
+            begin = agent.at(report.span.begin)
+            window = Window(begin, begin + report.span.seconds)
+            clock_args = {"clock_error_seconds": round(agent.error + report.span.error, 6), "clock_by": agent.by}
         else:
-            span, clock = guessed(sum(seconds for _, seconds in steps), installs)
-            window, said = clock.window(span), _said(clock)
-        track = self.timeline.track(f"replica {outcome.replica}", name_of_worker(told.rank))
-        numbers = {"bytes": told.bytes, "tensors": told.tensors, "copies": told.copies}
-        verified = {"verified": told.verified, "verified_as_loaded": told.verified_as_loaded}
-        problem = {"problem": told.problem.message} if told.HasField("problem") else {}
-        whole = track.slice("install", window.begin, window.end, {**numbers, **verified, **problem, **said})
+            span, clock = guess(sum(seconds for _, seconds in steps), installs)
+            window, clock_args = clock.window(span), _clock_args(clock)
+        track = self.timeline.track(f"replica {outcome.replica}", name_of_worker(report.rank))
+        numbers = {"bytes": report.bytes, "tensors": report.tensors, "copies": report.copies}
+        verified = {"verified": report.verified, "verified_as_loaded": report.verified_as_loaded}
+        problem = {"problem": report.problem.message} if report.HasField("problem") else {}
+        whole = track.slice("install", window.begin, window.end, {**numbers, **verified, **problem, **clock_args})
         whole.backwards(steps)
         reads = next((part for part in whole.parts if part.name == "transfer"), whole)
         for edge in outcome.edges:
-            if edge.worker_rank == told.rank:
+            if edge.worker_rank == report.rank:
                 args = {"bytes": edge.bytes, "transport": edge.transport, "source": edge.source, "why": edge.reason}
                 self._arrow(_source_of(edge), track, reads, args)
 
     def _arrow(self, source: str, target: Track, reads: TrackSlice, args: dict[str, object]) -> None:
-        """An arrow from where the bytes lie when they begin to be read to the middle of what reads them."""
+        """Draws an arrow from the source's track, at the begin of the read, to the middle of the slice that reads."""
         track = self._filled.get(source)
         if track is None:  # of a version that was sealed before
             track = self._filled[source] = self.timeline.track(source, "weights")
             track.slice(KEPT, min(0.0, reads.begin), max(self._report.seconds, reads.end))
-        left = track.near(reads.begin)
-        arrived = max(left, (reads.begin + reads.end) / 2)  # what is read was sealed before, whatever clocks say
-        self.timeline.arrows.append(Arrow(track, left, target, arrived, args))
+        departure = track.near(reads.begin)
+        arrival = max(departure, (reads.begin + reads.end) / 2)  # what is read was sealed before, whatever clocks say
+        self.timeline.arrows.append(Arrow(track, departure, target, arrival, args))
 
-    def _aligned(
-        self, span: manager_pb2.Span, told: bool, seconds: float, within: Window
-    ) -> tuple[manager_pb2.Span, Aligned]:
-        return (span, aligned(span, within, self._began)) if told else guessed(seconds, within)
+    def _align(
+        self, span: manager_pb2.Span, has_span: bool, seconds: float, within: Window
+    ) -> tuple[manager_pb2.Span, Alignment]:
+        return (span, align(span, within, self._began)) if has_span else guess(seconds, within)
 
     def _window(self, phase: str) -> Window:
-        """The window from the first to the last time that the manager was in it; of a manager that does not say, the
-        whole."""
+        """From the first begin to the last end of a phase; the whole update if the manager reports no phases."""
         found = [window for name, window in self._phases if name == phase]
         if not found:
             return Window(0.0, self._report.seconds)
@@ -206,19 +206,19 @@ class _Drawing:
 
 
 def _phases(report: manager_pb2.UpdateReport) -> list[tuple[str, Window]]:
-    """The phases in their order. Of an older manager those two that its seconds tell."""
-    told = report.timeline.phases
-    if not told:
-        planned = sum(each.seconds for each in report.stages if each.stage == manager_pb2.STAGE_PLAN)
+    """The phases in their order. Of an older manager the two that its durations allow."""
+    phases = report.timeline.phases
+    if not phases:
+        planning_seconds = sum(each.seconds for each in report.stages if each.stage == manager_pb2.STAGE_PLAN)
         least = max((outcome.sync_seconds for outcome in report.replicas), default=0.0)
-        planned = max(0.0, min(planned, report.seconds - least))
-        return [("planning", Window(0.0, planned)), ("installing", Window(planned, report.seconds))]
-    ends = [phase.after for phase in told[1:]] + [report.seconds]
-    return [(phase.name, Window(phase.after, max(phase.after, end))) for phase, end in zip(told, ends, strict=True)]
+        planning_seconds = max(0.0, min(planning_seconds, report.seconds - least))
+        return [("planning", Window(0.0, planning_seconds)), ("installing", Window(planning_seconds, report.seconds))]
+    ends = [phase.after for phase in phases[1:]] + [report.seconds]
+    return [(phase.name, Window(phase.after, max(phase.after, end))) for phase, end in zip(phases, ends, strict=True)]
 
 
 def _agents_steps(outcome: manager_pb2.ReplicaOutcome, whole: TrackSlice) -> Window:
-    """An agent's stages, and when its workers installed."""
+    """Adds an agent's stages to its slice; returns when its workers installed."""
     steps: list[tuple[manager_pb2.Stage, float, float]] = []
     if outcome.entered:
         begins = [whole.begin + entered.after for entered in outcome.entered]
@@ -240,5 +240,5 @@ def _source_of(edge: manager_pb2.EdgeReport) -> str:
     return edge.source or (f"rank {edge.source_rank}" if edge.HasField("source_rank") else "an unknown source")
 
 
-def _said(clock: Aligned) -> dict[str, object]:
+def _clock_args(clock: Alignment) -> dict[str, object]:
     return {"clock_error_seconds": round(clock.error, 6), "clock_by": clock.by}

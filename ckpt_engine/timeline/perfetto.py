@@ -18,7 +18,7 @@ def trace_text(timeline: Timeline) -> str:
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
-    """What is in the file."""
+    """The content of the file."""
     zero = min((each.begin for track in timeline.tracks for each in track.slices), default=0.0)
     numbers = _Numbers(timeline)
     events: list[dict[str, Any]] = list(numbers.names(timeline))
@@ -28,9 +28,15 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
     for number, arrow in enumerate(timeline.arrows, start=1):
         same = {"name": "bytes", "cat": "edge", "id": number}
         events.append(
-            {"ph": "s", **same, **numbers.of(arrow.source), "ts": _micros(arrow.left - zero), "args": dict(arrow.args)}
+            {
+                "ph": "s",
+                **same,
+                **numbers.of(arrow.source),
+                "ts": _micros(arrow.departure - zero),
+                "args": dict(arrow.args),
+            }
         )
-        events.append({"ph": "f", "bp": "e", **same, **numbers.of(arrow.target), "ts": _micros(arrow.arrived - zero)})
+        events.append({"ph": "f", "bp": "e", **same, **numbers.of(arrow.target), "ts": _micros(arrow.arrival - zero)})
     about = timeline.about | ({"not_believed": timeline.odd} if timeline.odd else {})
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": about}
 
@@ -70,7 +76,7 @@ class _Numbers:
 
 def _slices(each: TrackSlice, where: dict[str, int], zero: float, events: list[dict[str, Any]]) -> None:
     begin, end = _micros(each.begin - zero), _micros(each.end - zero)
-    if begin == end:  # viewers do not agree on what lies in what that takes no time
+    if begin == end:  # viewers disagree about the nesting of slices without duration
         return
     event = {"ph": "X", "name": each.name, "cat": "update", **where, "ts": begin, "dur": end - begin}
     events.append({**event, "args": dict(each.args)})
@@ -79,6 +85,5 @@ def _slices(each: TrackSlice, where: dict[str, int], zero: float, events: list[d
 
 
 def _micros(seconds: float) -> int:
-    """Whole ones: viewers add a begin and a duration, and a fraction that is rounded there would reach into what comes
-    next."""
+    """Whole microseconds: viewers add begin and duration, and rounding there would let a slice overlap the next."""
     return max(0, round(seconds * 1e6))

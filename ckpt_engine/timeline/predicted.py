@@ -1,4 +1,4 @@
-"""What the stages of an update should have taken, by its bytes and by rates, beside what they took. Pure."""
+"""Predicts the seconds of an update's stages by its bytes and by rates, and compares them with the real ones. Pure."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Expected, Memory, Pr
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, is_of_gpus, lending, passing_transport
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.timeline.drawing import draw
-from ckpt_engine.timeline.told import believable
+from ckpt_engine.timeline.plausible import believable
 from ckpt_engine.timeline.tracks import Timeline, TrackSlice
 from ckpt_engine.v1 import manager_pb2
 
 PROCESS = "prediction"
 
-_SHOWN = {
+_SLICE_NAMES = {
     "plan": ("preparing", "planning"),
     SEAL: ("copy", "digest"),
     FILL: ("read and digest",),
     "ready": ("workers get ready",),
 }
-"""What slices are called that are of a stage and do not have its name."""
+"""Names of the slices of a stage, where they are not called like the stage."""
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where workers are, as far as anybody knows. hosts: of replicas, by name. gpus: workers, by replica and rank, with
-    weights on GPUs."""
+    """Where workers are, as far as the manager knows."""
 
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    gpus: Collection[tuple[str, int]] = frozenset()
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of replicas, by name
+    gpus: Collection[tuple[str, int]] = frozenset()  # workers with weights on GPUs, by replica and rank
 
     @classmethod
     def of(cls, status: manager_pb2.GetStatusResponse) -> Whereabouts:
-        """What the manager knows now: replicas may have left since."""
+        """The places by the manager's status; replicas may have left since the update."""
         return cls(
             {replica.name: replica.host.name or replica.name for replica in status.replicas},
             {(replica.name, worker.rank) for replica in status.replicas for worker in replica.gpus if worker.gpus},
@@ -42,24 +41,25 @@ class Whereabouts:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One stage. expected: None: nothing is known that would predict it. fact: None: it did not happen, or nobody
-    told."""
+class StageComparison:
+    """One stage: what it should have taken, and what it took."""
 
     stage: str
-    expected: Expected | None
-    fact: float | None
+    expected: Expected | None  # None: no rate predicts it
+    fact: float | None  # seconds; None: it did not happen, or was not reported
 
 
-def drawn(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> tuple[Timeline, list[Compared]]:
+def draw_with_prediction(
+    report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts
+) -> tuple[Timeline, list[StageComparison]]:
     """An update that has ended, with what its stages should have taken beside it; and those stages."""
-    timeline, stages = draw(report), compared(report, rates, places)
+    timeline, stages = draw(report), compare_stages(report, rates, places)
     add_prediction(timeline, stages)
     return timeline, stages
 
 
-def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[Compared]:
-    """Stages of which something is known, in their order. Facts are of the slowest source, relay, replica or worker."""
+def compare_stages(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts) -> list[StageComparison]:
+    """The stages with a prediction or a fact, in order. Facts are of the slowest source, relay, replica or worker."""
     report, _ = believable(report)
     model = _model_bytes(report)
     expected = predict(
@@ -71,28 +71,28 @@ def compared(report: manager_pb2.UpdateReport, rates: Rates, places: Whereabouts
         verified=_verified(report, places),
     )
     facts = _facts(report)
-    found = [Compared(stage, expected.get(stage), facts.get(stage)) for stage in STAGES]
+    found = [StageComparison(stage, expected.get(stage), facts.get(stage)) for stage in STAGES]
     return [each for each in found if each.expected is not None or each.fact is not None]
 
 
-def add_prediction(timeline: Timeline, stages: Sequence[Compared]) -> None:
-    """Two threads for each stage that is predicted: what it took, and what it should have, both from when it began."""
+def add_prediction(timeline: Timeline, stages: Sequence[StageComparison]) -> None:
+    """Adds two threads for each predicted stage: what it took and what it should have taken, from the same begin."""
     ends = [each.end for each in _wholes(timeline)]
     for each in stages:
         if each.expected is None:
             continue
-        begin = _began(timeline, each.stage)
+        begin = _begin_of(timeline, each.stage)
         begin = max(ends, default=0.0) if begin is None else begin
-        fact, said = each.fact or 0.0, each.expected.seconds
+        fact, seconds = each.fact or 0.0, each.expected.seconds
         timeline.track(PROCESS, f"{each.stage}: took").slice(each.stage, begin, begin + fact, {"seconds": fact})
-        shown = {"seconds": said, "because": each.expected.because}
-        timeline.track(PROCESS, f"{each.stage}: predicted").slice(each.stage, begin, begin + said, shown)
+        args = {"seconds": seconds, "because": each.expected.because}
+        timeline.track(PROCESS, f"{each.stage}: predicted").slice(each.stage, begin, begin + seconds, args)
 
 
-def _began(timeline: Timeline, stage: str) -> float | None:
-    """When the first one began what is compared."""
-    wanted = _SHOWN.get(stage, (stage,))
-    begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in wanted]
+def _begin_of(timeline: Timeline, stage: str) -> float | None:
+    """The earliest begin of a stage's slices; None: there are none."""
+    names = _SLICE_NAMES.get(stage, (stage,))
+    begins = [part.begin for whole in _wholes(timeline) for part in whole.parts if part.name in names]
     return min(begins, default=None)
 
 
@@ -101,13 +101,13 @@ def _wholes(timeline: Timeline) -> list[TrackSlice]:
 
 
 def _model_bytes(report: manager_pb2.UpdateReport) -> int:
-    """Bytes of what was sealed: nobody tells, but the most that one relay or replica has brought is not more."""
-    brought = [relay.filled.bytes for relay in report.relays]
-    return max([*brought, *(outcome.bytes for outcome in report.replicas)], default=0)
+    """Bytes that were sealed. They are not reported; the most that one relay or replica brought is a lower bound."""
+    relay_bytes = [relay.filled.bytes for relay in report.relays]
+    return max([*relay_bytes, *(outcome.bytes for outcome in report.replicas)], default=0)
 
 
 def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
-    """An even share for each source."""
+    """The sealing work: an even share for each source."""
     sources = report.timeline.sources
     share = total // len(sources) if sources else 0
     return [
@@ -117,15 +117,15 @@ def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
 
 
 def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
-    """Wave by wave. Relays read other relays over the network, and all else on their host."""
+    """Edges of relays' fillings, wave by wave. Relays read other relays over the network, all else on their host."""
     waves: dict[int, list[PredictedEdge]] = {}
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
-        for brought in relay.filled.brought:
-            near = lending(GPU_MEMORY if brought.source in gpus else HOST_MEMORY, None)[0].name
-            transport = passing_transport() if brought.source.startswith("relay ") else near
-            hosts = (brought.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
-            edge = PredictedEdge(brought.source, relay.relay, transport, brought.bytes, *hosts)
+        for amount in relay.filled.brought:
+            transport_on_host = lending(GPU_MEMORY if amount.source in gpus else HOST_MEMORY, None)[0].name
+            transport = passing_transport() if amount.source.startswith("relay ") else transport_on_host
+            hosts = (amount.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
+            edge = PredictedEdge(amount.source, relay.relay, transport, amount.bytes, *hosts)
             waves.setdefault(relay.stage, []).append(edge)
     return [waves[wave] for wave in sorted(waves)]
 
@@ -152,14 +152,14 @@ def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Pro
 
 
 def _memory(outcome: manager_pb2.ReplicaOutcome, rank: int, places: Whereabouts) -> Memory:
-    """Transports that reach GPUs only tell it too, of a replica that has left."""
+    """Where a worker's weights lie. A transport that reaches only GPUs tells it for a replica that has left."""
     reads = {edge.transport for edge in outcome.edges if edge.worker_rank == rank}
     on_gpu = (outcome.replica, rank) in places.gpus or any(map(is_of_gpus, reads))
     return "gpu" if on_gpu else "host"
 
 
 def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
-    """The facts of the slowest; of relays in several waves, from the first one's begin to the last one's end."""
+    """Seconds of the slowest by stage; of relays in several waves, from the first begin to the last end."""
     slowest = stage_seconds(report.stages)
     facts = {stage: seconds for stage, seconds in slowest.items() if stage in STAGES and stage != "plan"}
     phases = report.timeline.phases
@@ -174,6 +174,6 @@ def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
         facts[SEAL] = max(sealed)
     waves = {relay.stage for relay in report.relays}
     if report.relays:
-        alone = max(relay.filled.fill_seconds for relay in report.relays)
-        facts[FILL] = alone if len(waves) == 1 else max(alone, spent.get("filling", 0.0))
+        slowest_fill = max(relay.filled.fill_seconds for relay in report.relays)
+        facts[FILL] = slowest_fill if len(waves) == 1 else max(slowest_fill, spent.get("filling", 0.0))
     return facts

@@ -1,4 +1,4 @@
-"""What a timeline is made of: processes with threads, slices on them, and arrows from slice to slice. Pure.
+"""The parts of a timeline: processes with threads, slices on them, and arrows from slice to slice. Pure.
 
 All times are seconds of one clock.
 """
@@ -11,32 +11,31 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 Args: TypeAlias = Mapping[str, Any]
-"""What is told of something, for JSON."""
+"""Details of a slice or an arrow, for JSON."""
 
 NOTHING: Args = MappingProxyType({})
 
 
 @dataclass
 class TrackSlice:
-    """Something that went on from begin to end. parts: what it was made of, one after the other, and inside it. args:
-    what is told of it."""
+    """An activity from begin to end."""
 
     name: str
     begin: float
     end: float
     args: Args = field(default_factory=dict)
-    parts: list[TrackSlice] = field(default_factory=list)
+    parts: list[TrackSlice] = field(default_factory=list)  # one after the other, within it
 
     def part(self, name: str, begin: float, end: float, args: Args = NOTHING) -> TrackSlice:
-        """Adds a part after those that it has and within the whole: what sticks out is cut off."""
+        """Adds a part after the last one; what lies outside the slice is cut off."""
         lowest = self.parts[-1].end if self.parts else self.begin
         begin = min(max(begin, lowest), self.end)
-        made = TrackSlice(name, begin, min(max(end, begin), self.end), args)
-        self.parts.append(made)
-        return made
+        new_part = TrackSlice(name, begin, min(max(end, begin), self.end), args)
+        self.parts.append(new_part)
+        return new_part
 
     def backwards(self, steps: list[tuple[str, float]], until: float | None = None) -> None:
-        """Adds parts of so many seconds, the last of which ends with the whole, or then. Empty parts are left out."""
+        """Adds parts of so many seconds; the last ends with the slice, or at `until`. Leaves out empty ones."""
         end = self.end if until is None else until
         begin = end - sum(seconds for _, seconds in steps)
         for name, seconds in steps:
@@ -47,22 +46,22 @@ class TrackSlice:
 
 @dataclass
 class Track:
-    """One thread of one process. slices: one after the other."""
+    """One thread of one process."""
 
     process: str
     thread: str
-    slices: list[TrackSlice] = field(default_factory=list)
+    slices: list[TrackSlice] = field(default_factory=list)  # one after the other
 
     def slice(self, name: str, begin: float, end: float, args: Args = NOTHING) -> TrackSlice:
-        """Adds a slice after those that there are."""
+        """Adds a slice after the last one."""
         if self.slices:
             begin = max(begin, self.slices[-1].end)
-        made = TrackSlice(name, begin, max(begin, end), args)
-        self.slices.append(made)
-        return made
+        new_slice = TrackSlice(name, begin, max(begin, end), args)
+        self.slices.append(new_slice)
+        return new_slice
 
     def near(self, moment: float) -> float:
-        """The moment nearest to that one in which something goes on here."""
+        """The moment within a slice that is nearest to this one."""
         inside = [min(max(moment, each.begin), each.end) for each in self.slices]
         return min(inside, key=lambda each: abs(each - moment))
 
@@ -72,28 +71,24 @@ class Arrow:
     """Bytes from one track to another."""
 
     source: Track
-    left: float
+    departure: float
     target: Track
-    arrived: float
+    arrival: float
     args: Args
 
 
 @dataclass
 class Timeline:
-    """One update as tracks.
+    """One update as tracks."""
 
-    tracks: in the order in which they are to be shown. clocks: by process, how wrong its times may be, seconds, and
-    what they are known by. about: of the whole. odd: what somebody told that cannot be, a sentence each.
-    """
-
-    tracks: list[Track] = field(default_factory=list)
+    tracks: list[Track] = field(default_factory=list)  # in display order
     arrows: list[Arrow] = field(default_factory=list)
-    clocks: dict[str, tuple[float, str]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    odd: list[str] = field(default_factory=list)
+    clocks: dict[str, tuple[float, str]] = field(default_factory=dict)  # by process: error (seconds), and its origin
+    about: dict[str, Any] = field(default_factory=dict)  # the update
+    odd: list[str] = field(default_factory=list)  # a sentence for each impossible number of a member
 
     def track(self, process: str, thread: str) -> Track:
-        """The track of that name; made now if there is none."""
+        """The track of these names; adds it if there is none."""
         for track in self.tracks:
             if (track.process, track.thread) == (process, thread):
                 return track

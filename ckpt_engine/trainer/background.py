@@ -1,4 +1,4 @@
-"""A trainer's background thread: an asyncio loop with the session, and what the two threads tell each other.
+"""A trainer's background thread: an asyncio loop with the session, and the messages between the two threads.
 
 Methods are called on the trainer's thread unless a comment says `loop`. Nothing on the loop waits for the trainer's
 thread except through futures with a deadline.
@@ -42,10 +42,10 @@ logger = logging.getLogger("ckpt_engine.trainer")
 T = TypeVar("T")
 
 OTHERS_ASK_SECONDS = 30.0
-"""After so long ranks other than 0 ask what an update waits for that has not begun."""
+"""Seconds after which ranks other than 0 ask why an update has not begun."""
 
 _TELL_SECONDS = 8.0
-"""What is left of a collective's time to stop, and to tell the others and the manager why."""
+"""Seconds at the end of a collective's time for stopping, and for telling the others and the manager why."""
 
 
 class Background:
@@ -56,7 +56,7 @@ class Background:
         self._machine = machine
         self._sealer = sealer
         self._deadlines = deadlines
-        # Rank 0 asks what an update waits for. The others would all ask the same, and it may be rank 0 itself.
+        # Rank 0 asks what an update waits for; the others only later, since all would ask the same.
         self._ask_after = NOTICE_SECONDS if rank == 0 else OTHERS_ASK_SECONDS
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ckpt-engine trainer", daemon=True)
@@ -67,7 +67,7 @@ class Background:
         self._broken = b""  # as RankPart.broken said when this rank sealed last
         self._manifest: manager_pb2.BlobRef | None = None
         self._closing = False
-        # Guarded by the condition: what the machine said last.
+        # Guarded by the condition: the machine's last notices.
         self._changed = threading.Condition()
         self._open = False
         self._lost: weights_pb2.Problem | None = None
@@ -76,12 +76,12 @@ class Background:
         self._decided_at = 0.0
 
     def start(self) -> None:
-        """Starts the thread; connecting goes on in it."""
+        """Starts the thread, which connects."""
         self._thread.start()
         self._wait(self._begin(), self._deadlines.stop)
 
     def stop(self, reason: str) -> None:
-        """Says goodbye, gives up what collectives have taken and ends the thread. May be repeated."""
+        """Says goodbye, frees what collectives hold and ends the thread. May be repeated."""
         try:
             self._part.close()
         finally:
@@ -102,22 +102,20 @@ class Background:
             self._thread.join(self._deadlines.stop)
 
     def publish(self, table: bytes) -> None:
-        """Publishes a table, now or once the manager is there. A collective of what was published before is given
-        up."""
+        """Publishes a table, now or once there is a session. Ends a collective of the former table."""
         self.require_running()
         self._part.close()
         self._wait(self._tell(PublishTable(table)), self._deadlines.stop)
 
     def withdraw(self) -> None:
-        """Tells the manager that nothing is published any more, now or once it is there. A collective of it is given
-        up."""
+        """Takes the table back, now or once there is a session. Ends a collective of it."""
         self.require_running()
         self._part.close()
         self._wait(self._tell(WithdrawTable()), self._deadlines.stop)
 
     def await_published(self, connect_seconds: float, gather_seconds: float, settle_seconds: float) -> None:
         """Returns once the session is open and the tables of all ranks were accepted, or after `settle_seconds` of
-        waiting for other ranks, which may be publishing anew as well: then the manager is to say who is missing.
+        waiting for other ranks, which may be publishing again as well: the manager then names the missing ranks.
 
         Raises UNAVAILABLE after `connect_seconds` without a session, DEADLINE_EXCEEDED after `gather_seconds` without
         an answer to a single rank's table, and the problem with which the manager refused the session, or for
@@ -135,59 +133,60 @@ class Background:
                 if self._open and self._decision is not None:
                     if self._decision.problem is None:
                         return
-                    left = self._decided_at + settle_seconds - now
-                    if left <= 0:
+                    remaining = self._decided_at + settle_seconds - now
+                    if remaining <= 0:
                         raise CkptEngineError(self._decision.problem)
                 elif self._open and settle_seconds > 0:
-                    left = started + settle_seconds - now
-                    if left <= 0:
+                    remaining = started + settle_seconds - now
+                    if remaining <= 0:
                         return
                 else:
                     limit = gather_seconds if self._open else connect_seconds
-                    left = started + limit - now
-                    if left <= 0:
-                        raise self._late(limit)
+                    remaining = started + limit - now
+                    if remaining <= 0:
+                        raise self._timeout_error(limit)
                     if now >= notice:
-                        # Why there is none was said when that became known.
-                        why = self._awaited() if self._lost is None else "there is still no session"
-                        logger.warning("%s; waiting up to %.0f s more", why, left)
+                        # The reason was logged when it became known.
+                        why = self._missing_step() if self._lost is None else "there is still no session"
+                        logger.warning("%s; waiting up to %.0f s more", why, remaining)
                         notice = math.inf
-                self._changed.wait(min(left, max(0.0, notice - now)))
+                self._changed.wait(min(remaining, max(0.0, notice - now)))
 
     def update(
         self, request: manager_pb2.UpdateWeightsRequest, seconds: float, on_progress: Progress | None
     ) -> manager_pb2.UpdateReport:
-        """Makes the UpdateWeights call and seals on this thread when asked to. Raises as UpdateCall.serve does."""
+        """Makes the UpdateWeights call and seals on this thread when asked to. Raises as `CallInFlight.serve`."""
         self.require_running()
         assert self._session is not None
         self._call = call = CallInFlight()
-        calling = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
-        asking = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
+        rpc = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
+        waiting_notice = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
-            calling.add_done_callback(call.ended)
+            rpc.add_done_callback(call.finish)
             return call.serve(on_progress, seconds)
         finally:
             self._call = None
-            calling.cancel()
-            asking.cancel()
+            rpc.cancel()
+            waiting_notice.cancel()
             call.close()
 
     def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
-        """How the update ended, once it has. From any thread. Raises CkptEngineError; an interrupt ends the call."""
+        """Returns the report of an update once it has ended. Any thread may call it. Raises CkptEngineError; an
+        interrupt ends the call."""
         self.require_running()
         assert self._session is not None
         grace = self._deadlines.call_grace
-        waiting = self._session.wait_for_update(request, grace)
-        answer = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+        question = self._session.wait_for_update(request, grace)
+        answer = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
             return answer.result(request.timeout_seconds + 2 * grace)
         except (TimeoutError, CancelledError) as error:
-            raise unavailable(f"{self._awaited()}, which was asked how an update ended") from error
+            raise unavailable(f"{self._missing_step()}, which was asked how an update ended") from error
         finally:
             answer.cancel()
 
     def status(self) -> manager_pb2.GetStatusResponse:
-        """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
+        """Asks the manager for its status. Raises CkptEngineError when it does not answer."""
         self.require_running()
         assert self._session is not None
         return self._wait(self._session.status(self._deadlines.status), 2 * self._deadlines.status)
@@ -195,7 +194,7 @@ class Background:
     def sleep_or_wake(
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float
     ) -> list[manager_pb2.SleepWakeResult]:
-        """One result a replica. Raises CkptEngineError when that is refused or not answered."""
+        """Has replicas sleep or wake; returns a result for each. Raises CkptEngineError if the call fails."""
         self.require_running()
         assert self._session is not None
         return self._wait(self._session.sleep_or_wake(request, seconds), seconds + self._deadlines.status)
@@ -215,7 +214,7 @@ class Background:
             self._address,
             self._machine,
             self._seal,
-            self._notified,
+            self._take_notice,
             self._deadlines.goodbye,
             self._take_part,
             broken=lambda: self._broken,
@@ -223,7 +222,7 @@ class Background:
         self._session.start()
 
     async def _tell_what_it_waits_for(self, call: CallInFlight) -> None:
-        """Once, if nothing has happened by then."""
+        """Logs once what the update waits for, if it has not begun by then."""
         await asyncio.sleep(self._ask_after)
         if call.heard:
             return
@@ -235,11 +234,11 @@ class Background:
         if not call.heard:
             logger.warning("the update has not begun yet: %s", waits)
 
-    async def _tell(self, offered: PublishTable | WithdrawTable) -> None:
+    async def _tell(self, change: PublishTable | WithdrawTable) -> None:
         assert self._session is not None
         with self._changed:
             self._decision = None
-        self._session.feed(offered)
+        self._session.feed(change)
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         if task.keep:
@@ -257,9 +256,9 @@ class Background:
         return await call.have("sealing", seal)
 
     async def _take_part(self, task: Task) -> object:
-        """A collective: nothing else is asked of a trainer rank."""
+        """Takes part in a collective, the only further task of a trainer rank."""
         assert isinstance(task, RunPart), task
-        # Some seconds before the task does, so that the answer says who was to blame.
+        # Ends some seconds before the task, so that the answer still names the members that failed.
         seconds = task.seconds - min(_TELL_SECONDS, task.seconds / 4)
         stop_at = time.monotonic() + seconds
         call, meeting = self._call, None
@@ -277,42 +276,42 @@ class Background:
             return await call.have("sending in a collective", take)
         except Exception as error:
             if not isinstance(error, CkptEngineError):
-                logger.exception("a part in a collective failed in a way that nobody foresaw")
+                logger.exception("a part in a collective failed unexpectedly")
                 error = internal(f"{type(error).__name__}: {error}")
             return await self._loop.run_in_executor(None, self._part.refuse, task, error, meeting)
 
-    def _notified(self, said: Notice) -> None:
+    def _take_notice(self, notice: Notice) -> None:
         with self._changed:
-            match said:
+            match notice:
                 case SessionOpened(cluster):
                     self._open, self._lost = True, None
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final, patience=patience):
-                    # What refuses the first session for good is raised by the call that needs it.
+                    # A final refusal of the first session is raised by the call that needs it.
                     if not self._closing and (self._open or not (final or self._lost)):
-                        left = "for good" if final else "trying again"
+                        outlook = "for good" if final else "trying again"
                         if patience:
-                            left = f"waiting up to {patience:.0f} s, in case that is a process that has died"
+                            outlook = f"waiting up to {patience:.0f} s, in case that is a process that has died"
                         logger.warning(
-                            "no session with the manager at %s: %s; %s", self._address, problem.message, left
+                            "no session with the manager at %s: %s; %s", self._address, problem.message, outlook
                         )
                     self._open, self._lost, self._final, self._decision = False, problem, final, None
                 case PublicationDecided():
-                    self._manifest = said.manifest or self._manifest
-                    self._decision, self._decided_at = said, time.monotonic()
+                    self._manifest = notice.manifest or self._manifest
+                    self._decision, self._decided_at = notice, time.monotonic()
                 case Released(epoch):
                     logger.debug("epoch %d is released", epoch)
             self._changed.notify_all()
 
     # ----------------------------------------------------------------------------------- trainer's thread
 
-    def _late(self, seconds: float) -> CkptEngineError:
+    def _timeout_error(self, seconds: float) -> CkptEngineError:
         if self._open:
             return deadline(f"the manager did not take this rank's table within {seconds:.0f} s")
-        return unavailable(f"{self._awaited()}; {seconds:.0f} s were waited for it")
+        return unavailable(f"{self._missing_step()}; {seconds:.0f} s were waited for it")
 
-    def _awaited(self) -> str:
-        """What a call waits for before its update can begin."""
+    def _missing_step(self) -> str:
+        """What is missing before an update can begin, as a sentence."""
         if self._open:
             return "the manager has not taken this rank's table yet: other ranks may not have published"
         why = f": {self._lost.message}" if self._lost is not None else ""

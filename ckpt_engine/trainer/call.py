@@ -1,6 +1,6 @@
-"""One `update_weights` in flight: what the background thread has for the trainer's own thread, and how that serves it.
+"""One `update_weights` in flight: the queue from the background thread to the trainer's own thread.
 
-The trainer's thread waits in `serve`. The background thread puts work, events and the end of the call into it.
+The trainer's thread waits in `serve`. The background thread puts work, events and the end of the call into the queue.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _CallWork(Generic[T]):
-    doing: str
+    task: str  # for messages
     do: Callable[[], T]
     answer: Future[T]
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _CallEnd:
     error: BaseException | None
 
 
 class CallInFlight:
-    """One call in flight. The trainer's thread makes it before the call starts, and closes it when it has left `serve`,
-    however it left."""
+    """One call in flight. The trainer's thread makes it before the call starts, and closes it after `serve`, also when
+    that has raised."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[_CallWork[Any] | manager_pb2.UpdateEvent | _Ended] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_CallWork[Any] | manager_pb2.UpdateEvent | _CallEnd] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.heard = False
-        """Whether the manager has said or asked anything, so that the update has begun."""
+        """Whether the manager has sent or asked anything: then the update has begun."""
         self.sealed = 0
-        """The fill epoch in which this call has sealed last."""
+        """The fill epoch of this call's last seal."""
         self.end = math.inf
         """Monotonic seconds until which the trainer's thread waits."""
 
     # --------------------------------------------------------------------------------- background thread
 
-    async def have(self, doing: str, do: Callable[[], T]) -> T:
-        """Has the trainer's thread do something; doing: what that is, for messages. Raises CkptEngineError: what it
-        raised, or ABORTED if the thread left."""
+    async def have(self, task: str, do: Callable[[], T]) -> T:
+        """Runs `do` on the trainer's thread. task: its name in messages. Raises CkptEngineError: what `do` raised, or
+        ABORTED if the thread has left `serve`."""
         answer: Future[T] = Future()
         self.heard = True
         with self._lock:
             if self._closed:
-                raise left()
-            self._items.put(_CallWork(doing, do, answer))
+                raise departure_error()
+            self._items.put(_CallWork(task, do, answer))
         return await asyncio.wrap_future(answer)
 
     def event(self, event: manager_pb2.UpdateEvent) -> None:
-        """The manager sent an event."""
+        """Takes an event of the manager."""
         self.heard = True
         self._items.put(event)
 
-    def ended(self, call: Future[None]) -> None:
-        """The call ended, well or not."""
-        self._items.put(_Ended(CancelledError() if call.cancelled() else call.exception()))
+    def finish(self, call: Future[None]) -> None:
+        """Takes the end of the call, with or without an error."""
+        self._items.put(_CallEnd(CancelledError() if call.cancelled() else call.exception()))
 
     # ---------------------------------------------------------------------------------- trainer's thread
 
     def serve(self, on_progress: Progress | None, seconds: float) -> manager_pb2.UpdateReport:
-        """Does what the call asks of this thread until the report is there. Raises CkptEngineError, or what
-        `on_progress` raises; KeyboardInterrupt gets out at once."""
+        """Does the call's work on this thread until the report comes. seconds: at most. Raises CkptEngineError, or what
+        `on_progress` raises; KeyboardInterrupt passes through at once."""
         report: manager_pb2.UpdateReport | None = None
         refusal: weights_pb2.Problem | None = None
         self.end = time.monotonic() + seconds
@@ -96,7 +96,7 @@ class CallInFlight:
                         refusal = item.refusal
                     elif on_progress is not None:
                         on_progress(item.progress)
-                case _Ended(error):
+                case _CallEnd(error):
                     if isinstance(error, CkptEngineError):
                         raise CkptEngineError(refusal or error.problem) from error
                     if error is not None:
@@ -106,7 +106,7 @@ class CallInFlight:
                     return report
 
     def close(self) -> None:
-        """Refuses what still waits to be done. May be repeated."""
+        """Refuses work that is still queued, and all later work. May be repeated."""
         with self._lock:
             self._closed = True
         while True:
@@ -115,26 +115,26 @@ class CallInFlight:
             except queue.Empty:
                 return
             if isinstance(item, _CallWork) and item.answer.set_running_or_notify_cancel():
-                item.answer.set_exception(left())
+                item.answer.set_exception(departure_error())
 
 
-def left() -> CkptEngineError:
-    """The error for work that nobody is there to do."""
+def departure_error() -> CkptEngineError:
+    """The error for work that comes after the trainer's thread has left `serve`."""
     return aborted("the trainer rank has left update_weights (an interrupt, an error or its timeout)")
 
 
 def _do(work: _CallWork[T]) -> None:
     if not work.answer.set_running_or_notify_cancel():
-        return  # it was given up while it waited
+        return  # it was cancelled while it waited
     try:
-        done = work.do()
+        result = work.do()
     except CkptEngineError as error:
         work.answer.set_exception(error)
     except Exception as error:
-        # The manager is told, and the call then ends with this very problem.
-        work.answer.set_exception(internal(f"{work.doing} failed: {type(error).__name__}: {error}"))
+        # Goes to the manager; the call then ends with this very problem.
+        work.answer.set_exception(internal(f"{work.task} failed: {type(error).__name__}: {error}"))
     except BaseException:
-        work.answer.set_exception(left())
+        work.answer.set_exception(departure_error())
         raise
     else:
-        work.answer.set_result(done)
+        work.answer.set_result(result)

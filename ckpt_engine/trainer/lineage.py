@@ -1,7 +1,7 @@
-"""Which rank a process is, and which lineage its run has, so that all ranks name the same one.
+"""Decides which rank a process is, and which lineage its run has, so that all ranks name the same one.
 
 A lineage is one run: versions rise within it, and a run that starts again or goes back needs a new one. Runs on the
-trainer's calling thread; may talk to the other ranks through torch.distributed, to nobody else.
+trainer's calling thread. It may talk to the other ranks through torch.distributed, and to no other process.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
 
 
 def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str]) -> tuple[int, int]:
-    """The rank and the number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else the only one.
+    """Rank and number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else 0 of 1.
 
-    Raises INVALID_ARGUMENT for one without the other, and for what is no rank.
+    Raises INVALID_ARGUMENT for one without the other, and for values that are no rank.
     """
     if rank is None and world_size is None:
-        of, among = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-        launched = all(each.isascii() and each.isdigit() for each in (of, among))
-        rank, world_size = (int(of), int(among)) if launched else (0, 1)
+        rank_text, size_text = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+        by_torchrun = all(each.isascii() and each.isdigit() for each in (rank_text, size_text))
+        rank, world_size = (int(rank_text), int(size_text)) if by_torchrun else (0, 1)
     if rank is None or world_size is None:
         raise invalid(f"rank {rank} of world_size {world_size}: give both, or neither under torchrun")
     if not (whole(rank) and whole(world_size)):
-        raise invalid(f"rank {rank!r} and world_size {world_size!r} are whole numbers; those of a shell are texts")
-    found, ranks = int(str(rank)), int(str(world_size))
-    if not 0 <= found < ranks:
-        raise invalid(f"rank {found} is not in a world of {ranks}: ranks count from 0", ranks=[max(found, 0)])
-    return found, ranks
+        raise invalid(
+            f"rank and world_size must be ints, got {rank!r} and {world_size!r}: convert environment variables with "
+            "int()"
+        )
+    number, ranks = int(str(rank)), int(str(world_size))
+    if not 0 <= number < ranks:
+        raise invalid(f"rank {number} is not in a world of {ranks}: ranks count from 0", ranks=[max(number, 0)])
+    return number, ranks
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:
     """The lineage: as given, else CKPT_ENGINE_LINEAGE, else the elastic run's id, else a random one.
 
-    With several ranks a random one is rank 0's, broadcast over torch.distributed's default group, a collective call
-    for which that group must be initialised with as many ranks. The elastic run's id gets the number of the restart
-    appended, since a restarted run goes back; torchrun's "none" is no id.
+    With several ranks a random name is rank 0's, broadcast over torch.distributed's default group. That is a collective
+    call; the group must be initialised with as many ranks. The elastic run's id gets the number of the restart
+    appended, since a restarted run goes back. torchrun's "none" is no id.
 
     Raises CkptEngineError (INVALID_ARGUMENT) if the ranks have no way to agree, or the name is empty or too long.
     """
@@ -50,16 +53,16 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
         fresh = f"run-{secrets.token_hex(4)}"
         lineage = fresh if world_size == 1 else _broadcast(fresh, rank, world_size)
     if not isinstance(lineage, str):
-        raise invalid(f"a lineage's name is a text, not {lineage!r}")
+        raise invalid(f"a lineage's name must be a str, got {lineage!r}")
     check_line("a lineage's name", lineage, LINEAGE_BYTES)
     return lineage
 
 
 def fresh_lineage(rank: int, world_size: int, environment: Mapping[str, str]) -> str | None:
-    """A name that no start before this one had: the elastic run's id (or "run") and a random ending, rank 0's.
+    """A name that no earlier start had: the elastic run's id (or "run") and a random ending, chosen by rank 0.
 
     None: CKPT_ENGINE_LINEAGE names the lineage, or several ranks have no default group of torch.distributed to agree
-    in; then `resolve_lineage` decides, or says what is missing.
+    in. Then `resolve_lineage` decides, or raises and names what is missing.
     """
     if environment.get(ENVIRONMENT):
         return None

@@ -1,8 +1,8 @@
 """A trainer rank's part in collectives: it sends what it has sealed, on the thread that waits in `update_weights`.
 
-The first member leads: its process keeps the meeting and the ballot. The rank's communicator and buffers are kept from
-update to update, until other weights are published or none. How members agree, move bytes and stop is the matter of
-`transport/collective`.
+The first member leads: its process keeps the meeting and the ballot. The rank keeps its communicator and buffers from
+update to update, until other weights are published or these are withdrawn. How members agree, move bytes and stop is
+decided in `transport/collective`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ckpt_engine.v1 import weights_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-OVER_POLL_SECONDS = 0.005
+END_POLL_SECONDS = 0.005
 
 
 class RankPart:
-    """The part of one Trainer. One thread at a time, but for `begin`."""
+    """The part of one Trainer in collectives. One thread at a time, but for `begin`."""
 
     def __init__(self) -> None:
         self._seat = Seat()
 
     def begin(self, task: RunPart) -> Meeting | None:
-        """Opens the ballot if this rank leads, so that members are answered from now on. Waits for nothing. Raises
-        INVALID_ARGUMENT, and FAILED_PRECONDITION if what was published for it was taken back."""
+        """Opens the ballot if this rank leads, so that members get answers from now on. Does not wait. Raises
+        INVALID_ARGUMENT, or FAILED_PRECONDITION if the collective's door was closed."""
         if task.member != 0:
             return None
         meeting = read_meeting(task.collective.meeting)
         door = door_at(meeting.port)
         if door is None:
             raise precondition("what this rank published for a collective was taken back")
-        opened = door.meeting(task.collective.communicator, meeting.key)
-        opened.open_ballot(task.epoch, list(task.collective.members))
-        return opened
+        meeting_here = door.meeting(task.collective.communicator, meeting.key)
+        meeting_here.open_ballot(task.epoch, list(task.collective.members))
+        return meeting_here
 
     def take(
         self,
@@ -55,9 +55,9 @@ class RankPart:
         meeting: Meeting | None,
         stop_at: float,
     ) -> PartTaken:
-        """Joins, votes and sends. held: what the rank has sealed. meeting: of a rank that leads, which then waits until
-        all are done or one has failed. stop_at: monotonic seconds by which all of it has ended. Raises
-        KeyboardInterrupt and the like, and nothing else."""
+        """Joins, votes and sends. held: returns what the rank has sealed. meeting: of a rank that leads, which then
+        waits until all are done or one has failed. stop_at: monotonic seconds by which all of it has ended. Raises
+        only KeyboardInterrupt and the like; a failure is in the result."""
         order = order_of(task, plan)
         problem = None
         try:
@@ -83,25 +83,25 @@ class RankPart:
         return PartTaken(error.problem, () if meeting is None else meeting.blamed(task.epoch))
 
     def broken(self) -> bytes:
-        """The name of the communicator that is kept, if nothing more can be begun with it: another one is to be made.
-        On the thread that runs parts; takes some seconds if the lead does not answer."""
+        """The name of the kept communicator if it cannot be used again, so that another must be made; else empty. Call
+        it on the thread that runs parts; takes some seconds if the lead does not answer."""
         why = self._seat.broken()
         if why:
-            log.info("ckpt-engine: a collective's communicator is made anew: %s", why)
+            log.info("ckpt-engine: a collective's communicator is made again: %s", why)
         return self._seat.communicator if why else b""
 
     def close(self) -> None:
-        """Gives up communicator and buffers, and every reference to what was sent. May be repeated."""
+        """Frees communicator, buffers and every reference to what was sent. May be repeated."""
         self._seat.close()
 
     def _send(self, order: worker_pb2.CollectiveOrder, task: RunPart, held: Callable[[], Held], stop_at: float) -> None:
         self._seat.join(order, task.epoch, stop_at - time.monotonic())
         memory = held()
         self._seat.bind(_places_of(memory), lambda: memory)
-        # A rank pauses nothing, and others have to be paused first.
-        left = stop_at - time.monotonic()
+        # A rank pauses nothing; the others must pause before they vote.
+        remaining = stop_at - time.monotonic()
         trace("trainer.part", "vote")
-        self._seat.vote(task.epoch, left / 2, left)
+        self._seat.vote(task.epoch, remaining / 2, remaining)
         trace("trainer.part", "run")
         self._seat.run(task.epoch, stop_at - time.monotonic())
         trace("trainer.part", "sent")
@@ -109,7 +109,7 @@ class RankPart:
 
 
 def order_of(task: RunPart, plan: bytes) -> worker_pb2.CollectiveOrder:
-    """A rank's part as workers are told theirs."""
+    """A rank's part, in the form of a worker's order."""
     collective = task.collective
     return worker_pb2.CollectiveOrder(
         members=collective.members,
@@ -145,6 +145,6 @@ def _await_all(meeting: Meeting, order: worker_pb2.CollectiveOrder, epoch: int, 
     while not meeting.is_finished(epoch, time.monotonic()):
         if time.monotonic() > stop_at:
             raise aborted(f"of the collective's members {', '.join(meeting.behind(epoch))} were not done in time")
-        time.sleep(OVER_POLL_SECONDS)
+        time.sleep(END_POLL_SECONDS)
     if why := meeting.failed(epoch):
         raise aborted(f"the collective was ended: {why}")

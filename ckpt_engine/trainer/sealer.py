@@ -32,8 +32,8 @@ class Sealer:
         self._withdrawing = False
 
     def offer(self, source: Source, check_finite: bool = False) -> bytes:
-        """Puts a source in the place of the former one, which is closed. Returns the table to publish, serialised. The
-        first time it compiles what its digests need, a second or two, so that no update waits for that.
+        """Replaces the source and closes the former one. Returns the table to publish, serialised. The first call
+        compiles the digests, which takes a second or two, so that no update waits for that.
 
         check_finite: refuse to seal what holds NaN or infinity.
         """
@@ -49,13 +49,14 @@ class Sealer:
 
     @property
     def offering(self) -> bool:
-        """Whether there is a source that is not taken back."""
+        """Whether there is a source that is not being withdrawn."""
         return self._source is not None and not self._withdrawing
 
     def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> SealFigures:
         """Seals and digests. keep=False reads the live weights: only on the thread that could change them.
 
-        Raises CkptEngineError: there is no source, `atoms` belong to another table, or as the source does.
+        Raises CkptEngineError: FAILED_PRECONDITION if there is no source or `atoms` belong to another table; as the
+        source does.
         """
         with self._lock:
             if self._source is None:
@@ -66,26 +67,26 @@ class Sealer:
             started = time.perf_counter()
             values = self._source.digest(atoms)
             seconds = time.perf_counter() - started
-            wrong = [] if keep else self._source.not_finite()
-            if wrong:
+            not_finite = [] if keep else self._source.not_finite()
+            if not_finite:
                 rank = self._source.table().rank
-                said = f"weights of rank {rank} hold NaN or infinity: {some(wrong)}; has training diverged?"
+                warning = f"weights of rank {rank} hold NaN or infinity: {some(not_finite)}; has training diverged?"
                 if self._check_finite:
-                    raise precondition(said, tensors=wrong, ranks=[rank])
-                log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", said)
-            return SealFigures(weights_pb2.Digests(values=values), copy_seconds, seconds, wrong)
+                    raise precondition(warning, tensors=not_finite, ranks=[rank])
+                log.warning("ckpt-engine: %s They are served; publish(check_finite=True) refuses such updates", warning)
+            return SealFigures(weights_pb2.Digests(values=values), copy_seconds, seconds, not_finite)
 
     def held(self, manifest: weights_pb2.Manifest) -> Held:
         """What is sealed, by the numbers of a manifest, for a collective. Raises FAILED_PRECONDITION if nothing is
-        published, INVALID_ARGUMENT if that is not what the manifest is of."""
+        published, INVALID_ARGUMENT if the manifest is of other tensors."""
         with self._lock:
             if self._source is None:
                 raise precondition("nothing is published")
             return held_of(manifest, self._source.table(), list(self._source.tensors()))
 
     def withdraw(self, seconds: float) -> None:
-        """Takes the source back once no reader maps its GPU memory; raises as Source.withdraw does. After it has
-        raised, the source is not offered any more, and the call may be repeated."""
+        """Withdraws the source once no reader maps its GPU memory. Raises as Source.withdraw does; then the source is
+        not offered any more, and the call may be repeated."""
         with self._lock:
             if self._source is not None:
                 self._withdrawing = True

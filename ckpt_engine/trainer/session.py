@@ -1,8 +1,8 @@
 """The shell around the machine of a member that offers weights: streams, timers and tasks on one asyncio loop.
 
 It decides nothing: the machine does (machines/offering.py), which also says what kind of member this is.
-Everything here runs on the loop of the thread that owns it. Nothing here touches weights: sealing is handed to whoever
-made the session.
+Everything here runs on the loop of the thread that owns it. Nothing here touches weights: the owner of the session
+seals, through a callback.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from ckpt_engine.trace import trace
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 ATOMS_KEPT = 4
-"""Lists of atoms that are kept: the current one, and those of replicas that join late."""
+"""Lists of atoms to keep: the current one, and those of replicas that join late."""
 
 WAIT_AGAIN = 0.5
-"""Seconds before a manager that was not there is asked again how an update ended."""
+"""Seconds before an absent manager is asked again how an update ended."""
 
 SHORTEST_WAIT = 0.001
 
 
 class SealFigures(NamedTuple):
-    """What a seal came to."""
+    """The results of a seal."""
 
     digests: weights_pb2.Digests
     copy_seconds: float
@@ -66,17 +66,11 @@ class SealFigures(NamedTuple):
 
 
 Notice: TypeAlias = SessionOpened | SessionEnded | PublicationDecided | Released | StopFilling
-"""What whoever made a session is told. Nothing but a relay is told StopFilling."""
+"""News for the owner of a session. Only relays get StopFilling."""
 
 
 class OfferingSession:
-    """One member's session with the manager at `address`, from `start` to `stop`.
-
-    seal: performs a SealSource on whichever thread it belongs; awaited on the loop; raises CkptEngineError.
-    notify: is told SessionOpened, SessionEnded, and whatever other command is no message, on the loop.
-    further: performs tasks that only this kind of member has; awaited as `seal`. who: what the log calls it. broken:
-    asked after each seal: a SealResult's.
-    """
+    """One member's session with the manager at `address`, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -86,17 +80,20 @@ class OfferingSession:
         notify: Callable[[Notice], None],
         goodbye_seconds: float,
         further: Callable[[Task], Awaitable[object]] | None = None,
-        who: str = "trainer",
+        role: str = "trainer",
         broken: Callable[[], bytes] = bytes,
     ) -> None:
-        """goodbye_seconds: how long a stream may take to end once everything on it was sent."""
+        """seal: performs a SealSource on the thread where it belongs; awaited on the loop; raises CkptEngineError.
+        notify: called on the loop with each Notice. goodbye_seconds: how long a stream may take to end once everything
+        on it was sent. further: performs tasks that only this kind of member has; awaited as `seal`. role: the member's
+        name in the log. broken: called after each seal for the SealResult's broken communicator."""
         self._goodbye_seconds = goodbye_seconds
         self._address = address
         self._channel = open_channel(address)
         self._stub = ManagerStub(self._channel)
         self._kind = machine.kind
-        self._who = who
-        self._loop = Loop(who, machine, self._perform, self._run, self._failed)
+        self._role = role
+        self._loop = Loop(role, machine, self._perform, self._run, self._fail)
         self._seal = seal
         self._further = further
         self._broken = broken
@@ -112,17 +109,17 @@ class OfferingSession:
 
     async def stop(self, reason: str) -> None:
         """Says goodbye and ends everything. Takes at most a few seconds."""
-        ending = tuple(self._streams.values())
+        streams = tuple(self._streams.values())
         self.feed(Stop(reason))
-        await asyncio.gather(*(stream.close() for stream in ending))
+        await asyncio.gather(*(stream.close() for stream in streams))
         await self._loop.stop(0.0)
         await self._channel.close(None)
 
     def feed(self, event: TrainerEvent) -> None:
-        """Gives the machine an event and performs what it commands. A machine that raised gets none any more."""
+        """Gives the machine an event and performs its commands. A machine that has raised gets no further event."""
         self._loop.feed(event)
 
-    def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
+    def _fail(self, _event: object, problem: weights_pb2.Problem) -> None:
         """Ends the session for good, and every update call that waits for the manager."""
         for peer in tuple(self._streams):
             self._perform(ClosePeer(peer))
@@ -136,7 +133,7 @@ class OfferingSession:
         seconds: float,
         on_event: Callable[[manager_pb2.UpdateEvent], None],
     ) -> None:
-        """Makes the UpdateWeights call and passes its events on. Raises CkptEngineError if either fails."""
+        """Makes the UpdateWeights call and passes its events on. Raises CkptEngineError if call or session fails."""
         if self._loop.problem is not None:
             raise CkptEngineError(self._loop.problem)
         call: Any = self._stub.UpdateWeights(request, timeout=seconds)
@@ -157,29 +154,29 @@ class OfferingSession:
     async def wait_for_update(
         self, request: manager_pb2.WaitForUpdateRequest, grace: float
     ) -> manager_pb2.UpdateReport:
-        """How the update ended, once it has. Asks again while no manager is there, for as long as the request says.
-        grace: what the answer itself may take.
+        """Returns the report of an update once it has ended. Asks again while no manager answers, for as long as the
+        request says. grace: seconds for the answer itself.
 
-        Raises CkptEngineError: what the manager answered, or that none was there.
+        Raises CkptEngineError: what the manager answered; UNAVAILABLE if none did.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + request.timeout_seconds
         while True:
-            left = end - loop.time()
-            request.timeout_seconds = max(left, SHORTEST_WAIT)
+            remaining = end - loop.time()
+            request.timeout_seconds = max(remaining, SHORTEST_WAIT)
             try:
                 answer: manager_pb2.UpdateReport = await self._stub.WaitForUpdate(
                     request, timeout=request.timeout_seconds + grace
                 )
                 return answer
             except grpc.RpcError as error:
-                refused = error_of(error, self._address)
-                if refused.problem.code != weights_pb2.Problem.UNAVAILABLE or left <= WAIT_AGAIN:
-                    raise refused from None
+                refusal = error_of(error, self._address)
+                if refusal.problem.code != weights_pb2.Problem.UNAVAILABLE or remaining <= WAIT_AGAIN:
+                    raise refusal from None
             await asyncio.sleep(WAIT_AGAIN)
 
     async def status(self, seconds: float) -> manager_pb2.GetStatusResponse:
-        """Asks the manager how things are. Raises CkptEngineError when it does not answer."""
+        """Asks the manager for its status. Raises CkptEngineError when it does not answer."""
         try:
             answer: manager_pb2.GetStatusResponse = await self._stub.GetStatus(
                 manager_pb2.GetStatusRequest(), timeout=seconds
@@ -191,7 +188,7 @@ class OfferingSession:
     async def sleep_or_wake(
         self, request: manager_pb2.SleepRequest | manager_pb2.WakeRequest, seconds: float
     ) -> list[manager_pb2.SleepWakeResult]:
-        """Asks for replicas to sleep or wake. Raises CkptEngineError when that is refused or not answered."""
+        """Has replicas sleep or wake. Raises CkptEngineError when that is refused or not answered."""
         try:
             if isinstance(request, manager_pb2.SleepRequest):
                 return list((await self._stub.Sleep(request, timeout=seconds)).results)
@@ -204,7 +201,7 @@ class OfferingSession:
     def _perform(self, command: TrainerCommand) -> None:
         match command:
             case Send(peer, body):
-                trace(f"{self._who}.sends", type(body).__name__)
+                trace(f"{self._role}.sends", type(body).__name__)
                 if peer in self._streams:
                     self._streams[peer].send(body)
             case OpenStream(peer):
@@ -228,25 +225,25 @@ class OfferingSession:
     # --------------------------------------------------------------------------------------------- tasks
 
     async def _run(self, key: Key, task: Task) -> Done:
-        return await carry_out(self._who, key, task, self._perform_task)
+        return await carry_out(self._role, key, task, self._perform_task)
 
     async def _perform_task(self, task: Task) -> object:
         if isinstance(task, PutBlobs):
             return tuple(await asyncio.gather(*(put_blob(self._stub, blob, task.seconds) for blob in task.blobs)))
         if not isinstance(task, SealSource):
             if self._further is None:
-                raise precondition(f"nobody has told this {self._who} how to do {type(task).__name__}")
+                raise precondition(f"a {self._role} does not perform {type(task).__name__}")
             return await self._further(task)
         self._seal_epoch = task.epoch
         atoms = await self._atoms(task)
         if task.epoch < self._seal_epoch:
-            # Its atoms came late; sealing anew would change what the later update's readers read.
+            # Its atoms came late; sealing again would change what the later update's readers read.
             raise aborted(f"sealing for epoch {task.epoch} was overtaken by epoch {self._seal_epoch}")
-        sealing = await self._seal(task, atoms)
-        digested = time.monotonic()
-        ref = await put_blob(self._stub, sealing.digests.SerializeToString(deterministic=True), task.seconds, ask=False)
+        figures = await self._seal(task, atoms)
+        digest_time = time.monotonic()
+        ref = await put_blob(self._stub, figures.digests.SerializeToString(deterministic=True), task.seconds, ask=False)
         return SealResult(
-            ref, sealing.copy_seconds, sealing.digest_seconds, self._broken(), digested, tuple(sealing.not_finite)
+            ref, figures.copy_seconds, figures.digest_seconds, self._broken(), digest_time, tuple(figures.not_finite)
         )
 
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
@@ -254,7 +251,7 @@ class OfferingSession:
         return [await get_blob(self._stub, ref, seconds) for ref in refs]
 
     async def _atoms(self, task: SealSource) -> weights_pb2.Atoms:
-        """What to digest; it is the same from update to update, as long as replicas and layouts are."""
+        """The atoms to digest: the same from update to update, as long as replicas and layouts are."""
         atoms = self._known_atoms.pop(task.atoms.digest, None)
         if atoms is None:
             atoms = weights_pb2.Atoms.FromString(await get_blob(self._stub, task.atoms, task.seconds))

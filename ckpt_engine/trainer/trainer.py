@@ -1,8 +1,8 @@
-"""What a training loop calls: publish a model once, then `update_weights` after each step.
+"""The interface of a training loop: publish a model once, then call `update_weights` after each step.
 
 The calls are synchronous. A background thread keeps the session with the manager alive while the caller computes; it
-never reads live parameters. Whatever reads them (the snapshot, if the source needs one, and the digests) runs on the
-caller's thread, inside `update_weights`, where the caller by being there promises that nothing changes them.
+never reads live parameters. The snapshot (if the source needs one) and the digests read them, on the caller's thread
+inside `update_weights`: the call itself is the caller's promise that nothing changes them.
 
 Not supported: using a Trainer after a fork or from two threads at once (refused, but for `wait`), and pickling it.
 """
@@ -59,8 +59,8 @@ class Trainer:
         CKPT_ENGINE_ADVERTISE, if it is set.
     deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
 
-    Every method raises CkptEngineError, whose `problem` names tensors and ranks, and leaves the trainer usable; only a
-    manager that refuses the session itself (the rank is taken, the lineage has another world size) does so for good.
+    Every method raises CkptEngineError; its `problem` names tensors and ranks. The trainer stays usable, unless the
+    manager refused the session itself (the rank is taken, the lineage has another world size).
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Trainer:
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
-        self._kept: dict[str, str] = {}  # in which dtypes weights are served, where replicas were found to keep these
-        self._publish_kept: Callable[[], None] | None = None  # until the first update of what was published
+        self._kept_dtypes: dict[str, str] = {}  # dtypes that replicas were found to keep, by tensor; served in them
+        self._republish: Callable[[], None] | None = None  # set until the first update of what was published
         self._busy = threading.Lock()
         machine = TrainerMachine(
             self.lineage, rank, world_size, self._session_id, this_host(self._advertise), self._deadlines
@@ -118,7 +118,7 @@ class Trainer:
         check_finite: bool = False,
     ) -> None:
         """Says which weights updates send: an nn.Module (also sharded by FSDP2), (name, tensor) pairs or a mapping, a
-        callable that yields pairs anew at each update, or a safetensors directory.
+        callable that yields pairs again at each update, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
         holds. dtype: served, if another than the weights'; none: float32 weights are served in bfloat16 where replicas
@@ -150,11 +150,11 @@ class Trainer:
         checked_flag("snapshot", snapshot)
         checked_flag("move", move)
         checked_flag("check_finite", check_finite)
-        again = list(weights) if isinstance(weights, Iterator) else weights
+        weights_again = list(weights) if isinstance(weights, Iterator) else weights
 
         def publish() -> None:
             source = open_source(
-                again,
+                weights_again,
                 rank=self.rank,
                 world_size=self.world_size,
                 dtype=dtype,
@@ -162,29 +162,29 @@ class Trainer:
                 advertise=self._advertise,
                 transport=transport,
                 move=move,
-                kept=self._kept,
+                kept_dtypes=self._kept_dtypes,
             )
             self._background.publish(self._sealer.offer(source, check_finite))
 
-        with self._alone("publish"):
+        with self._exclusive("publish"):
             self._background.require_running()
             publish()
-            self._publish_kept = publish if dtype is None else None
+            self._republish = publish if dtype is None else None
 
     def withdraw(self, timeout: float = 60.0) -> None:
         """Takes back what was published; returns when no replica and no relay maps GPU memory of this rank any more.
 
-        Deleting the weights then really frees their memory; before, it would not as long as somebody maps it. Relays
+        Deleting the weights then really frees their memory; before, it would not as long as a process maps it. Relays
         let go of memory of the host, too, soon after. This trainer holds no reference to the weights afterwards.
         Updates are refused until `publish` is called again. Replicas keep serving what they have, relays keep what they
-        hold, and late replicas are brought up from these. Nothing was published: returns at once.
+        hold, and late replicas are brought up from these. Returns at once if nothing was published.
 
-        Raises DEADLINE_EXCEEDED if some replica or relay still maps it after `timeout` seconds, as one does that a
-        fenced update left in the middle of an install; it may be called again.
+        Raises DEADLINE_EXCEEDED if some replica or relay still maps it after `timeout` seconds, as after a fenced
+        update that ended in the middle of an install. It may be called again.
         """
         check_seconds("a timeout", timeout)
-        with self._alone("withdraw"):
-            self._publish_kept = None
+        with self._exclusive("withdraw"):
+            self._republish = None
             if self._sealer.offering:
                 self._background.withdraw()
             self._sealer.withdraw(timeout)
@@ -196,7 +196,7 @@ class Trainer:
         refused. Raises DEADLINE_EXCEEDED after `timeout` seconds.
         """
         wait = ReplicaWait(count, self.pool, timeout, logger)
-        with self._alone("wait_for_replicas"):
+        with self._exclusive("wait_for_replicas"):
             while True:
                 status, hindrance = manager_pb2.GetStatusResponse(), ""
                 try:
@@ -214,7 +214,7 @@ class Trainer:
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
-        """Brings the replicas to the weights as they are now. Every rank calls it; all return when it is over.
+        """Brings the replicas to the weights as they are now. Every rank calls it; all return when it has ended.
 
         Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here. A
         change while they are copied is refused by name; a change while replicas read leaves these closed.
@@ -234,29 +234,29 @@ class Trainer:
         wishes = options_message(options, self.pool)
         request = manager_pb2.UpdateWeightsRequest(version=version, options=wishes)
         request.lineage, request.rank, request.session_id = self.lineage, self.rank, self._session_id
-        with self._alone("update_weights"):
+        with self._exclusive("update_weights"):
             self._background.require_running()
             if not self._sealer.offering:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
-            whole = wishes.timeout_seconds or self._deadlines.update
-            end = time.monotonic() + whole
+            limit = wishes.timeout_seconds or self._deadlines.update
+            end = time.monotonic() + limit
             limits = self._deadlines
             settle = limits.settle if self.world_size > 1 else 0.0
             while True:
-                self._background.await_published(min(limits.connect, whole), min(limits.gather, whole), settle)
-                request.adapts = self._publish_kept is not None
+                self._background.await_published(min(limits.connect, limit), min(limits.gather, limit), settle)
+                request.adapts = self._republish is not None
                 try:
-                    left = end - time.monotonic() + limits.call_grace
-                    report = UpdateReport(self._background.update(request, left, on_progress))
-                except CkptEngineError as refused:
-                    if self._publish_kept is None or not refused.problem.kept:
+                    remaining = end - time.monotonic() + limits.call_grace
+                    report = UpdateReport(self._background.update(request, remaining, on_progress))
+                except CkptEngineError as refusal:
+                    if self._republish is None or not refusal.problem.kept:
                         raise
-                    logger.info("published in the dtypes that replicas keep: %s", refused.problem.message)
-                    publish, self._publish_kept = self._publish_kept, None
-                    self._kept.update(refused.problem.kept)
+                    logger.info("published in the dtypes that replicas keep: %s", refusal.problem.message)
+                    publish, self._republish = self._republish, None
+                    self._kept_dtypes.update(refusal.problem.kept)
                     publish()
                 else:
-                    self._publish_kept = self._publish_kept if wishes.dry_run else None
+                    self._republish = self._republish if wishes.dry_run else None
                     return report
 
     def wait(self, version: int, *, timeout: float | None = None) -> UpdateReport:
@@ -265,9 +265,9 @@ class Trainer:
         Also of an update that ended long ago, or under a manager that has been killed since: the ledger keeps reports.
         timeout: seconds; none: the deadline of an update. A manager that is away meanwhile is waited for.
 
-        Raises CkptEngineError: NOT_FOUND, naming the last ones, if no update to it is known; DEADLINE_EXCEEDED, saying
-        what is going on, if it goes on; ABORTED if the manager ended in its middle, so that nobody has reported; and
-        what the update itself was refused with.
+        Raises CkptEngineError: NOT_FOUND, naming the last ones, if no update to it is known; DEADLINE_EXCEEDED, with
+        its phase, if it still runs; ABORTED if the manager ended in the middle, so that there is no report; and the
+        error with which the update itself was refused.
         """
         checked_version(version)
         seconds = self._deadlines.update if timeout is None else timeout
@@ -293,7 +293,7 @@ class Trainer:
         """Has replicas take their memory back: "weights" before "kv_cache"; no tags: both. One rank calls it.
 
         replicas, timeout: as for `sleep`.
-        A replica whose weights were discarded serves again after its next update. Raises as `sleep` does.
+        A replica that discarded its weights serves again after its next update. Raises as `sleep` does.
         """
         seconds = self._deadlines.sleep_wake if timeout is None else timeout
         checked_names("tags", tags)
@@ -304,7 +304,7 @@ class Trainer:
     ) -> None:
         checked_names("replicas", replicas)
         check_seconds("a timeout", seconds)
-        with self._alone("sleep or wake"):
+        with self._exclusive("sleep or wake"):
             status = self._background.status() if not replicas else manager_pb2.GetStatusResponse()
             ours = [each for each in status.replicas if each.pool == self.pool]
             hybrid = [each.name for each in ours if each.mode == manager_pb2.MODE_HYBRID]
@@ -322,7 +322,7 @@ class Trainer:
         if os.getpid() != self._process:
             return  # a forked child: thread and session are its parent's
         atexit.unregister(self.close)
-        self._publish_kept = None
+        self._republish = None
         self._background.stop("the trainer was closed")
         self._sealer.close()
 
@@ -331,7 +331,7 @@ class Trainer:
             raise precondition(f"{what}: this Trainer belongs to process {self._process}; make one in this process")
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _exclusive(self, what: str) -> Iterator[None]:
         self._check_process(what)
         if not self._busy.acquire(blocking=False):
             raise precondition(f"{what}: this Trainer is in use by another thread")

@@ -20,7 +20,7 @@ from click.testing import Result
 from safetensors.torch import save_file
 
 from ckpt_engine import Deadlines, Trainer
-from ckpt_engine.commands.asking import failed
+from ckpt_engine.commands.asking import failure_exit
 from ckpt_engine.connection import checked_address, connection_problem
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer, running_manager
@@ -229,7 +229,7 @@ def test_the_http_port_is_told_from_the_grpc_port(
         thread.join()
     assert result.exit_code == 1
     assert "does not speak gRPC: name the port of `ckpt-engine manager --listen`" in result.stderr
-    assert "somebody sent what is no HTTP to an HTTP port" in caplog.text, "the manager says it, too"
+    assert "a request to an HTTP port was not HTTP" in caplog.text, "the manager says it, too"
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_another_service_is_told_as_such() -> None:
 
 
 def test_what_a_manager_refuses_names_the_replica_once(capsys: pytest.CaptureFixture[str]) -> None:
-    failed("m:1", precondition("nothing can be read", replica="r1"))
-    failed("m:1", precondition("there is no replica 'r1'", replica="r1"))
+    failure_exit("m:1", precondition("nothing can be read", replica="r1"))
+    failure_exit("m:1", precondition("there is no replica 'r1'", replica="r1"))
     assert capsys.readouterr().err.splitlines() == [
         "manager m:1: replica r1: nothing can be read",
         "manager m:1: there is no replica 'r1'",

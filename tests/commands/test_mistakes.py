@@ -72,7 +72,7 @@ def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str)
 
 def test_arguments_of_a_trainer_that_cannot_be() -> None:
     text = said(lambda: Trainer("127.0.0.1:1", rank="0", world_size="1", lineage="run"))  # type: ignore[arg-type]
-    assert "those of a shell are texts" in text
+    assert "must be ints, got '0' and '1': convert environment variables with int()" in text
     assert "give both, or neither under torchrun" in said(lambda: Trainer("127.0.0.1:1", rank=0, lineage="run"))
     assert "ranks count from 0" in said(lambda: Trainer("127.0.0.1:1", rank=2, world_size=2, lineage="run"))
 
@@ -80,7 +80,7 @@ def test_arguments_of_a_trainer_that_cannot_be() -> None:
 def test_arguments_of_other_calls_that_cannot_be() -> None:
     for made, words in (
         ({"address": 50051}, "must be HOST:PORT, not 50051"),
-        ({"lineage": 3}, "a lineage's name is a text, not 3"),
+        ({"lineage": 3}, "a lineage's name must be a str, got 3"),
         ({"deadlines": {"connect": 1}}, "deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...)"),
     ):
         assert words in said(lambda made=made: Trainer(**{"address": "127.0.0.1:1", "lineage": "run", **made}))

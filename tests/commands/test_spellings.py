@@ -106,4 +106,4 @@ def test_a_variable_of_before_is_not_passed_over(run: Run, monkeypatch: pytest.M
 @pytest.mark.parametrize("command", ["update", "rollback", "replica sleep", "replica wake", "trace", "prime-rl"])
 def test_a_timeout_is_the_same_wherever_a_command_waits(run: Run, command: str) -> None:
     shown = " ".join(run(*command.split(), "-h").stdout.split())
-    assert "--timeout SECONDS How long this may take in all; the command waits no longer." in shown
+    assert "--timeout SECONDS Seconds that this may take in all; the command waits no longer." in shown

@@ -21,7 +21,7 @@ def told(interfaces: Path, rdma: Path, **environment: str) -> dict[str, tuple[bo
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """One with an interface and a RoCE device. What is tried is told; nothing is started."""
     monkeypatch.setattr(ucx_checks, "installed", lambda: "nixl_cu12")
-    monkeypatch.setattr(ucx_checks, "_tried", lambda package, devices: ("UCX", True, f"tried {devices}"))
+    monkeypatch.setattr(ucx_checks, "_try_ucx", lambda package, devices: ("UCX", True, f"tried {devices}"))
     monkeypatch.delenv(DEVICES, raising=False)
     net, rdma = tmp_path / "net", tmp_path / "infiniband"
     (net / "eth0").mkdir(parents=True)

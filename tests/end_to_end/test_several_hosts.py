@@ -119,7 +119,7 @@ class World:
         """What an engine generates, asked on its own host."""
         url = self.status()["replicas"][name]["url"]
         body = {"input_ids": prompt, "max_tokens": TOKENS, "temperature": 0}
-        with self.hosts[host].entered():
+        with self.hosts[host].on_network():
             found: list[int] = httpx.post(f"{url}/generate", json=body, timeout=120).json()["output_ids"]
         return found
 

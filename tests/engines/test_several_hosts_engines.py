@@ -110,7 +110,7 @@ def test_an_engine_on_another_host_follows_ten_updates_and_one_comes_late_withou
                 assert report["relays"]["relay r1"]["brought"] == {"relay r0": size}
                 far.serving(version)
                 assert read_from(far) == {("relay r1", "relay_memory")}
-                with host.network.entered():
+                with host.network.on_network():
                     check_serves(engine, far, models, version, version)
             sent = world.hosts[0].sent() - before
             assert sent < LAST * (1.02 * size + CONTROL), "each byte once"
@@ -120,7 +120,7 @@ def test_an_engine_on_another_host_follows_ten_updates_and_one_comes_late_withou
             world.relay(2)
             late.serving(LAST)
             assert read_from(late) == {("relay r2", "relay_memory")}
-            with last.network.entered():
+            with last.network.on_network():
                 check_serves(engine, late, models, LAST, LAST)
 
 

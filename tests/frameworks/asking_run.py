@@ -17,7 +17,7 @@ URL: list[str] = []
 asking.POLL_SECONDS = 0.01
 
 
-class Found(asking.Asking):
+class Found(asking.ReplicaActor):
     """Another request has always just found the URL again."""
 
     @property  # type: ignore[override]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from ckpt_engine.addresses import listening
+from ckpt_engine.addresses import listen_on
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gateway.server import check
 from ckpt_engine.gateway.settings import GatewaySettings
@@ -264,7 +264,7 @@ def test_a_port_that_is_taken_is_named_with_what_to_do() -> None:
         taken.listen()
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CkptEngineError, match=f"cannot listen on {at}.*--listen"):
-            listening(at)
+            listen_on(at)
 
 
 VERSION_WISHES = [("x-ckpt-engine-version", "version_changed"), ("x-ckpt-engine-min-version", "rolled_back")]

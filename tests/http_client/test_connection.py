@@ -13,7 +13,7 @@ import pytest
 from ckpt_engine.gateway.writing import within
 from ckpt_engine.http_client import connection as http1
 from ckpt_engine.http_client import connections
-from ckpt_engine.http_client.connection import ConnectError, NobodyError, SilentError, WireError, request_head
+from ckpt_engine.http_client.connection import ConnectError, SilentError, UnreachableError, WireError, request_head
 from ckpt_engine.http_client.connections import Connections, origin_of
 from tests.gateway.misbehaving import until
 from tests.ports import free_port
@@ -64,7 +64,7 @@ async def before(play: Play) -> AsyncIterator[tuple[Connections, str, list[Peer]
 
 async def answer_of(connection: http1.Connection, seconds: float) -> bytes:
     await connection.ask(request_head("GET", "/x", "host", {}, None), b"", seconds)
-    return await connection.whole(11, seconds)
+    return await connection.read_all(11, seconds)
 
 
 def always(*answers: bytes) -> Play:
@@ -104,7 +104,7 @@ async def test_what_is_sent() -> None:
 
     async with before(play) as (made, url, _):
         connection = await made.ask("POST", url, "/x", {"a": "b"}, b"{}", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
     host = url.split("/")[2]
     assert seen == [f"POST /engine/x HTTP/1.1\r\nhost: {host}\r\na: b\r\ncontent-length: 2\r\n\r\n{{}}".encode()]
 
@@ -228,7 +228,7 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
     async with before(play) as (made, url, peers):
         asking = partial(made.ask, "POST", url, "/x", {})
         connection = await asking(b"first", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         with pytest.raises(WireError, match="before the answer did"):
             await asking(b"second", SECONDS)
@@ -236,14 +236,14 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
         assert [each[-1:] for each in seen] == [b"t", b"d", b"d"], "once on the one that was kept, once on a new one"
 
         connection = await asking(b"fourth", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         with pytest.raises(WireError, match="before the answer did"):
             await asking(b"fifth", SECONDS)
         assert len(peers) == 3, "a byte of the answer had come"
 
         connection = await asking(b"sixth", SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
+        assert await connection.read_all(11, SECONDS) == b"hello world"
         made.done(url, connection)
         connection = await asking(b"seventh", SECONDS, again=False)
         assert len(peers) == 5
@@ -251,7 +251,7 @@ async def test_a_connection_that_was_kept_and_ends_without_a_byte_is_asked_for_a
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize(("body", "kind"), [(b"{}", WireError), (None, NobodyError)])
+@pytest.mark.parametrize(("body", "kind"), [(b"{}", WireError), (None, UnreachableError)])
 async def test_what_an_engine_died_with_inside_is_not_said_to_be_outside(
     body: bytes | None, kind: type[WireError]
 ) -> None:
@@ -305,7 +305,7 @@ async def test_an_answer_that_is_too_long() -> None:
     async with before(always(COUNTED)) as (made, url, _):
         connection = await made.ask("GET", url, "/x", {}, None, SECONDS)
         with pytest.raises(WireError, match="more than 10 bytes"):
-            await connection.whole(10, SECONDS)
+            await connection.read_all(10, SECONDS)
 
 
 @pytest.mark.parametrize("begins", [b"", CHUNKED[:60]])
@@ -331,22 +331,22 @@ async def test_a_silence_is_said_to_be_as_long_as_it_was() -> None:
 
     async with before(play) as (made, url, _):
         connection = await made.ask("GET", url, "/x", {}, None, SECONDS)
-        assert await connection.whole(11, SECONDS) == b"hello world"
-        assert connection.rest(0.01)
+        assert await connection.read_all(11, SECONDS) == b"hello world"
+        assert connection.keep_idle(0.01)
         with pytest.raises(SilentError, match=r"nothing came for 0\.05 s"):
             await answer_of(connection, 0.05)
 
 
 async def test_nobody_there() -> None:
     made = Connections(SECONDS)
-    with pytest.raises(NobodyError):
+    with pytest.raises(UnreachableError):
         await made.get(f"http://127.0.0.1:{free_port()}", "/x", SECONDS)
     odd = ("http://replica-\u4e00", "http://127.0.0.1/a b", "http://127.0.0.1/a\nb", "http://127.0.0.1/\u00e9")
     for url in ("ftp://127.0.0.1", "http://", "http://127.0.0.1:99999", *odd):
         with pytest.raises(ConnectError, match="is no URL") as error:
             await made.get(url, "/x", SECONDS)
         assert repr(url) in str(error.value)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
 
 
 async def test_a_connection_that_ends_before_anything_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,14 +360,14 @@ async def test_a_connection_that_ends_before_anything_was_asked(monkeypatch: pyt
 
     async def late(*given: Any, **named: Any) -> Any:
         found = await connect(*given, **named)
-        await until(lambda: found[1].over)
+        await until(lambda: found[1].closed)
         return found
 
     monkeypatch.setattr(loop, "create_connection", late)
     async with before(play) as (made, url, _):
         with pytest.raises(ConnectError, match="ended before anything was asked") as error:
             await made.get(url, "/x", SECONDS)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
         assert not made._all
 
 
@@ -379,7 +379,7 @@ async def test_no_tls_there_is_no_death() -> None:
     async with before(play) as (made, url, _):
         with pytest.raises(ConnectError, match="no TLS with it") as error:
             await made.get(url.replace("http:", "https:"), "/x", SECONDS)
-        assert not isinstance(error.value, NobodyError)
+        assert not isinstance(error.value, UnreachableError)
 
 
 async def test_an_engine_waits_for_whoever_reads_slowly() -> None:
@@ -402,7 +402,7 @@ async def test_an_engine_waits_for_whoever_reads_slowly() -> None:
             await asyncio.sleep(0.05)
         assert connection._held < 8 * http1.MOST_HELD_BYTES
         assert sent < size
-        assert len(await connection.whole(size, SECONDS)) == size
+        assert len(await connection.read_all(size, SECONDS)) == size
 
 
 async def test_within_waits_for_what_has_to_wait_and_not_for_ever() -> None:

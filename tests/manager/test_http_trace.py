@@ -24,7 +24,7 @@ from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
-from ckpt_engine.timeline.predicted import drawn
+from ckpt_engine.timeline.predicted import draw_with_prediction
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.browsing import chromium, looking, says
 from tests.timeline.past_updates import write_past_updates
@@ -57,7 +57,7 @@ async def test_it_is_the_file_of_the_command(
 ) -> None:
     members = await updated(stub, version=7)
     report, places = await report_of(manager.address, 7)
-    command = trace_text(drawn(report, measured(), places)[0])
+    command = trace_text(draw_with_prediction(report, measured(), places)[0])
     answer = await client.get("/v1/versions/7/trace")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     assert answer.text == command

@@ -372,7 +372,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
     def told(caller: Caller) -> dict[str, Any]:
         overview: dict[str, Any] = json.loads(overviews.text(caller))
         asker = overview.pop("asker")
-        assert (asker["name"], asker["operates"]) == (caller.who, caller.may_any("operator"))
+        assert (asker["name"], asker["operates"]) == (caller.name, caller.may_any("operator"))
         return overview
 
     one, other = Caller("one", ()), Caller("other", everything=True)

@@ -13,8 +13,8 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from ckpt_engine import ErrorCode
-from ckpt_engine.commands.asking import failed
-from ckpt_engine.commands.progress import refused
+from ckpt_engine.commands.asking import failure_exit
+from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.errors import grpc_status, http_status
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2, worker_pb2
@@ -84,8 +84,8 @@ def test_the_table_of_codes_is_the_one_that_is_used() -> None:
     for code in ErrorCode:
         problem = weights_pb2.Problem(code=code.value)
         same = "the same" if grpc_status(problem).name == code.value else ""
-        found[code.value] = (same, http_status(problem), failed("m:1", CkptEngineError(problem)).exit_code)
-        assert refused("update", CkptEngineError(problem), False).exit_code == found[code.value][2]
+        found[code.value] = (same, http_status(problem), failure_exit("m:1", CkptEngineError(problem)).exit_code)
+        assert refusal_exit("update", CkptEngineError(problem), False).exit_code == found[code.value][2]
     assert told == found
     assert {*ErrorCode.__members__} == {*weights_pb2.Problem.Code.keys()} - {"CODE_UNSPECIFIED"}
 

@@ -13,7 +13,7 @@ from ckpt_engine.core.boxes import whole
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.target import ModuleTarget, Weights
 from ckpt_engine.record.record import record
-from ckpt_engine.record.recording import handed
+from ckpt_engine.record.recording import handover_name
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.install.install_models import Plain, accounted, target_of
 from tests.install.install_world import Checkpoint, OneWorker, random_tensor
@@ -183,7 +183,7 @@ def test_only_what_depends_on_computed_values_is_handed_over() -> None:
     recording = record(described(**{n: tuple(t.shape) for n, t in mixed_weights(0).items()}), ModuleTarget(Mixed()))
     names = [[recording.manifest.tensors[i].name for i in each.tensors] for each in recording.handovers]
     assert sorted(names) == [["a", "b"], ["scale", "scaled"]]
-    assert {copy.tensor for copy in recording.copies} == {"plain", *map(handed, ("a", "b", "scale", "scaled"))}
+    assert {copy.tensor for copy in recording.copies} == {"plain", *map(handover_name, ("a", "b", "scale", "scaled"))}
     assert {need.box for need in recording.needs} == {whole((3, 3)), whole((4, 3)), whole((2, 2))}
     notes = {row.name: row.note for row in accounted(recording)}
     assert notes["plain"] == ""

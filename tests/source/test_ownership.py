@@ -370,13 +370,13 @@ def test_memory_that_was_moved_out_of_lives_as_long_as_what_moved() -> None:
     source = opened(model)
     arena = arena_at(model[1].scale.data_ptr())
     assert arena is not None
-    assert "1.scale" in [name for left in host_memory._left[arena] for name in left.names]
+    assert "1.scale" in [name for left in host_memory._former_memories[arena] for name in left.names]
     memory = weakref.ref(arena)
     del arena
     source.close()
     gc.collect()
     assert memory() is not None, "what keeps an address would write to freed memory"
-    assert memory() in host_memory._left
+    assert memory() in host_memory._former_memories
     del model, source
     gc.collect()
     assert memory() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.machines.clock import DRIFT, KEPT, ManagersClock
-from ckpt_engine.timeline.clocks import ANSWERED, CONTRADICTED, GUESSED, MEASURED, Window, aligned, guessed
+from ckpt_engine.timeline.clocks import ANSWERED, CONTRADICTED, GUESSED, MEASURED, Window, align, guess
 from ckpt_engine.v1 import manager_pb2
 
 AHEAD = 600.0
@@ -51,7 +51,7 @@ ASKED = Window(1.0, 3.0)
 
 
 def test_a_clock_that_is_minutes_ahead_is_brought_back() -> None:
-    found = aligned(span(BEGAN + AHEAD + 1.5, 1.0, AHEAD, 0.01), ASKED, BEGAN)
+    found = align(span(BEGAN + AHEAD + 1.5, 1.0, AHEAD, 0.01), ASKED, BEGAN)
     assert found.by == MEASURED
     assert found.window(span(BEGAN + AHEAD + 1.5, 1.0)) == pytest.approx((1.5, 2.5))
     assert found.error == pytest.approx(0.01)
@@ -59,7 +59,7 @@ def test_a_clock_that_is_minutes_ahead_is_brought_back() -> None:
 
 def test_nothing_is_done_before_it_was_asked_for() -> None:
     """Measured 0.2 s too early: with that error it could be, and the command says how much of it is left."""
-    found = aligned(span(BEGAN + AHEAD + 1.05, 1.0, AHEAD + 0.2, 0.3), ASKED, BEGAN)
+    found = align(span(BEGAN + AHEAD + 1.05, 1.0, AHEAD + 0.2, 0.3), ASKED, BEGAN)
     assert found.by == MEASURED
     assert found.at(BEGAN + AHEAD + 1.05) >= ASKED.begin
     true = BEGAN + AHEAD
@@ -70,7 +70,7 @@ def test_nothing_is_done_before_it_was_asked_for() -> None:
 def test_a_measurement_that_cannot_be_is_not_believed() -> None:
     """A clock that was set, or a manager that was stopped for a while."""
     told = span(BEGAN + AHEAD + 1.5, 1.0, AHEAD - 60.0, 0.001)
-    found = aligned(told, ASKED, BEGAN)
+    found = align(told, ASKED, BEGAN)
     assert found.by == CONTRADICTED
     assert found.window(told) == pytest.approx((1.5, 2.5))
     assert found.error == pytest.approx(0.5)
@@ -78,19 +78,19 @@ def test_a_measurement_that_cannot_be_is_not_believed() -> None:
 
 def test_without_a_measurement_the_command_and_the_answer_say_what_there_is_to_say() -> None:
     told = span(77.0, 1.5)
-    found = aligned(told, ASKED, BEGAN)
+    found = align(told, ASKED, BEGAN)
     assert found.by == ANSWERED
     assert found.window(told) == pytest.approx((1.25, 2.75))
     assert found.error == pytest.approx(0.25)
 
 
 def test_durations_alone_are_put_into_the_middle() -> None:
-    told, found = guessed(1.0, ASKED)
+    told, found = guess(1.0, ASKED)
     assert found.window(told) == pytest.approx((1.5, 2.5))
     assert (found.error, found.by) == (pytest.approx(0.5), GUESSED)
 
 
 def test_what_is_longer_than_its_window_stands_around_it() -> None:
-    told, found = guessed(3.0, ASKED)
+    told, found = guess(3.0, ASKED)
     assert found.window(told) == pytest.approx((0.5, 3.5))
     assert found.error == 0.0

@@ -12,7 +12,7 @@ from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.timeline.clocks import ANSWERED, GUESSED
 from ckpt_engine.timeline.drawing import HOLDS, KEPT, draw
 from ckpt_engine.timeline.perfetto import trace_events
-from ckpt_engine.timeline.predicted import PROCESS, Whereabouts, add_prediction, compared
+from ckpt_engine.timeline.predicted import PROCESS, Whereabouts, add_prediction, compare_stages
 from ckpt_engine.v1 import manager_pb2 as pb
 from ckpt_engine.v1 import weights_pb2
 
@@ -95,7 +95,7 @@ def report(replicas: Sequence[pb.ReplicaOutcome], relays: Sequence[pb.RelayRepor
 
 def shown(made: pb.UpdateReport, rates: Rates | None = None) -> File:
     timeline = draw(made)
-    add_prediction(timeline, compared(made, rates or measured(), Whereabouts()))
+    add_prediction(timeline, compare_stages(made, rates or measured(), Whereabouts()))
     return read(json.dumps(trace_events(timeline)))
 
 
@@ -221,7 +221,7 @@ def test_what_a_prediction_says_stands_beside_what_happened() -> None:
     made = report([replica("one", 0.0, "rank 0", 2)])
     made.stages.extend(made.replicas[0].stages)
     made.copied.add(reason="is cast", tensors=1, bytes=100 * MB, ranks=1)
-    stages = {each.stage: each for each in compared(made, rates, Whereabouts({"one": "a"}))}
+    stages = {each.stage: each for each in compare_stages(made, rates, Whereabouts({"one": "a"}))}
     assert {name: each.fact for name, each in stages.items() if each.expected} == {
         "seal": 0.5,
         "transfer": 1.0,

@@ -74,8 +74,8 @@ def test_a_rank_is_as_given_or_that_of_torchrun(
         ((1, None), "rank 1 of world_size None: give both, or neither under torchrun"),
         ((None, 2), "rank None of world_size 2: give both"),
         ((2, 2), "rank 2 is not in a world of 2"),
-        (("0", "1"), "those of a shell are texts"),
-        ((True, 2), "rank True and world_size 2 are whole numbers"),
+        (("0", "1"), "convert environment variables with int()"),
+        ((True, 2), "must be ints, got True and 2"),
     ],
 )
 def test_what_is_no_rank_is_refused(given: tuple[object, object], words: str) -> None:

@@ -1,5 +1,4 @@
-"""A Ray actor that stands beside each replica: how it is asked what verl asks, and what verl's abort and resume mean
-for the requests that run."""
+"""A Ray actor for each replica: translates verl's requests for it, and verl's abort and resume for running requests."""
 
 from __future__ import annotations
 
@@ -30,38 +29,38 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (None, 0.0),
     "presence_penalty": (None, 0.0),
 }
-"""Sampling parameters that change nothing with these values: left out, as servers differ in what they know."""
+"""Sampling parameters that change nothing with these values: left out, since not all servers know each."""
 
 
 ENDS = {"stop": "completed", "length": "completed", "abort": "aborted", None: "aborted"}
-"""An engine's finish reason to verl's; others stay. None: it was cut, or broke off. verl's client asks for the rest of
-what is "aborted"."""
+"""Engines' finish reasons to verl's; others stay. None: the request was cut, or broke off. verl's client asks for the
+rest of an "aborted" answer."""
 
 STEPS = ("global_steps", "min_global_steps", "max_global_steps")
 
 
 @dataclass
 class _Leg:
-    """What came of one request. admitted: the version that the replica held when it let the request in."""
+    """The answer to one request so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    ended: str | None = None
-    admitted: int | None = None
+    end_reason: str | None = None
+    admitted: int | None = None  # the version that the replica held when it let the request in
 
 
-class Asking:
+class ReplicaActor:
     """A Ray actor that asks one replica, on its event loop. verl's client calls `generate`, its manager the rest.
 
-    verl aborts before each update: requests that run are cut, and answered with the tokens so far and "aborted"; new
-    ones wait until it resumes. verl's FullyAsyncLLMServerClient asks for the rest then. What the engine itself aborts
-    (pause mode "abort") ends in the same way, as does a request whose replica breaks off.
+    verl aborts before each update: running requests are cut, and answered with the tokens so far and "aborted"; new
+    ones wait until it resumes. verl's FullyAsyncLLMServerClient then asks for the rest. A request that the engine
+    aborts (pause mode "abort"), or that breaks off with its replica, ends in the same way.
     """
 
     def __init__(
         self, options: Options, name: str, prompt_length: int, response_length: int, always: Mapping[str, Any]
     ) -> None:
-        """name: the replica's. always: what each request says."""
+        """name: of the replica. always: fields of each request."""
         self._options, self._name, self._always = options, name, always
         self._prompt_length, self._response_length = prompt_length, response_length
         self._client = httpx.AsyncClient(timeout=options.answer_seconds, limits=httpx.Limits(max_connections=None))
@@ -72,16 +71,16 @@ class Asking:
         self._legs: dict[asyncio.Task[TokenOutput], _Leg] = {}
 
     def execute_checkpoint_engine(self, method: str, **_: Any) -> dict[str, Any]:
-        """What verl's manager asks of the process beside an engine: "prepare" is answered, the rest needs nothing."""
+        """Answers verl's manager, which expects a process beside an engine: only "prepare" needs an answer."""
         return {"replica": self._name} if method == "prepare" else {}
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """Nothing: agents bring the weights. verl calls it while trainer ranks send."""
+        """Does nothing: agents bring the weights. verl calls it while trainer ranks send."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Cuts what runs; returns when all of it is answered. reject_request: new ones are answered "aborted" at
+        """Cuts running requests; returns when all are answered. reject_request: new ones are answered "aborted" at
         once, instead of waiting."""
-        self._let(False, reject_request)
+        self._set_admission(False, reject_request)
         self._cut.set()
         legs = list(self._legs)
         if legs:
@@ -91,10 +90,10 @@ class Asking:
     async def resume_generation(self) -> None:
         """Lets requests in again."""
         self._cut = asyncio.Event()
-        self._let(True, False)
+        self._set_admission(True, False)
 
-    def _let(self, opened: bool, rejects: bool) -> None:
-        """Whether requests are let in, or refused; those that wait look again."""
+    def _set_admission(self, opened: bool, rejects: bool) -> None:
+        """Sets whether requests are let in or rejected, and wakes those that wait."""
         self._open, self._rejects = opened, rejects
         self._changed.set()
         self._changed = asyncio.Event()
@@ -104,20 +103,20 @@ class Asking:
     ) -> TokenOutput:
         """Tokens after `prompt_ids`, and their log-probabilities if `sampling_params["logprobs"]` says so.
 
-        `extra_fields` has `global_steps`, `min_global_steps` and `max_global_steps`: the versions that made them. These
-        differ only if an update came in between that verl did not announce; `global_steps` is the older one then.
-        Raises CkptEngineError: something but ids was given, the replica refuses the request, or does not serve in time.
+        `extra_fields` has `global_steps`, `min_global_steps` and `max_global_steps`: the versions that made them. They
+        differ only if an update came in between that verl did not announce; `global_steps` is then the older one.
+        Raises CkptEngineError if media were given, or if the replica refuses the request or does not serve in time.
         """
-        given = sorted(name for name, value in media.items() if value is not None)
-        if given:
-            raise invalid(f"{', '.join(given)}: only token ids can be asked for")
+        media_names = sorted(name for name, value in media.items() if value is not None)
+        if media_names:
+            raise invalid(f"{', '.join(media_names)}: only token ids can be asked for")
         try:
             async with asyncio.timeout(self._options.held_seconds):
                 while not self._open and not self._rejects:
                     await self._changed.wait()
         except TimeoutError:
             raise deadline(f"verl did not resume generation within {self._options.held_seconds:g} s") from None
-        # From here to the leg's start nothing is awaited: an abort either holds the request or cuts it.
+        # Nothing is awaited from here to the leg's start, so that an abort either holds the request or cuts it.
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=dict.fromkeys(STEPS))
         leg = _Leg()
@@ -127,15 +126,15 @@ class Asking:
         return await task
 
     def _body(self, prompt: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in sampling.items() if value not in NEUTRAL.get(name, ())}
-        wanted = asked.pop("max_tokens", None), asked.pop("max_new_tokens", None)
-        most = next((each for each in wanted if each is not None), None)
+        options = {name: value for name, value in sampling.items() if value not in NEUTRAL.get(name, ())}
+        limits = options.pop("max_tokens", None), options.pop("max_new_tokens", None)
+        most = next((each for each in limits if each is not None), None)
         if most is None:
             most = min(self._response_length, self._prompt_length + self._response_length - len(prompt))
-        if asked.pop("logprobs", False) is not False:
-            asked["logprobs"] = 0
-        asked = {**self._always, **asked}
-        return {**asked, "prompt": prompt, "max_tokens": max(1, most), "stream": True, "return_token_ids": True}
+        if options.pop("logprobs", False) is not False:
+            options["logprobs"] = 0
+        options = {**self._always, **options}
+        return {**options, "prompt": prompt, "max_tokens": max(1, most), "stream": True, "return_token_ids": True}
 
     async def _answer(self, body: dict[str, Any], leg: _Leg, cut: asyncio.Event) -> TokenOutput:
         reading = asyncio.create_task(self._read(body, leg))
@@ -152,7 +151,7 @@ class Asking:
         return TokenOutput(
             token_ids=leg.tokens,
             log_probs=leg.logprobs if "logprobs" in body else None,
-            stop_reason=ENDS.get(leg.ended, leg.ended),
+            stop_reason=ENDS.get(leg.end_reason, leg.end_reason),
             extra_fields=await self._steps(leg),
         )
 
@@ -161,40 +160,40 @@ class Asking:
         while True:
             url = await self._serving(end, why)
             try:
-                asked = {**body, "model": await self._named(url)}
-                async with self._client.stream("POST", f"{url}/v1/completions", json=asked) as response:
+                request = {**body, "model": await self._model_name(url)}
+                async with self._client.stream("POST", f"{url}/v1/completions", json=request) as response:
                     if response.status_code == 200:
                         await _events(response, leg)
                         return
-                    said = (await response.aread()).decode(errors="replace")
-            except httpx.TransportError as broken:
+                    text = (await response.aread()).decode(errors="replace")
+            except httpx.TransportError as transport_error:
                 self._url = None  # the engine may come back elsewhere
                 if leg.tokens:
                     return
-                why = f": {url} broke off ({broken or type(broken).__name__})"
+                why = f": {url} broke off ({transport_error or type(transport_error).__name__})"
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             if response.status_code != 503:
-                raise self._refused(response.status_code, said)
+                raise self._refusal(response.status_code, text)
             self._url = None
-            why = f": {url} answers 503: {said[:500]}"
+            why = f": {url} answers 503: {text[:500]}"
             await asyncio.sleep(POLL_SECONDS)
 
     async def _steps(self, leg: _Leg) -> dict[str, int | None]:
-        """The versions that can have made the leg's tokens: the one that let it in, and the one that is held now."""
-        now = leg.admitted
+        """The versions that can have made the leg's tokens: the admitted one, and the one that is held now."""
+        newest = leg.admitted
         if leg.tokens and self._url is not None:
             try:
                 answer = await self._client.get(f"{self._url}/ckpt_engine/ready", timeout=CALL_SECONDS)
-                held = answer.json().get("version")
+                held_version = answer.json().get("version")
             except (httpx.TransportError, ValueError):
-                held = None
-            now = leg.admitted if held is None else max(held, leg.admitted or held)
-        return dict(zip(STEPS, (leg.admitted, leg.admitted, now), strict=True))
+                held_version = None
+            newest = leg.admitted if held_version is None else max(held_version, leg.admitted or held_version)
+        return dict(zip(STEPS, (leg.admitted, leg.admitted, newest), strict=True))
 
     async def _serving(self, end: float, why: str) -> str:
-        """The replica's URL, once the manager says that it serves. why: it has not answered so far. Raises
-        DEADLINE_EXCEEDED, also for a replica that is said to serve and does not."""
+        """The replica's URL, once the manager says that it serves. why: the last failure. Raises DEADLINE_EXCEEDED,
+        also for a replica that is said to serve and does not."""
         while True:
             if time.monotonic() >= end:
                 raise deadline(
@@ -203,19 +202,19 @@ class Asking:
                 )
             if self._url is not None:
                 return self._url
-            self._url, said = await self._told()
+            self._url, reason = await self._ask_manager()
             if self._url is None:
-                why = said
+                why = reason
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _told(self) -> tuple[str | None, str]:
-        """What the manager says: the URL if the replica serves, and else why it does not."""
+    async def _ask_manager(self) -> tuple[str | None, str]:
+        """Asks the manager for the replica: its URL if it serves, else None and the reason."""
         channel = open_channel(self._options.manager)
         try:
             stub = ManagerStub(channel)
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
-        except Exception as failed:
-            return None, f": the manager at {self._options.manager} does not answer: {failed}"
+        except Exception as error:
+            return None, f": the manager at {self._options.manager} does not answer: {error}"
         finally:
             await channel.close(None)
         found = next((each for each in status.replicas if each.name == self._name), None)
@@ -225,15 +224,15 @@ class Asking:
             return None, f": {found.closed_reason or 'it does not serve'}"
         return found.engine.url.rstrip("/"), ""
 
-    def _refused(self, status: int, said: str) -> CkptEngineError:
+    def _refusal(self, status: int, text: str) -> CkptEngineError:
         code = Problem.INTERNAL if status >= 500 else Problem.INVALID_ARGUMENT
-        return error(code, f"replica {self._name} answers {status}: {said[:500]}", replica=self._name)
+        return error(code, f"replica {self._name} answers {status}: {text[:500]}", replica=self._name)
 
-    async def _named(self, url: str) -> str:
+    async def _model_name(self, url: str) -> str:
         if self._model is None:
             answer = await self._client.get(f"{url}/v1/models")
             if answer.status_code != 200:
-                raise self._refused(answer.status_code, answer.text)
+                raise self._refusal(answer.status_code, answer.text)
             self._model = str(answer.json()["data"][0]["id"])
         return self._model
 
@@ -243,16 +242,18 @@ async def _events(response: httpx.Response, leg: _Leg) -> None:
     admitted = response.headers.get(ADMITTED)
     leg.admitted = None if admitted is None else int(admitted)
     async for line in response.aiter_lines():
-        said = line.removeprefix("data: ")
-        if said == line or said == "[DONE]":
+        text = line.removeprefix("data: ")
+        if text == line or text == "[DONE]":
             continue
         try:
-            event = load_json(said)
-        except ValueError as wrong:
-            raise error(Problem.INTERNAL, f"the replica's event is not JSON ({wrong}): {said[:80]!r}") from wrong
+            event = load_json(text)
+        except ValueError as parse_error:
+            raise error(
+                Problem.INTERNAL, f"the replica's event is not JSON ({parse_error}): {text[:80]!r}"
+            ) from parse_error
         if "error" in event:
             raise error(Problem.INTERNAL, f"the replica broke off: {event['error']}")
         for choice in event.get("choices", ()):
             leg.tokens += choice.get("token_ids") or ()
             leg.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
-            leg.ended = choice.get("finish_reason") or leg.ended
+            leg.end_reason = choice.get("finish_reason") or leg.end_reason

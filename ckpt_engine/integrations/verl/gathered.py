@@ -17,9 +17,9 @@ from ckpt_engine.integrations.verl.options import NAME, REMEDY, Options
 class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
     """Updates from what verl gathers. One object a trainer rank, in its process; verl calls it there.
 
-    verl yields every tensor on every rank. Each rank publishes its share of them (the ranks take turns, so that all
-    have about as many bytes), in memory of its own, and walks the others without keeping them. At the first update a
-    rank's share is held twice, as the names are learnt from what can be walked once only.
+    verl yields every tensor on every rank. Each rank publishes a share of about equal bytes, in memory of its own, and
+    skips the others. At the first update a rank's share is held twice: its names become known only in the walk, which
+    cannot be repeated.
     """
 
     def __init__(self, bucket_size: int = 0, is_master: bool | None = None, **options: Any) -> None:
@@ -29,19 +29,19 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         self._world: tuple[int, int, str] | None = None
         self._updates: RankUpdates | None = None
         self._count = 0
-        self._mine: set[str] = set()
+        self._own_names: set[str] = set()
         self._pairs: Iterable[tuple[str, torch.Tensor]] = ()
 
     def prepare(self) -> dict[str, Any]:
-        """What `build_topology` is told of this process."""
+        """This process's metadata for `build_topology`."""
         return {"lineage": self._options.lineage or f"verl-{uuid.uuid4().hex[:12]}"} if self._trains else {}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Ranks, and rank 0's name for the run. Raises INVALID_ARGUMENT for rollouts that are not ours, before anything
-        is touched."""
+        """Arguments of `init_process_group`: ranks, and rank 0's name for the run. Raises INVALID_ARGUMENT for rollouts
+        that are not ours, before anything is changed."""
         world = actor_wg_world_size
         if any("replica" not in each for each in metadata[world:]):
             raise invalid(f"verl's own rollouts cannot be given weights by ckpt-engine: {REMEDY}")
@@ -49,8 +49,8 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         return {"rank": list(range(world)), "world_size": [world] * world, "lineage": [lineage] * world}, {}
 
     def init_process_group(self, rank: int, world_size: int, lineage: str) -> None:
-        """Remembers who this rank is; nothing is dialled. verl calls it before each update, and later names of the run
-        count for nothing. Raises FAILED_PRECONDITION if the world is another one than at the first update."""
+        """Stores this rank's number; dials nothing. verl calls it before each update; the first lineage stays. Raises
+        FAILED_PRECONDITION if the world differs from that of the first update."""
         if self._world is None:
             self._world = (rank, world_size, lineage)
         elif self._world[:2] != (rank, world_size):
@@ -65,25 +65,25 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         """Walks `weights` to its end and brings the replicas to them, on the calling thread, as `global_steps`; None:
         the last version plus one.
 
-        Returns figures for verl's metrics. Raises CkptEngineError as `RankUpdates` does; the walk is ended before,
+        Returns figures for verl's metrics. Raises CkptEngineError as `RankUpdates` does, after the walk has ended,
         since other ranks gather with this one.
         """
         if self._world is None:
             raise precondition("verl calls init_process_group before send_weights")
         rank, world, lineage = self._world
         version = self._count if global_steps is None else int(global_steps)
-        left = iter(weights)
+        walk = iter(weights)
         try:
             if self._updates is None or not self._updates.opened:
-                self._pairs = self._first(left, rank, world)
-                self._updates = self._made(lineage)
+                self._pairs = self._first_share(walk, rank, world)
+                self._updates = self._make_updates(lineage)
                 self._updates.open(lambda: self._pairs, rank=rank, world_size=world)
             else:
-                self._pairs = self._share(left)
+                self._pairs = self._share(walk)
             report = self._updates.bring(version)
         finally:
             self._pairs = ()
-            for _ in left:
+            for _ in walk:
                 continue
         self._count = version + 1
         return {
@@ -97,14 +97,14 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
         raise invalid(f"verl's own rollouts cannot be given weights by ckpt-engine: {REMEDY}")
 
     def finalize(self) -> None:
-        """Keeps the session, and what is sealed, for replicas that start late."""
+        """Does nothing: the session and its sealed weights stay, for replicas that start late."""
 
     def close(self) -> None:
-        """Ends the session. verl does not call it; the end of the process does as much."""
+        """Ends the session. verl does not call it; the end of the process has the same effect."""
         if self._updates is not None:
             self._updates.close()
 
-    def _made(self, lineage: str) -> RankUpdates:
+    def _make_updates(self, lineage: str) -> RankUpdates:
         options = self._options
         return RankUpdates(
             options.manager,
@@ -118,17 +118,19 @@ class GatheredUpdates(CheckpointEngine):  # type: ignore[misc, unused-ignore]
             timeout=options.timeout,
         )
 
-    def _first(self, left: Iterator[tuple[str, torch.Tensor]], rank: int, world: int) -> list[tuple[str, torch.Tensor]]:
-        """This rank's share, copied, since what is yielded may be written again by the next step of the walk."""
+    def _first_share(
+        self, walk: Iterator[tuple[str, torch.Tensor]], rank: int, world: int
+    ) -> list[tuple[str, torch.Tensor]]:
+        """This rank's share, copied: the next step of the walk may overwrite a yielded tensor."""
         loads = [0] * world
-        kept = []
-        for name, tensor in left:
+        share = []
+        for name, tensor in walk:
             owner = loads.index(min(loads))
             loads[owner] += tensor.nbytes
             if owner == rank:
-                kept.append((name, tensor.detach().clone()))
-        self._mine = {name for name, _ in kept}
-        return kept
+                share.append((name, tensor.detach().clone()))
+        self._own_names = {name for name, _ in share}
+        return share
 
-    def _share(self, left: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in left if name in self._mine)
+    def _share(self, walk: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in walk if name in self._own_names)

@@ -1,4 +1,4 @@
-"""What verl's configuration says to the checkpoint engine and to the rollouts. Imports nothing of verl."""
+"""Options of the checkpoint engine and the rollouts in verl's configuration. Imports nothing of verl."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.options import PauseMode
 
 NAME = "ckpt_engine"
-"""Of the backend (`rollout.checkpoint_engine.backend`) and of the rollout (`rollout.name`)."""
+"""Name of the backend (`rollout.checkpoint_engine.backend`) and of the rollout (`rollout.name`)."""
 
 REMEDY = (
     f"set rollout.name and rollout.checkpoint_engine.backend to {NAME!r}, with trainer and rollouts apart (for verl's "
@@ -20,16 +20,11 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Options:
-    """`rollout.checkpoint_engine.engine_kwargs.ckpt_engine` of verl's configuration.
+    """`rollout.checkpoint_engine.engine_kwargs.ckpt_engine` of verl's configuration. Fields without a comment are
+    those of `RankUpdates`."""
 
-    manager: host:port. replicas: names at the manager, one for each of verl's rollout replicas. model: what servers
-    call it; None: the first one that they name. answer_seconds: of silence, after which an answer counts as broken off.
-    held_seconds: how long a request waits for verl to resume generation, or for its replica to serve. The rest is for
-    `Updates`, which says what it is.
-    """
-
-    manager: str
-    replicas: Sequence[str]
+    manager: str  # host:port
+    replicas: Sequence[str]  # names at the manager, one for each of verl's rollout replicas
     pool: str = ""
     lineage: str | None = None
     dtype: str | None = None
@@ -37,9 +32,9 @@ class Options:
     min_replicas: int | None = None
     wait: float = 600.0
     timeout: float | None = None
-    model: str | None = None
-    answer_seconds: float = 600.0
-    held_seconds: float = 1800.0
+    model: str | None = None  # its name at the servers; None: the first one that they list
+    answer_seconds: float = 600.0  # of silence, after which an answer counts as broken off
+    held_seconds: float = 1800.0  # that a request waits for verl to resume generation, or for its replica to serve
 
     def __post_init__(self) -> None:
         if isinstance(self.replicas, str) or not self.replicas or len({*self.replicas}) < len(self.replicas):
@@ -48,8 +43,7 @@ class Options:
 
 
 def options_of(config: Any) -> Options:
-    """The options of a RolloutConfig. Raises INVALID_ARGUMENT if another backend would give the weights, or what is
-    missing."""
+    """The options of a RolloutConfig. Raises INVALID_ARGUMENT for another backend, or if the options are missing."""
     engine = config.checkpoint_engine
     if engine.backend != NAME:
         raise invalid(f"the backend is {engine.backend!r}: {REMEDY}")

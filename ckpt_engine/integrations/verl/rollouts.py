@@ -11,14 +11,14 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.integrations.verl.asking import Asking
+from ckpt_engine.integrations.verl.asking import ReplicaActor
 from ckpt_engine.integrations.verl.options import NAME, REMEDY, options_of
 
 
 class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
-    """One of verl's rollout replicas: the replica of ours that `Options.replicas` names at its place.
+    """One of verl's rollout replicas: the replica that `Options.replicas` names at the same index.
 
-    verl's `workers` and `servers` of it are one actor without a GPU, which asks the replica over HTTP.
+    Its `workers` and `servers` are one actor without a GPU, which asks the replica over HTTP.
     """
 
     async def init_standalone(self) -> None:
@@ -50,36 +50,36 @@ class ServedReplica(RolloutReplica):  # type: ignore[misc, unused-ignore]
         name = options.replicas[self.replica_rank]
         lengths = (self.config.prompt_length, self.config.response_length)
         always = {"ignore_eos": True} if self.config.ignore_eos else {}
-        actor = ray.remote(Asking).options(num_cpus=0, max_concurrency=self.max_concurrency)
+        actor = ray.remote(ReplicaActor).options(num_cpus=0, max_concurrency=self.max_concurrency)
         self._server_handle = actor.remote(options, name, *lengths, always)
         self.servers = self.workers = [self._server_handle]
         self._server_address = name
 
     async def sleep(self) -> None:
-        """Nothing: `Trainer.sleep` is for replicas that share GPUs with a trainer."""
+        """Does nothing: `Trainer.sleep` is for replicas that share GPUs with a trainer."""
 
     async def wake_up(self) -> None:
-        """See `sleep`."""
+        """Does nothing, see `sleep`."""
 
     async def clear_kv_cache(self) -> None:
-        """Nothing: each update's pause mode says what becomes of caches."""
+        """Does nothing: each update's pause mode decides about caches."""
 
     async def release_kv_cache(self) -> None:
-        """Nothing: an install needs no room of the cache's."""
+        """Does nothing: an install needs none of the cache's memory."""
 
     async def resume_kv_cache(self) -> None:
-        """See `release_kv_cache`."""
+        """Does nothing, see `release_kv_cache`."""
 
     async def start_profile(self, **kwargs: Any) -> None:
         """Refuses: raises INVALID_ARGUMENT."""
         raise invalid(f"the engines of rollout.name={NAME} are not verl's to profile")
 
     async def stop_profile(self) -> None:
-        """Nothing, as nothing was started."""
+        """Does nothing: no profile was started."""
 
 
 class NoHybrid:
-    """What stands where verl would make a rollout inside a trainer's process."""
+    """Refuses to be made, where verl would make a rollout inside a trainer's process."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise invalid(f"a rollout inside the trainer's process (hybrid) is not supported: {REMEDY}")
