@@ -180,7 +180,7 @@ def _drift(replica: manager_pb2.ReplicaStatus) -> str:
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:
     """That an operator holds it, and what waits for its release."""
-    said = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
+    said = OperatorHold(replica.hold.since, replica.hold.reason).describe(replica.name)
     waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
     return said + (waits if replica.HasField("drift") else "")
 

@@ -21,7 +21,7 @@ class _Trip(NamedTuple):
 
 
 class ManagersClock:
-    """The manager's clock as one session knows it. All moments but `there` are of the member's own clock, seconds."""
+    """The manager's clock as one session knows it. All moments but `manager_time` are seconds of the member's clock."""
 
     def __init__(self) -> None:
         self._trips: deque[_Trip] = deque(maxlen=KEPT)
@@ -30,10 +30,11 @@ class ManagersClock:
         """Another process may answer from now on."""
         self._trips.clear()
 
-    def answered(self, asked: float, there: float, now: float) -> None:
-        """What was asked then has been answered now. there: the manager's clock when it answered; 0: it did not say."""
-        if there and now >= asked:
-            self._trips.append(_Trip((asked + now) / 2 - there, (now - asked) / 2, now))
+    def answered(self, sent_at: float, manager_time: float, now: float) -> None:
+        """Notes a round trip that ends now. manager_time: what the manager's clock showed when it answered; 0: it
+        did not say."""
+        if manager_time and now >= sent_at:
+            self._trips.append(_Trip((sent_at + now) / 2 - manager_time, (now - sent_at) / 2, now))
 
     def span(self, begin: float, now: float) -> manager_pb2.Span:
         """The span from then until now, with what is known of the clocks."""

@@ -84,7 +84,7 @@ class OperatorHold:
     since: float  # when it was held first, seconds since 1970; for people
     reason: str  # for people; may be empty
 
-    def told(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Words for people, which follow "it is". name: the replica's."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         why = f" ({self.reason})" if self.reason else ""

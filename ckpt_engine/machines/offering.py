@@ -123,13 +123,13 @@ class OfferingMachine:
 
     def _offer(self, offered: tuple[OfferedVersion, ...]) -> None:
         stored = tuple(zip(self._offered or (), self._held or (), strict=False))
-        left = tuple(held for version, held in stored if version in offered)
-        less = len(left) == len(offered) < len(stored)
+        remaining = tuple(held for version, held in stored if version in offered)
+        less = len(remaining) == len(offered) < len(stored)
         self._offered, self._held, self._decided = offered, None, False
         if less and self._session.welcomed:
             # Nothing is to be stored, so what is given up is told before anything else happens to it.
             self._puts += 1
-            self._held = left
+            self._held = remaining
             self._undecided()
             self._publish()
         elif self._session.welcomed:
@@ -179,11 +179,11 @@ class OfferingMachine:
         """The highest fill fence that it has obeyed, whatever that was to do."""
         return self._epoch
 
-    def _told(self) -> HelloState:
+    def _hello_state(self) -> HelloState:
         return HelloState(self._session.cluster, self._obeyed(), self._held or ())
 
     def _hello(self) -> ProtobufMessage:
-        return self.kind.hello(self._told())
+        return self.kind.hello(self._hello_state())
 
     def _beat(self, sequence: int) -> manager_pb2.Heartbeat:
         return manager_pb2.Heartbeat(sequence=sequence)
@@ -233,7 +233,7 @@ class OfferingMachine:
             if self._offered is not None:
                 self._put()
             return
-        self._session.send(self.kind.changed(self._told()))
+        self._session.send(self.kind.changed(self._hello_state()))
         if self._held:
             self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
         else:

@@ -64,7 +64,7 @@ class Session:
         self._streams = 0
         self._failures = 0
         self._sequence = 0
-        self._asked = 0.0  # when the last heartbeat was sent, or the first hello of the stream
+        self._sent_at = 0.0  # when the last heartbeat was sent, or the first hello of the stream
         self._heard = 0.0
         self._taken_since: float | None = None
         self._lease = deadlines.lease
@@ -88,7 +88,7 @@ class Session:
         self.peer = Peer(f"manager-{self._streams}")
         self.welcomed = False
         self._hello_changed = False
-        self._heard = self._asked = now
+        self._heard = self._sent_at = now
         self._emit(OpenStream(self.peer))
         self._emit(Send(self.peer, self._hello()))
         self._emit(SetTimer(BEAT, self._deadlines.resend))
@@ -101,7 +101,7 @@ class Session:
     def beat_now(self, now: float) -> None:
         """Sends a heartbeat out of turn."""
         self._sequence += 1
-        self._asked = now
+        self._sent_at = now
         self.send(self._beat(self._sequence))
 
     def hello_again(self) -> None:
@@ -128,7 +128,7 @@ class Session:
     def echoed(self, beat: manager_pb2.Heartbeat, now: float) -> None:
         """The manager has answered a heartbeat."""
         if beat.sequence == self._sequence:
-            self.clock.answered(self._asked, beat.clock, now)
+            self.clock.answered(self._sent_at, beat.clock, now)
 
     def welcome(self, welcome: manager_pb2.Welcome, now: float) -> bool:
         """Whether this is the first welcome on this stream. A manager that makes other digests is given up and asked
@@ -139,7 +139,7 @@ class Session:
         first = not self.welcomed
         if first:
             self.clock.forget()
-            self.clock.answered(self._asked, welcome.clock, now)
+            self.clock.answered(self._sent_at, welcome.clock, now)
         self.welcomed = True
         self._taken_since = None
         self._failures = 0

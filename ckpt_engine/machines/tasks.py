@@ -330,12 +330,12 @@ class MarkEngine:
 class HoldRequests:
     """Write into the engine's page what the gate does with requests. Result: None. Takes no time to speak of.
 
-    epoch: of the update for whose end they wait, at most `left` seconds from now; 0: they are let in again.
+    epoch: of the update for whose end they wait, at most `hold_seconds` from now; 0: they are let in again.
     closed: nobody waits, and nobody is let in: the engine does not compute although its weights are whole.
     """
 
     epoch: int
-    left: float
+    hold_seconds: float
     closed: bool = False
     seconds: float = 5.0
 

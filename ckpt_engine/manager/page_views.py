@@ -75,7 +75,7 @@ def _replica(
         watched=seen,
         quarantined=seen.state == manager_pb2.REPLICA_STATE_CLOSED and left and drift is not None,
         drift="" if drift is None else drift.reason,
-        hold="" if hold is None else hold.told(replica.name),
+        hold="" if hold is None else hold.describe(replica.name),
         unfit="" if unfit is None else unfit.message,
         host=replica.host.name,
         workers=len(replica.workers),

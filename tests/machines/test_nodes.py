@@ -15,11 +15,11 @@ from ckpt_engine.machines.nodes.events import (
     Begin,
     EndPart,
     EndParts,
+    FollowerMessage,
     GatherNodes,
     Look,
     Looked,
     NodesMissing,
-    NodeTold,
     PartEnded,
     PartFailed,
     PartsEnded,
@@ -59,7 +59,7 @@ class Leader:
         usual |= {"session_id": session, "sequence": self.sequence, "node_rank": rank, "kind": "small"}
         usual |= {"digest_format": DIGEST_FORMAT, "transports": ["file", "ucx"]}
         message = worker_pb2.NodeMessage(**(usual | fields))
-        return self.feed(NodeTold(Peer(peer), message, (b"n" * 16, b"")))
+        return self.feed(FollowerMessage(Peer(peer), message, (b"n" * 16, b"")))
 
     def begin(self) -> None:
         """All are there, and the engine's parts run."""

@@ -184,7 +184,7 @@ class Mechanism:
         if before is not None and before.epoch != epoch and (manager.generation, before.epoch) not in self._ended:
             raise BrokenPromiseError(f"{name} is told to do {epoch} while {before.epoch} goes on")
         sleep_wake = manager.machine._sleep_wake
-        if sleep_wake is None or sleep_wake.over or sleep_wake.fence.epoch in (0, epoch):
+        if sleep_wake is None or sleep_wake.finished or sleep_wake.fence.epoch in (0, epoch):
             return
         if name in sleep_wake._names and name not in sleep_wake._results:
             raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
@@ -328,7 +328,7 @@ class Mechanism:
                     manager.machine._state.claims.granted[update.number],
                 )
                 if coming.goal.meets(update.goal) or claims[0].meets(claims[1]):
-                    raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
+                    raise BrokenPromiseError(f"{coming.description} waits for {update.describe()}")
 
     def check_tries_have_a_pace_and_an_end(self, manager: ManagerShell) -> None:
         """Workers are tried again when their next try is due, and a replica that serves a few times only."""
@@ -482,7 +482,7 @@ REASONS: dict[str, Judge] = {
         goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)
     ),
     "running: a call to sleep or wake": lambda manager, replica, content: (
-        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.over
+        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.finished
     ),
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,

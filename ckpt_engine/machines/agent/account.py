@@ -21,7 +21,7 @@ class Account:
     pause_started: float | None = None
     pause_ended: float | None = None
     _stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
-    _shown: manager_pb2.Stage = manager_pb2.STAGE_PLAN
+    _reported_stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
     _steps: int = 0  # how often workers have told something
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class Account:
         self._count(now)
         self._stage = stage
         self._entered.append((stage, now))
-        self._shown = later(self._shown, stage)
+        self._reported_stage = later(self._reported_stage, stage)
 
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
         """A worker tells how far it is."""
         self._progress[rank] = progress
         self._steps += 1
-        self._shown = later(self._shown, progress.stage)
+        self._reported_stage = later(self._reported_stage, progress.stage)
 
     def ordered(self, rank: int, now: float) -> None:
         """A worker is given its order, or is given it again."""
@@ -66,7 +66,7 @@ class Account:
         return manager_pb2.Progress(
             goes_back=goes_back,
             fence=fence,
-            stage=self._shown,
+            stage=self._reported_stage,
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
             steps=self._steps,

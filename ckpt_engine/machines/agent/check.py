@@ -57,7 +57,7 @@ class EngineCheck:
         self._scores: list[Score] = []
 
     @classmethod
-    def wanted(cls, replica: AgentReplica) -> bool:
+    def is_due(cls, replica: AgentReplica) -> bool:
         """Whether the engine is to be checked now. Says in `replica.engine_check` why an untested one is not."""
         engine = replica.engine
         if engine is None or replica.checked or replica.mode == manager_pb2.MODE_COLOCATED:
@@ -77,7 +77,7 @@ class EngineCheck:
         self._began = now
         self._run("find check", FindCheck(self._key))
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Hands out the round's order, takes the answers."""
         match request.WhichOneof("body"):
             case "want_prepare" if self._loading:
@@ -87,7 +87,7 @@ class EngineCheck:
                     manifest_digest=self._digest,
                     seed=each.seed,
                     by_engine=each.by_engine,
-                    deadline_seconds=self._left(now),
+                    deadline_seconds=self._remaining(now),
                 )
                 return worker_pb2.AgentReply(check=order)
             case "checked" if self._loading and Fence.of(request.checked.fence) == self._fence:
@@ -112,7 +112,7 @@ class EngineCheck:
                 else:
                     replica.paused = True
                     self._loading, self._loaded = True, {}
-                    self._run("check load", PrepareEngine(self._left(now)))
+                    self._run("check load", PrepareEngine(self._remaining(now)))
             case "check load":
                 self._loading = False
                 self._take_loaded(done)
@@ -124,7 +124,7 @@ class EngineCheck:
                     self._fail(done.problem.code, done.problem.message)
                 if self.problem is not None:
                     return True
-                self._run("check score", ScoreEngine(PROMPT, CONTINUED, self._left(now)))
+                self._run("check score", ScoreEngine(PROMPT, CONTINUED, self._remaining(now)))
             case "check score":
                 if done.problem is not None:
                     self._fail(done.problem.code, done.problem.message)
@@ -144,10 +144,10 @@ class EngineCheck:
 
     def _pause(self, now: float) -> None:
         self._replica.paused = None
-        self._run("check pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, self._left(now)))
+        self._run("check pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, self._remaining(now)))
 
     def _resume(self, now: float) -> None:
-        self._run("check resume", ResumeEngine(max(self._left(now), self._replica.deadlines.resume)))
+        self._run("check resume", ResumeEngine(max(self._remaining(now), self._replica.deadlines.resume)))
 
     def _take_loaded(self, done: Done) -> None:
         engine = self._replica.engine
@@ -158,8 +158,8 @@ class EngineCheck:
             how = "its own loader" if ROUNDS[len(self._scores)].by_engine else "an install of ours"
             self._fail(first.code, f"{how} did not bring made weights: {first.message}")
         elif missing:
-            said = done.problem.message if done.problem is not None else f"workers {missing} told nothing"
-            self._fail(Problem.UNAVAILABLE, said)
+            message = done.problem.message if done.problem is not None else f"workers {missing} told nothing"
+            self._fail(Problem.UNAVAILABLE, message)
 
     def _passed(self, how: str) -> None:
         self._replica.checked = True
@@ -168,9 +168,9 @@ class EngineCheck:
 
     def _fail(self, code: Problem.Code, why: str) -> None:
         """Only a check that ran to its end is a verdict on the engine; what else failed may be tried again."""
-        said = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
-        self._replica.engine_check = said
-        self.problem = self._replica.problem(code, said)
+        message = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
+        self._replica.engine_check = message
+        self.problem = self._replica.problem(code, message)
 
     def _what(self) -> str:
         engine = self._replica.engine
@@ -180,5 +180,5 @@ class EngineCheck:
             or f"{engine.engine.kind} {engine.engine.version} is a tested version (--check-engine always)"
         )
 
-    def _left(self, now: float) -> float:
+    def _remaining(self, now: float) -> float:
         return max(0.001, self._end - now)

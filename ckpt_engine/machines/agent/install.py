@@ -82,7 +82,7 @@ class Installing(LabellingOperation):
             case "fetch":
                 self._fetched(done, now)
             case "ready" if self._readying.asks:
-                self._all_ready(self._readying.ended(done, self._left(now)), now)
+                self._all_ready(self._readying.ended(done, self._remaining(now)), now)
             case "not ready":
                 self._conclude_untouched(now)
             case "hold":
@@ -122,7 +122,7 @@ class Installing(LabellingOperation):
         self._resume(now)
 
     def _fetch(self, now: float) -> None:
-        steps = steps_around(self.replica, self.install, self._left(now))
+        steps = steps_around(self.replica, self.install, self._remaining(now))
         if isinstance(steps, Problem):
             self._fail(steps)
         if self._going_back or isinstance(steps, Problem):
@@ -130,12 +130,12 @@ class Installing(LabellingOperation):
             return
         self._steps = steps
         self._refs = blobs_of(self.install)
-        self.run("fetch", FetchBlobs(tuple(self._refs), min(self.replica.deadlines.blobs, self._left(now))))
+        self.run("fetch", FetchBlobs(tuple(self._refs), min(self.replica.deadlines.blobs, self._remaining(now))))
 
     def _fetched(self, done: Done, now: float) -> None:
         if done.problem is not None:
             self._fail(done.problem)
-        elif self._left(now) <= 0:
+        elif self._remaining(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
             self.run("not ready", ReadWords())  # a worker may have died meanwhile
@@ -143,7 +143,7 @@ class Installing(LabellingOperation):
         self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
         if self._readying.unready():
             self._enter(manager_pb2.STAGE_READY, now)
-            self.run("ready", self._readying.begin(self._left(now)))
+            self.run("ready", self._readying.begin(self._remaining(now)))
         else:
             self._all_ready(None, now)
 
@@ -163,7 +163,7 @@ class Installing(LabellingOperation):
         if self._going_back:
             self.run("judge", ReadWords())
         elif SleepStep.WAKE_WEIGHTS in self._steps:
-            self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
+            self.run("wake", WakeEngine((WEIGHTS,), self._remaining(now)))
         else:
             self._pause(now)
 
@@ -177,7 +177,7 @@ class Installing(LabellingOperation):
 
     def _wake_marked(self, done: Done, now: float) -> None:
         self._take_mark(done)
-        if self._left(now) <= 0:
+        if self._remaining(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
         if self._going_back:
             self.run("judge", ReadWords())
@@ -189,21 +189,21 @@ class Installing(LabellingOperation):
         mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self.install.pause_mode
         self._account.pause_started = now
         self.replica.paused = None
-        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._left(now))))
+        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._remaining(now))))
 
     def _paused(self, done: Done, now: float) -> None:
         if done.problem is not None:
             self._fail(done.problem)
         else:
             self.replica.paused = True
-            if self._left(now) <= 0:
+            if self._remaining(now) <= 0:
                 self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
         if self._going_back:
             self.run("judge", ReadWords())
             return
         self._enter(manager_pb2.STAGE_TRANSFER, now)
         self._giving_orders = True
-        self.run("install", InstallEngine(self.fence.epoch, self._left(now)))
+        self.run("install", InstallEngine(self.fence.epoch, self._remaining(now)))
 
     def _installed(self, done: Done, now: float) -> None:
         self._giving_orders = False
@@ -238,16 +238,16 @@ class Installing(LabellingOperation):
         The label comes first, since some engines compute as soon as they are awake. An engine that does not take it is
         resumed all the same: then the outcome says so.
         """
-        left = self._end - now
-        if left <= 0:
+        remaining = self._end - now
+        if remaining <= 0:
             self._quarantine("the engine could not be resumed in time; it is asked again", now)
-        elif self.label(self._reserve, left):
+        elif self.label(self._reserve, remaining):
             return
         elif self.replica.sleeping:
             self.replica.paused = None  # some engines resume by being woken
-            self.run("rouse", WakeEngine((KV_CACHE,), left))
+            self.run("rouse", WakeEngine((KV_CACHE,), remaining))
         else:
-            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
+            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, remaining)))
 
     def _roused(self, done: Done, now: float) -> None:
         if done.problem is None:
@@ -291,11 +291,11 @@ class Installing(LabellingOperation):
             if self._readying.stop():
                 self.run("not ready", ReadWords())
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Orders go out only while the engine installs, so a worker that comes late does nothing."""
         match request.WhichOneof("body"):
             case "want_prepare" | "ready":
-                return self._readying.asked(request, self._blobs, self._left(now))
+                return self._readying.reply_to(request, self._blobs, self._remaining(now))
             case "want_install":
                 return self._order(request, now)
             case "progress" if Fence.of(request.progress.fence) == self.fence:
@@ -309,7 +309,12 @@ class Installing(LabellingOperation):
 
     def _order(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         worker = next((worker for worker in self.install.workers if worker.rank == request.rank), None)
-        if worker is None or not self._giving_orders or request.rank in self._account.reports or self._left(now) <= 0:
+        if (
+            worker is None
+            or not self._giving_orders
+            or request.rank in self._account.reports
+            or self._remaining(now) <= 0
+        ):
             return None
         self.replica.orders[request.rank] = FetchedOrder(request.boot_id, self.fence.epoch)
         self._account.ordered(request.rank, now)
@@ -319,7 +324,7 @@ class Installing(LabellingOperation):
                 identity=self.install.identity,
                 plan=self._blobs[worker.plan.digest],
                 expected=self._blobs[worker.expected.digest],
-                deadline_seconds=self._left(now),
+                deadline_seconds=self._remaining(now),
                 collective=part_of(self.install, worker, self._blobs),
             )
         )
@@ -369,7 +374,7 @@ class Installing(LabellingOperation):
 
     # -- small things
 
-    def _left(self, now: float) -> float:
+    def _remaining(self, now: float) -> float:
         """Seconds for steps that may write; what is kept back for resuming is not among them."""
         return self._end - self._reserve - now
 

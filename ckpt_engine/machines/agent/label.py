@@ -28,21 +28,21 @@ class LabellingOperation(Operation):
         self._attempts = 0
         self._label: weights_pb2.Identity | None = None
 
-    def label(self, reserve: float, left: float) -> bool:
+    def label(self, reserve: float, remaining: float) -> bool:
         """Starts a `stamp` if the engine may call its tokens by another version than its workers hold.
 
         False: it does not, or it was tried often enough. All attempts together take about half of `reserve` seconds,
-        which are kept back for resuming; `left` is what there is of them.
+        which are kept back for resuming; `remaining` is what there is of them.
         """
-        wanted = self.replica.words.identity
-        if wanted is None or wanted == self.replica.labelled or self._attempts == ATTEMPTS:
+        identity = self.replica.words.identity
+        if identity is None or identity == self.replica.labelled or self._attempts == ATTEMPTS:
             return False
-        if self._attempts and left < reserve / 2:
+        if self._attempts and remaining < reserve / 2:
             return False
         seconds = reserve / 8 if self._attempts else reserve / 4
         self._attempts += 1
-        self._label, self.replica.labelled = wanted, None
-        self.run("stamp", StampEngine(wanted, min(seconds, left / 2)))
+        self._label, self.replica.labelled = identity, None
+        self.run("stamp", StampEngine(identity, min(seconds, remaining / 2)))
         return True
 
     def labelled(self, done: Done, now: float) -> bool:

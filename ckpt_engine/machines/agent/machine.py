@@ -89,7 +89,7 @@ class AgentMachine:
         self._outcome_received = True
         self._seals: dict[Key, tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
         self._looking = False
-        self._told: object = None
+        self._reported_state: object = None
 
     @property
     def busy(self) -> bool:
@@ -116,8 +116,8 @@ class AgentMachine:
                 self._timer(key, now)
             case Done():
                 self._done(event, now)
-            case WorkerAsked(request, asked):
-                self._out.append(Reply(request, self._asked(asked, now)))
+            case WorkerAsked(request, question):
+                self._out.append(Reply(request, self._reply_to(question, now)))
             case EngineReady():
                 self._engine_ready(event, now)
             case EngineExited(reason):
@@ -178,8 +178,8 @@ class AgentMachine:
         replica = self.replica
         words, label = replica.words.workers, replica.label_problem()
         state = (words, replica.serving(), replica.asleep, replica.engine is None, label, replica.engine_check)
-        if state != self._told and self._session.welcomed:
-            self._told = state
+        if state != self._reported_state and self._session.welcomed:
+            self._reported_state = state
             self._session.beat_now(now)
 
     # -- messages
@@ -189,7 +189,7 @@ class AgentMachine:
             case manager_pb2.Welcome():
                 if self._session.welcome(body, now):
                     self._highest = max(self._highest, body.fence.epoch)
-                    self._told = None
+                    self._reported_state = None
                     self._send_outcome()
             case manager_pb2.Refused():
                 self._session.refused(body.problem, now)
@@ -332,12 +332,12 @@ class AgentMachine:
         elif replica.mislabelled and now >= replica.label_again:
             replica.begin(Stamping(replica, weights_pb2.Fence()), now)
 
-    def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def _reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         replica = self.replica
         kind = request.WhichOneof("body")
         if kind == "installed":
             replica.account_for(request.rank, request.boot_id, request.installed.fence.epoch)
-        reply = None if replica.operation is None else replica.operation.asked(request, now)
+        reply = None if replica.operation is None else replica.operation.reply_to(request, now)
         if reply is not None:
             return reply
         return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
@@ -389,7 +389,7 @@ class AgentMachine:
             if answer is not None:
                 self._session.send(answer)
             return
-        self._seals = {other: said for other, said in self._seals.items() if said[0].fence.epoch == seal.fence.epoch}
+        self._seals = {other: entry for other, entry in self._seals.items() if entry[0].fence.epoch == seal.fence.epoch}
         self._seals[key] = (seal, None)
         task = SealDirectory(seal.table, seal.atoms, seal.deadline_seconds)
         self._out.append(Run(key, task))

@@ -74,10 +74,10 @@ class Preparing(Operation):
             case "put":
                 self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result), now)
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Hands out the manifest, takes needs."""
         if self._check is not None:
-            return self._check.asked(request, now)
+            return self._check.reply_to(request, now)
         match request.WhichOneof("body"):
             case "want_prepare" if self._giving_orders:
                 return worker_pb2.AgentReply(
@@ -134,8 +134,10 @@ class Preparing(Operation):
         elif other:
             self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))
         elif unknown:
-            said = f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
-            self._answer(self.replica.problem(Problem.INTERNAL, said))
+            message = (
+                f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
+            )
+            self._answer(self.replica.problem(Problem.INTERNAL, message))
         elif missing and done.problem is not None:
             self._answer(done.problem)
         elif missing:
@@ -163,7 +165,7 @@ class Preparing(Operation):
             )
             self.replica.needs[rank] = recorded.needs
             self.replica.models[rank] = recorded.model
-        if EngineCheck.wanted(self.replica):
+        if EngineCheck.is_due(self.replica):
             manifest, models = self._prepare.manifest.digest, self.replica.models
             self._check = EngineCheck(self.replica, self.fence, manifest, models, self._end, self.run)
             self._check.start(now)

@@ -20,8 +20,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 Problem = weights_pb2.Problem
 
 
-def steps_around(replica: AgentReplica, install: manager_pb2.Install, left: float) -> tuple[SleepStep, ...] | Problem:
-    """What an install does around an engine that may sleep, or why it cannot begin. left: seconds for it."""
+def steps_around(
+    replica: AgentReplica, install: manager_pb2.Install, remaining: float
+) -> tuple[SleepStep, ...] | Problem:
+    """What an install does around an engine that may sleep, or why it cannot begin. remaining: seconds for it."""
     engine = replica.engine
     if engine is None:
         return replica.problem(Problem.UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
@@ -37,7 +39,7 @@ def steps_around(replica: AgentReplica, install: manager_pb2.Install, left: floa
             Problem.FAILED_PRECONDITION,
             f"the plan is for workers {ranks}, but the engine has workers 0 to {engine.world_size - 1}",
         )
-    if left <= 0:
+    if remaining <= 0:
         return replica.problem(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin")
     return steps
 
@@ -97,7 +99,7 @@ class Readying:
         self._giving = True
         return PrepareEngine(seconds)
 
-    def asked(
+    def reply_to(
         self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], seconds: float
     ) -> worker_pb2.AgentReply | None:
         """Hands out orders, takes answers. None: a worker asks for something else. seconds: that are left."""
@@ -128,10 +130,10 @@ class Readying:
         before = [each for each in self._unopened.get(request.rank, ()) if each.boot_id == request.boot_id]
         found = {(each.transport, each.locator): each for each in before}
         for each in request.ready.unopened:
-            told = weights_pb2.Unopened()
-            told.CopyFrom(each)
-            told.boot_id = request.boot_id
-            found[each.transport, each.locator] = told
+            region = weights_pb2.Unopened()
+            region.CopyFrom(each)
+            region.boot_id = request.boot_id
+            found[each.transport, each.locator] = region
         self._unopened[request.rank] = list(found.values())
 
     @property
@@ -144,10 +146,10 @@ class Readying:
         before, self._giving = self._giving, False
         return before
 
-    def ended(self, done: Done, left: float) -> Problem | None:
+    def ended(self, done: Done, remaining: float) -> Problem | None:
         """The engine says that its workers were asked, or that they were not. Why the install cannot go on.
 
-        left: seconds for it.
+        remaining: seconds for it.
         """
         self._giving = False
         if self._problems:
@@ -159,9 +161,9 @@ class Readying:
         if missing and done.problem is not None:
             return done.problem
         if missing:
-            said = f"the engine says that it made its workers ready, but workers {missing} are not"
-            return self._replica.problem(Problem.INTERNAL, said)
-        if left <= 0:
-            said = "getting the workers ready took all the time there was"
-            return self._replica.problem(Problem.DEADLINE_EXCEEDED, said)
+            message = f"the engine says that it made its workers ready, but workers {missing} are not"
+            return self._replica.problem(Problem.INTERNAL, message)
+        if remaining <= 0:
+            message = "getting the workers ready took all the time there was"
+            return self._replica.problem(Problem.DEADLINE_EXCEEDED, message)
         return None

@@ -133,14 +133,15 @@ class SleepingOrWaking(Operation):
 
     def _discarded(self) -> bool:
         """Whether no worker calls weights clean any more; else it goes back."""
-        left = [status.rank for status in self.replica.words.workers if status.state == CLEAN]
-        if left:
+        clean_ranks = [status.rank for status in self.replica.words.workers if status.state == CLEAN]
+        if clean_ranks:
             self._problem = self.replica.problem(
                 Problem.INTERNAL,
-                f"workers {left} still call their weights clean: nothing was discarded, and the replica stays awake",
+                f"workers {clean_ranks} still call their weights clean: nothing was discarded, and the replica stays "
+                "awake",
             )
             self._undo()
-        return not left
+        return not clean_ranks
 
     def _failed(self, step: str, done: Done) -> None:
         """What the engine refused it has not done; what it did not answer it may have."""

@@ -113,8 +113,8 @@ class AgentReplica:
         by_rank = {status.rank: status for status in words.workers}
         for rank, order in list(self.orders.items()):
             status = by_rank.get(rank)
-            gone = status is None or status.boot_id != order.boot_id
-            if gone or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
+            departed = status is None or status.boot_id != order.boot_id
+            if departed or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
                 del self.orders[rank]
 
     def account_for(self, rank: int, boot_id: bytes, epoch: int) -> None:
@@ -152,10 +152,10 @@ class AgentReplica:
         """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
         return MarkEngine(self.mode == manager_pb2.MODE_COLOCATED, sleeping)
 
-    def hold(self, epoch: int, left: float, closed: bool = False) -> HoldRequests:
+    def hold(self, epoch: int, hold_seconds: float, closed: bool = False) -> HoldRequests:
         """The task that has requests wait, or not; `holding` is cleared once letting them in is done."""
         self.holding = True
-        return HoldRequests(epoch, left, closed)
+        return HoldRequests(epoch, hold_seconds, closed)
 
     def serving(self) -> bool:
         """Whether requests are answered now."""
@@ -240,7 +240,7 @@ class Operation(ABC):
         """The manager wants something else by now: go back if that is possible."""
         return
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """A worker asks. None: this operation has nothing for it."""
         return None
 

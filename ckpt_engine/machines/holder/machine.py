@@ -27,15 +27,15 @@ class HolderMachine(OfferingMachine):
         deadlines: Deadlines | None = None,
         filling: manager_pb2.Filling | None = None,
     ) -> None:
-        def hello(told: HelloState) -> manager_pb2.HolderHello:
+        def hello(state: HelloState) -> manager_pb2.HolderHello:
             return manager_pb2.HolderHello(
-                cluster=told.cluster,
+                cluster=state.cluster,
                 kind=kind,
                 name=name,
                 session_id=session_id,
                 host=host,
-                epoch=told.epoch,
-                held=told.held,
+                epoch=state.epoch,
+                held=state.held,
                 filling=filling,
                 digest_format=DIGEST_FORMAT,
             )

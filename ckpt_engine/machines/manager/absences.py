@@ -78,7 +78,7 @@ class Absences:
         else:
             self._timer(MemberAbsent(member_id(member)), self._state.deadlines.lease)
 
-    def back(self, member: Member) -> None:
+    def note_return(self, member: Member) -> None:
         """Notes that a member is connected again."""
         if not isinstance(member, Replica) or member.engine is not None:
             self._cancel(MemberAbsent(member_id(member)))
@@ -153,7 +153,7 @@ class Ranks:
         self.relays: UpdateRelays | None = None
         self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
         # no intent is recorded meanwhile
-        self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
+        self.departed: set[int] = set()  # that left their call after the intent, and live: their weights may change
 
     def caller_left(self, rank: int) -> None:
         """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. A
@@ -178,7 +178,7 @@ class Ranks:
         else:
             self._leaves(trainer)
 
-    def back(self, trainer: TrainerRank) -> None:
+    def note_return(self, trainer: TrainerRank) -> None:
         """A rank said hello, or published."""
         if not self._course.refusable and trainer.rank not in self._goal.calls:
             self._leaves(trainer)
@@ -187,7 +187,7 @@ class Ranks:
             did = "took back what it had published" if trainer.table is None else "published another table"
             self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
-    def gone(self, member: TrainerRank | Holder, alive: bool) -> None:
+    def drop(self, member: TrainerRank | Holder, alive: bool) -> None:
         """Goes on, or refuses, without a source that is read and will not come back. alive: it was connected, and said
         so itself or was sent away."""
         if alive and isinstance(member, TrainerRank) and not self._course.refusable:
@@ -197,7 +197,7 @@ class Ranks:
     def _leaves(self, trainer: TrainerRank) -> None:
         """A rank lives, and waits for the update no more: its weights may change."""
         if self._goal.sealed is None and trainer.session_id == self._course.sessions.get(trainer.rank):
-            self.left.add(trainer.rank)
+            self.departed.add(trainer.rank)
 
     def _without(self, problem: weights_pb2.Problem) -> bool:
         """Whether the update goes on, without the trainer."""

@@ -44,9 +44,9 @@ class UpdateCollective:
         self._ranks: dict[int, int] = {}  # trainer ranks: their index
         self._workers: dict[WorkerKey, int] = {}
         self._took: dict[int, manager_pb2.TookPart] = {}
-        self._gone: set[int] = set()
+        self._absent_ranks: set[int] = set()
         self._candidates: dict[str, CollectiveCandidate] = {}
-        self._asked = self._published = False
+        self._collective_only = self._published = False
         self.replicas: frozenset[str] = frozenset()
         self.why = ""
 
@@ -73,7 +73,7 @@ class UpdateCollective:
                 unable = f"cannot use {transport}"
             candidates[name] = CollectiveCandidate(name not in compiled.unfit, name in near_relays, unable)
         self._published = any(transport in way for way in ways)
-        self._asked = offered and all(way == {transport} for way in ways)
+        self._collective_only = offered and all(way == {transport} for way in ways)
         if goal.sealed is None:
             self._leave_out(candidates)
         self._candidates = candidates
@@ -81,8 +81,8 @@ class UpdateCollective:
         return bool(self.replicas)
 
     def _decide(self) -> None:
-        held, late = self._course.goal.until == manager_pb2.UNTIL_HELD, self._course.goal.sealed is not None
-        decision = collective_decision(self._asked, held, late, self._candidates)
+        until_held, is_late = self._course.goal.until == manager_pb2.UNTIL_HELD, self._course.goal.sealed is not None
+        decision = collective_decision(self._collective_only, until_held, is_late, self._candidates)
         self.replicas, self.why = frozenset(decision.replicas), decision.why
 
     def _without(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
@@ -102,8 +102,8 @@ class UpdateCollective:
 
     def _not_together(self, name: str, problem: weights_pb2.Problem) -> str:
         own = self._candidates[name].unable if name in self._candidates else ""
-        said = f"{name} {own}" if own else ("" if self.replicas else self.why)
-        return "" if problem.message in said else said
+        reason = f"{name} {own}" if own else ("" if self.replicas else self.why)
+        return "" if problem.message in reason else reason
 
     def _leave_out(self, candidates: dict[str, CollectiveCandidate]) -> None:
         """Leaves out those because of which several in a row ended badly, unless nobody else is left; they are tried
@@ -122,10 +122,10 @@ class UpdateCollective:
         if plan is None:
             return
         replicas = {member[0] for member in plan.members if not isinstance(member, str)}
-        there = replicas & set(self._recipients.waiting_for())
-        if there != replicas:
-            for name in there:  # before anything is paused for a vote that cannot be complete
-                message = f"its collective needs {', '.join(sorted(replicas - there))}, which is not in this update"
+        present = replicas & set(self._recipients.waiting_for())
+        if present != replicas:
+            for name in present:  # before anything is paused for a vote that cannot be complete
+                message = f"its collective needs {', '.join(sorted(replicas - present))}, which is not in this update"
                 self._recipients.leave_out(name, unavailable(message, replica=name).problem)
             return
         ranks = {source.source: source.rank for source in self._course.goal.published.sources}
@@ -152,9 +152,9 @@ class UpdateCollective:
             processes += [] if replica is None else replica.boot_ids()
         makeup = (plan, tuple(processes))
         known = self._state.communicators.pop(lineage, None)
-        named = known[1] if known is not None and known[0] == makeup else str(fence).encode()
-        self._made = lineage, makeup, named
-        return named
+        communicator = known[1] if known is not None and known[0] == makeup else str(fence).encode()
+        self._communicator_entry = lineage, makeup, communicator
+        return communicator
 
     # -- telling them
 
@@ -170,7 +170,7 @@ class UpdateCollective:
         trainers = self._trainers()
         for rank in self.waiting_for():
             if rank in trainers and trainers[rank].session_id != self._course.sessions.get(rank):
-                self._gone.add(rank)  # another process, which has sealed nothing of this
+                self._absent_ranks.add(rank)  # another process, which has sealed nothing of this
             elif rank in trainers:
                 part = manager_pb2.TakePart(
                     fence=fence.message(),
@@ -183,19 +183,19 @@ class UpdateCollective:
 
     def waiting_for(self) -> list[int]:
         """Ranks whose part has not ended, as far as is known."""
-        return sorted(self._ranks.keys() - self._took.keys() - self._gone)
+        return sorted(self._ranks.keys() - self._took.keys() - self._absent_ranks)
 
     def answered(self, trainer: TrainerRank, body: manager_pb2.TookPart) -> None:
         """A rank's part has ended."""
         self._took.setdefault(trainer.rank, body)
 
-    def gone(self, trainer: TrainerRank) -> None:
+    def drop(self, trainer: TrainerRank) -> None:
         """A rank will not come back."""
-        self._gone.add(trainer.rank)
+        self._absent_ranks.add(trainer.rank)
 
     def out_of_time(self) -> None:
         """Waits for none any more."""
-        self._gone.update(self.waiting_for())
+        self._absent_ranks.update(self.waiting_for())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """What members fetch."""
@@ -207,15 +207,15 @@ class UpdateCollective:
 
     # -- the end
 
-    def over(self) -> None:
+    def conclude(self) -> None:
         """Every replica has an outcome: keeps the communicator if all went well, else leaves the blamed out."""
         if not self._ranks:
             return
-        well = not self._gone and not self.waiting_for()
+        well = not self._absent_ranks and not self.waiting_for()
         well = well and not any(body.HasField("problem") for body in self._took.values())
         if well and all(self._ended(name) == NEW for name in self.replicas):
-            lineage, makeup, named = self._made
-            self._state.communicators[lineage] = makeup, named
+            lineage, makeup, communicator = self._communicator_entry
+            self._state.communicators[lineage] = makeup, communicator
         members = {name for body in self._took.values() for name in body.blamed}
         blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in members}
         for name in self.replicas:
@@ -227,16 +227,16 @@ class UpdateCollective:
         outcome = self._recipients.outcome(name)
         return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """What the report says of the collective."""
         dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.OUTCOME_QUARANTINED]
         problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
-        said = self.why
+        text = self.why
         if problems:
-            said += f"; it did not end well: {problems[0]}"
+            text += f"; it did not end well: {problems[0]}"
         if dirty:
-            said += (
+            text += (
                 f"; who had begun and is not done, or was lost meanwhile, is closed ({', '.join(dirty)}): the next "
                 "update mends them"
             )
-        return said
+        return text

@@ -38,7 +38,7 @@ REFUSABLE = frozenset(Phase) - {Phase.RECORDING, Phase.INSTALLING, Phase.REPORTI
 """Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
 may be on the disk already."""
 
-SAID = {
+ACTIVITIES = {
     Phase.QUEUEING: "waiting for relays that an update of another pool uses",
     Phase.WAITING: "waiting for the installs of the update before it",
     Phase.LEAVING: "looking whether a caller that has left is alive",
@@ -107,9 +107,9 @@ class Course:
         return self.phase in REFUSABLE
 
     @property
-    def said(self) -> str:
+    def activity(self) -> str:
         """What it does, for people."""
-        return SAID.get(self.phase, self.phase)
+        return ACTIVITIES.get(self.phase, self.phase)
 
     def waiting_for(self) -> list[str]:
         """What it waits for now, as people call it; empty: nothing, or only a task of the manager's own."""
@@ -122,7 +122,7 @@ class Course:
         what = f"dry run of {what}" if goal.dry_run else what
         what = f"bringing up {goal.replicas[0]}: update" if goal.is_attempt else what
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
-        return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
+        return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.activity}"
 
     def refusal(self, identity: Version, now: float) -> weights_pb2.Problem | None:
         """Why the weights cannot be installed as this version: it cannot be that one, or no time is left."""
@@ -153,7 +153,7 @@ class Course:
             self.timer(PhaseEnd(phase), self._phase_end - now)
         if phase is Phase.PREPARING:
             self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
-        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.STAGE_PLAN, message=self.said))
+        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.STAGE_PLAN, message=self.activity))
 
     def claim(self, claim: Claim) -> bool:
         """Whether it has this of holders from now on, to tell them so under `relay_fence`; else it asks again later."""
@@ -186,11 +186,11 @@ class Course:
         """Notes a phase for the timeline: it began then, and what went on before has ended."""
         self.timeline.phases.add(name=phase, after=now - self.started)
 
-    def left(self, now: float) -> float:
+    def remaining(self, now: float) -> float:
         """Seconds for a task of this phase."""
         return max(SHORTEST_SECONDS, self._phase_end - now)
 
-    def over(self) -> None:
+    def end(self) -> None:
         """Ends the course: nothing is left to do."""
         self.phase = Phase.OVER
         for step in (*CourseTimer, *map(PhaseEnd, TIMED)):
@@ -219,11 +219,11 @@ class Course:
             self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))
         self.released = True
 
-    def progress(self, name: str, said: manager_pb2.Progress) -> None:
+    def progress(self, name: str, progress: manager_pb2.Progress) -> None:
         """Tells all callers how far a replica is."""
         self.tell(
             manager_pb2.UpdateProgress(
-                replica=name, stage=said.stage, bytes_done=said.bytes_done, bytes_total=said.bytes_total
+                replica=name, stage=progress.stage, bytes_done=progress.bytes_done, bytes_total=progress.bytes_total
             )
         )
 

@@ -16,7 +16,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 UNDECIDED = "whether relays are filled is decided when the weights are sealed; edges are those without relays"
 
 
-def foreseen(
+def forecast(
     fence: Fence,
     goal: Goal,
     recipients: Recipients,

@@ -74,7 +74,7 @@ class Forgetting:
 
     def lost(self, member: Member) -> Member | None:
         """Notes that its session ended without a goodbye. Returns a member that is to be forgotten at once."""
-        if not self._brought(member):
+        if not self._holds_anything(member):
             return member
         if isinstance(member, Replica):
             if _reached(member):
@@ -85,7 +85,7 @@ class Forgetting:
             return self.state.members.replicas.get(next(iter(self.unreached)))
         return None
 
-    def back(self, member: Member) -> None:
+    def cancel(self, member: Member) -> None:
         """Notes that a member said hello again, or will not."""
         if isinstance(member, Replica):
             self.unreached.pop(member.name, None)
@@ -96,7 +96,7 @@ class Forgetting:
         member = self.state.members.get(key.member)
         return member if member is not None and member.peer is None else None
 
-    def _brought(self, member: Member) -> bool:
+    def _holds_anything(self, member: Member) -> bool:
         """Whether something is lost with it, or may be."""
         if isinstance(member, Replica):
             return bool(member.workers) or _reached(member)
@@ -107,9 +107,9 @@ class Forgetting:
     def taken_over(self) -> list[TrainerRank]:
         """Ranks of runs that are gone and whose replicas all belong to others now."""
         versions, trainers = self.state.versions, self.state.members.trainers.values()
-        over = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.served_lineages()
-        over -= {trainer.lineage for trainer in trainers if trainer.peer is not None}
-        return [trainer for trainer in trainers if trainer.lineage in over]
+        ended_runs = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.served_lineages()
+        ended_runs -= {trainer.lineage for trainer in trainers if trainer.peer is not None}
+        return [trainer for trainer in trainers if trainer.lineage in ended_runs]
 
     def look(self) -> None:
         """Forgets the lineages that nothing used at the look before this one either; another one comes."""
@@ -123,7 +123,7 @@ class Forgetting:
         """Whether it may be forgotten: what the ledger did not answer about may be of it."""
         return not lineage.used and not self.state.versions.doubtful
 
-    def asked(self, call: Call, request: manager_pb2.ForgetLineageRequest) -> None:
+    def join(self, call: Call, request: manager_pb2.ForgetLineageRequest) -> None:
         """An operator has a lineage forgotten: the answer comes when that is on the disk. Refused while ranks or
         replicas use it."""
         try:
@@ -157,26 +157,26 @@ class Forgetting:
     def _effects(self, lineage: Lineage) -> list[str]:
         """What comes of forgetting a lineage that no rank and no replica uses."""
         versions = self.state.versions
-        said = [
+        effects = [
             f"{selected(key)} is not brought to version {commit.identity.number} any more"
             for key, commit in sorted(versions.desired.items())
             if commit.identity.lineage == lineage.name
         ]
         if FILES in lineage.sources:
-            said.append("its files are not read any more for replicas that start late")
+            effects.append("its files are not read any more for replicas that start late")
         stays = "goes on holding a version of it until it is filled with others; it is listed until then"
-        return [*said, *(f"{source} {stays}" for source in sorted(lineage.sources - {FILES}))]
+        return [*effects, *(f"{source} {stays}" for source in sorted(lineage.sources - {FILES}))]
 
     def prune(self) -> None:
         """Lets go of what runs without ranks have published, and of versions that only replicas which have left were to
         serve, if it is of no use any more."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
-        wanted, needed = self.state.versions.served_lineages(), self.state.versions.needed(self.state.members.replicas)
+        served, needed = self.state.versions.served_lineages(), self.state.versions.needed(self.state.members.replicas)
         for content in self.state.versions.contents.values():
             lineage, published = content.identity.lineage, content.published
-            gone = published is not None and lineage not in alive
+            orphaned = published is not None and lineage not in alive
             files = published is not None and all(source.outlives for source in published.sources)
-            if content.identity not in needed or (gone and not (files and lineage in wanted)):
+            if content.identity not in needed or (orphaned and not (files and lineage in served)):
                 content.published = content.record = None
 
 

@@ -90,7 +90,7 @@ class Goal:
 class QueuedGoal(NamedTuple):
     """What was called and lacks nothing any more."""
 
-    said: str  # what it is, for people
+    description: str  # what it is, for people
     goal: Goal
     dequeue: Callable[[], None]  # takes it out of the calls that wait; to be called before its update is started
     call: int | None = None  # its number among those that wait for holders, below 0; None: it needs none to begin

@@ -74,15 +74,15 @@ class Holdings:
             or any(self._taken_back(content, source) for source in offered.sources)
         ):
             return self.of(content)
-        there = all(_is_there(self.state, content, source) for source in offered.sources)
-        told = offered == content.published and not content.sealed_since and content.record is not None
-        ranks = offered.sources if there and told else ()
+        present = all(_is_there(self.state, content, source) for source in offered.sources)
+        recorded = offered == content.published and not content.sealed_since and content.record is not None
+        ranks = offered.sources if present and recorded else ()
         held = self.of(content, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
-        if held is not None and (told or not there or attempt % 2 == 0):
+        if held is not None and (recorded or not present or attempt % 2 == 0):
             return held
-        if there and self.looking(content):
+        if present and self.looking(content):
             return None
-        return offered, content.record if there and told else None
+        return offered, content.record if present and recorded else None
 
     def offered(self, content: Content) -> Published | None:
         """What the ranks of a version published. After a rollback they have published another one since."""
@@ -98,7 +98,7 @@ class Holdings:
         rank = self.state.members.trainers.get((content.identity.lineage, source.rank))
         return rank is not None and rank.peer is not None and rank.table != source.table
 
-    def told(self, holder: Holder) -> None:
+    def note_held(self, holder: Holder) -> None:
         """A holder says what it has. What was joined without it is joined again."""
         for held in holder.held:
             self.state.send(holder, manager_pb2.PublicationAccepted(table=held.table))
@@ -140,8 +140,8 @@ class Holdings:
 
     def _forget(self) -> None:
         """Forgets what was joined of versions that are asked for no more."""
-        wanted = {True: self.called, False: self.state.versions.contents.keys()}
-        self.joinings = {key: each for key, each in self.joinings.items() if key[0] in wanted[key[1]]}
+        in_use = {True: self.called, False: self.state.versions.contents.keys()}
+        self.joinings = {key: each for key, each in self.joinings.items() if key[0] in in_use[key[1]]}
 
     def planned(self, task: PlanTask, done: Done) -> None:
         """A task of a pipeline ended, which may be of these: tells those that were left out. What failed altogether is

@@ -141,29 +141,29 @@ class LedgerRecovery:
 
     def warnings(self) -> list[str]:
         """Sentences for the status that say what is wrong and what helps."""
-        said = (
+        lines = (
             [] if self.state.ledger_problem is None else [f"no update can begin: {self.state.ledger_problem.message}"]
         )
         if self.rolled_back:
-            said.append(self.rolled_back)
+            lines.append(self.rolled_back)
         if self.state.versions.doubtful:
-            said.append(
+            lines.append(
                 "the ledger has not answered whether a version was committed: it is read again before more begins"
             )
         for name, epoch in self.unbelieved.items():
-            said.append(
+            lines.append(
                 f"{name}: not believed, since it has seen epoch {epoch} and this manager's ledger knows of "
                 f"{self.state.epoch} only. Start it anew (a replica with its engine), or give this manager the right "
                 "ledger"
             )
         for cluster, names in self.strangers.items():
-            said.append(
+            lines.append(
                 f"{', '.join(names)}: refused, since it served cluster {cluster} and this manager's ledger is of "
                 f"cluster {self.state.members.cluster}. If that cluster's ledger is lost, restart the manager "
                 f"with `ckpt-engine manager --cluster {cluster}` and a fresh ledger: all of them then come back by "
                 "themselves"
             )
-        return said
+        return lines
 
     def _learn_version(self, name: str, worker: manager_pb2.WorkerStatus) -> None:
         identity = Version.of(worker.identity)
@@ -174,9 +174,9 @@ class LedgerRecovery:
 
     def _highest(self, hello: Hello) -> int:
         ours = hello.cluster == self.state.members.cluster
-        seen = [hello.epoch if ours else 0]
+        epochs = [hello.epoch if ours else 0]
         if isinstance(hello, manager_pb2.ReplicaHello):
-            seen += [worker.epoch for worker in hello.workers]
+            epochs += [worker.epoch for worker in hello.workers]
             if hello.HasField("last_outcome") and hello.last_outcome.fence.cluster == self.state.members.cluster:
-                seen.append(hello.last_outcome.fence.epoch)
-        return max(seen)
+                epochs.append(hello.last_outcome.fence.epoch)
+        return max(epochs)

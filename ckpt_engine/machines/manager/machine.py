@@ -106,13 +106,13 @@ class ManagerMachine:
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
-        self._late = LateReplicas(self._state, self._catch_up, self._turns)
+        self._late_replicas = LateReplicas(self._state, self._catch_up, self._turns)
         self._state.holds |= holds or {}
-        self._holds = OperatorHolds(self._state, self._catch_up, self._late)
+        self._holds = OperatorHolds(self._state, self._catch_up, self._late_replicas)
         self._sleep_wake: SleepWakeCall | None = None
         self._restarted = epoch > 0
         self._settled = False
-        self._begun = False
+        self._started = False
         self._news = False
         self._now = 0.0  # of the last event
         self.changes = 0
@@ -122,7 +122,7 @@ class ManagerMachine:
         return commands_of(self._state.out, lambda: self._take(event, now))
 
     def _take(self, event: ManagerEvent, now: float) -> None:
-        if not self._begun:
+        if not self._started:
             self._begin()
         self._news = not tells_nothing(event, self._members)
         self._now = now
@@ -203,7 +203,7 @@ class ManagerMachine:
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
             case manager_pb2.Publish() if isinstance(member, TrainerRank):
                 self._publications.publish(member, body)
-                self._updates.back(member, now)
+                self._updates.note_return(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 take_beat(member, body)
                 if self._recovery.learn_epochs(member):
@@ -247,7 +247,7 @@ class ManagerMachine:
             self._state.cancel_timer(LeaseEnd(before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
         if isinstance(member, Replica):
-            self._state.versions.joined(member.name, member.pool)
+            self._state.versions.register(member.name, member.pool)
         if self._recovery.learn(hello):
             self._updates.outrun()
         fence = self._state.fence(self._installs(member)).message()
@@ -255,15 +255,15 @@ class ManagerMachine:
         welcome.lease_seconds, welcome.heartbeat_seconds = self._deadlines.lease, self._deadlines.heartbeat
         self._state.send(member, welcome)
         self._state.set_timer(LeaseEnd(peer), self._deadlines.lease)
-        self._forgetting.back(member)
+        self._forgetting.cancel(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
-            self._updates.gone(member, now, alive=False)
+            self._updates.drop_member(member, now, alive=False)
         if isinstance(member, TrainerRank):
             self._publications.taken_back(known, member.table)
             self._publications.offered(member)
         elif isinstance(member, Holder):
-            self._holdings.told(member)
-        self._updates.back(member, now)
+            self._holdings.note_held(member)
+        self._updates.note_return(member, now)
         if self._sleep_wake is not None:
             self._sleep_wake.send_missing(now)
 
@@ -282,14 +282,14 @@ class ManagerMachine:
         if peer is not None:
             self._state.cancel_timer(LeaseEnd(peer))
             self._state.out.append(ClosePeer(peer, problem))
-        self._forgetting.back(member)
+        self._forgetting.cancel(member)
         self._members.forget(member)
         if isinstance(member, Replica):
-            self._state.versions.left(member.name)
+            self._state.versions.unregister(member.name)
             self._drifts.since.pop(member.name, None)
         member.peer = None
-        self._gone(member, now)
-        self._updates.gone(member, now, alive=peer is not None)
+        self._notify_sleep_wake(member, now)
+        self._updates.drop_member(member, now, alive=peer is not None)
         self._publications.taken_back(member, None)
         self._publications.prune()
         self._forgetting.prune()
@@ -299,13 +299,13 @@ class ManagerMachine:
         if member is None:
             return
         self._state.cancel_timer(LeaseEnd(peer))
-        self._gone(member, now)
+        self._notify_sleep_wake(member, now)
         self._updates.lost(member, now)
         forgotten = self._forgetting.lost(member)
         if forgotten is not None:
             self._goodbye(forgotten, None, now)
 
-    def _gone(self, member: Member, now: float) -> None:
+    def _notify_sleep_wake(self, member: Member, now: float) -> None:
         if self._sleep_wake is not None and isinstance(member, Replica):
             self._sleep_wake.lost(member.name)
 
@@ -326,7 +326,7 @@ class ManagerMachine:
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
             sleep_wake = SleepWakeCall(self._state, event, now)
-            self._late.cut_short(sleep_wake.meets, "a call to sleep or wake came", now)
+            self._late_replicas.cut_short(sleep_wake.meets, "a call to sleep or wake came", now)
             orders = [update.goal for update in self._updates.all()]
             orders += [coming.goal for coming in self._turns.coming()]
             if self._sleep_wake or any(map(sleep_wake.meets, orders)):
@@ -342,7 +342,7 @@ class ManagerMachine:
             self._holds.join(call, request)
             return
         if isinstance(request, manager_pb2.ForgetLineageRequest):
-            self._forgetting.asked(call, request)
+            self._forgetting.join(call, request)
             return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
@@ -360,7 +360,7 @@ class ManagerMachine:
     # -- what comes next
 
     def _begin(self) -> None:
-        self._begun = True
+        self._started = True
         self._state.spend_ahead()
         self._forgetting.look()
         if self._restarted:
@@ -371,18 +371,18 @@ class ManagerMachine:
     def _next(self, now: float) -> None:
         """Goes on with what waited, and begins what can begin. Called after every event that may have changed
         something."""
-        if self._sleep_wake is not None and self._sleep_wake.over:
+        if self._sleep_wake is not None and self._sleep_wake.finished:
             self._sleep_wake = None
         if self._sleep_wake is not None:
             self._sleep_wake.start(now)
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
-        self._late.give_way(now)
+        self._late_replicas.give_way(now)
         while self._state.epoch_ready():
             if self._turns.begin(self._may_begin, now):
                 continue
-            goal = self._late.next_goal(self._may_begin, now) if self._settled else None
+            goal = self._late_replicas.next_goal(self._may_begin, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)

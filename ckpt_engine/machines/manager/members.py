@@ -90,9 +90,9 @@ def _rate(body: manager_pb2.RelayFilled | manager_pb2.RelayPassedOn, name: str) 
     """What cannot have been measured counts for nothing."""
     if not body.HasField(name):
         return None
-    said: manager_pb2.Rate = getattr(body, name)
-    fits = 0 < said.bytes_per_second < float("inf") and 0 < said.seconds < float("inf")
-    return Rate(said.bytes_per_second, said.seconds) if fits else None
+    rate: manager_pb2.Rate = getattr(body, name)
+    fits = 0 < rate.bytes_per_second < float("inf") and 0 < rate.seconds < float("inf")
+    return Rate(rate.bytes_per_second, rate.seconds) if fits else None
 
 
 @dataclass
@@ -131,29 +131,29 @@ class Unfit:
 class ShutWays:
     """What the workers of one replica could not open, by worker process, transport and region."""
 
-    _told: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
+    _unopened: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
 
-    def note(self, workers: Sequence[manager_pb2.WorkerStatus], told: Iterable[weights_pb2.Unopened]) -> None:
+    def note(self, workers: Sequence[manager_pb2.WorkerStatus], unopened: Iterable[weights_pb2.Unopened]) -> None:
         """Takes in what workers tell. workers: those that there are now; what others could not open is forgotten,
         unless it is told now: these may be known here a little later than what they tell."""
-        new = {(each.boot_id, each.transport, each.locator): each for each in told if each.boot_id}
+        new = {(each.boot_id, each.transport, each.locator): each for each in unopened if each.boot_id}
         boots = {worker.boot_id for worker in workers} | {key[0] for key in new}
-        here = [(key, each) for key, each in (self._told | new).items() if key[0] in boots]
-        self._told = dict(here[-MOST_SHUT:])
+        current = [(key, each) for key, each in (self._unopened | new).items() if key[0] in boots]
+        self._unopened = dict(current[-MOST_SHUT:])
 
     def of(self, boot_id: bytes) -> tuple[Shut, ...]:
         """What one worker process could not open, in one order."""
-        return tuple(sorted(Shut(*key[1:], each.reason) for key, each in self._told.items() if key[0] == boot_id))
+        return tuple(sorted(Shut(*key[1:], each.reason) for key, each in self._unopened.items() if key[0] == boot_id))
 
-    def told(self, boots: Iterable[bytes]) -> list[weights_pb2.Unopened]:
+    def unopened(self, boots: Iterable[bytes]) -> list[weights_pb2.Unopened]:
         """What these worker processes could not open."""
         present = set(boots)
-        return [each for key, each in self._told.items() if key[0] in present]
+        return [each for key, each in self._unopened.items() if key[0] in present]
 
     def forget(self) -> bool:
         """Forgets all, so that they try again; returns whether there was anything that they could not open."""
-        known = bool(self._told)
-        self._told.clear()
+        known = bool(self._unopened)
+        self._unopened.clear()
         return known
 
 
@@ -478,9 +478,9 @@ class Members:
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
         if hello.HasField("last_outcome"):
             known = None if old is None else old.last_outcome
-            told = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch
+            is_repeated = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch
             replica.last_outcome = hello.last_outcome
-            replica.shut.note(hello.workers, () if told else hello.last_outcome.unopened)
+            replica.shut.note(hello.workers, () if is_repeated else hello.last_outcome.unopened)
         return replica, self._speaks(peer, replica, before, self.replicas, hello.name)
 
     def _check_cluster(self, cluster: str) -> None:
@@ -514,7 +514,7 @@ def tells_nothing(event: ManagerEvent, members: Members) -> bool:
     if not isinstance(event.body, manager_pb2.ReplicaHeartbeat):
         return isinstance(event.body, manager_pb2.Heartbeat)
     replica = members.by_peer.get(event.peer)
-    return isinstance(replica, Replica) and _told(replica) == _told(event.body)
+    return isinstance(replica, Replica) and _beat_content(replica) == _beat_content(event.body)
 
 
 def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
@@ -525,9 +525,9 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.engine_check = beat.engine_check
 
 
-def _told(said: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
-    words = said.closed_reason, said.label_problem, said.engine_check
-    return said.serving, said.asleep, *words, tuple(said.workers)
+def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
+    words = source.closed_reason, source.label_problem, source.engine_check
+    return source.serving, source.asleep, *words, tuple(source.workers)
 
 
 def speaker(member: Member | Hello) -> str:
@@ -549,8 +549,8 @@ def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
     before, now = _boots(old.workers), _boots(hello.workers)
     if before and now:
         return bool(before & now)
-    here, there = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
-    return here == there and old.engine == (hello.engine if hello.HasField("engine") else None)
+    old_place, new_place = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
+    return old_place == new_place and old.engine == (hello.engine if hello.HasField("engine") else None)
 
 
 def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:

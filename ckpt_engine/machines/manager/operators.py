@@ -107,7 +107,7 @@ class OperatorHolds:
 
     state: ManagerState
     catch_up: CatchUp
-    late: LateReplicas
+    late_replicas: LateReplicas
     writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: none does
 
     def join(self, call: Call, request: HoldRequest) -> None:
@@ -135,7 +135,7 @@ class OperatorHolds:
         response: manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse
         if isinstance(done.result, OperatorHold):
             self.state.holds[name] = done.result
-            self.late.cut_short(lambda goal: name in goal.replicas, "an operator holds it", now)
+            self.late_replicas.cut_short(lambda goal: name in goal.replicas, "an operator holds it", now)
             response = manager_pb2.HoldReplicaResponse(hold=done.result.message())
         else:
             self.state.holds.pop(name, None)
@@ -146,7 +146,7 @@ class OperatorHolds:
     def warnings(self) -> list[str]:
         """Sentences for the status: names that are held, and that no replica has now."""
         return [
-            f"no replica {name!r} is registered, and its name is {self.state.holds[name].told(name)}"
+            f"no replica {name!r} is registered, and its name is {self.state.holds[name].describe(name)}"
             for name in sorted(self.state.holds.keys() - self.state.members.replicas.keys())
         ]
 

@@ -71,8 +71,8 @@ class Sealing:
 
     def missing(self) -> list[SourceOffer]:
         """Sources that have something to digest, and have not sealed."""
-        asked = (source for source in self.published.sources if source.source in self.compiled.atoms)
-        return [source for source in asked if source.source not in self.digests]
+        sources = (source for source in self.published.sources if source.source in self.compiled.atoms)
+        return [source for source in sources if source.source not in self.digests]
 
     def send(self, seconds: float) -> None:
         """Tells, again, all that have not answered."""
@@ -104,7 +104,7 @@ class Sealing:
         ranks = [source.rank for source in silent if source.rank is not None]
         return deadline(f"{message}the update began", ranks=ranks).problem
 
-    def asked(self, body: manager_pb2.Sealed) -> list[SourceOffer]:
+    def sources_of(self, body: manager_pb2.Sealed) -> list[SourceOffer]:
         """The sources that have not sealed and whose answer this is.
 
         An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
@@ -157,7 +157,7 @@ class PlanPipeline:
         self.number = state.pipelines
         self.stage: Stage | None = None
         self._state = state
-        self._made: dict[type[Stage], list[manager_pb2.BlobRef]] = {}  # by the stage that needed or made it
+        self._blobs: dict[type[Stage], list[manager_pb2.BlobRef]] = {}  # by the stage that needed or made it
 
     def run(self, task: Work) -> None:
         """Begins a stage that is work of the manager's own."""
@@ -180,10 +180,10 @@ class PlanPipeline:
 
     def take(self, body: manager_pb2.Sealed) -> bool:
         """Takes an answer of a source; whether it was asked for here."""
-        if not isinstance(self.stage, Sealing) or not (answered := self.stage.asked(body)):
+        if not isinstance(self.stage, Sealing) or not (answered := self.stage.sources_of(body)):
             return False
         problem = self.stage.take(body, answered)
-        self._made[Sealing] = [*self.stage.digests.values()]
+        self._blobs[Sealing] = [*self.stage.digests.values()]
         if problem is not None:
             self.stage = Failed(problem, tuple(source.source for source in answered))
         return True
@@ -202,30 +202,30 @@ class PlanPipeline:
                 self.stage = Failed(done.problem)
             case JoinSources():
                 self.stage = joined = cast(Joined, done.result)
-                self._made[Joined] = [] if joined.published is None else [joined.published.manifest]
+                self._blobs[Joined] = [] if joined.published is None else [joined.published.manifest]
             case CompilePlans(published):
                 self.stage = Planned(published, compiled := cast(Compiled, done.result))
-                self._made[Planned] = [*compiled.plans.values(), *compiled.atoms.values()]
+                self._blobs[Planned] = [*compiled.plans.values(), *compiled.atoms.values()]
             case CombineSeals(compiled=compiled):
                 self.stage = Way(compiled, combined := cast(Combined, done.result))
-                self._made[Way] = [*combined.expected.values(), *([combined.record] if combined.record else [])]
+                self._blobs[Way] = [*combined.expected.values(), *([combined.record] if combined.record else [])]
         return True
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that it made, which members may fetch or the next stage needs."""
-        return [ref for refs in self._made.values() for ref in refs]
+        return [ref for refs in self._blobs.values() for ref in refs]
 
 
 def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> None:
     """Adds an answer to a timeline, which is not to grow with the number of ranks. answered: whose answer it is."""
-    told = timeline.sources
+    entries = timeline.sources
     for source in answered:
-        if len(told) == SOURCES_TOLD:
-            quick = min(range(SOURCES_TOLD), key=lambda place: _seconds(told[place]))
-            if _seconds(told[quick]) >= _seconds(body):
+        if len(entries) == SOURCES_TOLD:
+            quick = min(range(SOURCES_TOLD), key=lambda place: _seconds(entries[place]))
+            if _seconds(entries[quick]) >= _seconds(body):
                 continue
-            del told[quick]
-        noted = told.add(
+            del entries[quick]
+        noted = entries.add(
             source=source.source,
             copy_seconds=body.copy_seconds,
             digest_seconds=body.digest_seconds,
@@ -243,5 +243,5 @@ def _on_gpus(source: SourceOffer) -> bool:
     return bool(source.host.gpus and source.ways) and all(on_gpus)
 
 
-def _seconds(told: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
-    return told.copy_seconds + told.digest_seconds
+def _seconds(entry: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
+    return entry.copy_seconds + entry.digest_seconds

@@ -74,15 +74,15 @@ class UpdatePrefetch:
         self._identity = identity
         self._record = record
         self._keep: Version | None = None  # that filled relays go on holding
-        self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
-        self._known = KnownNeeds(course.state, recipients, course.goal.published)
+        self._kept_tables: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
+        self._needs = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, PlannedFilling] = {}
-        self._begun = False
+        self._started = False
         self._routed = 0  # how many were left out when routes were made
-        self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
+        self._route_reasons: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
         # One that does not answer on a network is found to be gone after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
-        self._along: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
+        self._shared_reasons: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
         self._together = SharedFilling()
         self.why: dict[str, str] = {}
 
@@ -92,7 +92,9 @@ class UpdatePrefetch:
         self._keep = None if last is None else last.identity
         if before is not None:
             self._keep = before._identity
-            self._read = {name: each.answer.table for name, each in before._fillings.items() if each.answer is not None}
+            self._kept_tables = {
+                name: each.answer.table for name, each in before._fillings.items() if each.answer is not None
+            }
         # Of a version that was sealed before relays bring only what cannot be read without them.
         only = None if self._goal.sealed is None else self._recipients.cut_off.keys()
         readers = readers_of(self._state, self._recipients, self._identity, compiled.distances, only)
@@ -111,7 +113,7 @@ class UpdatePrefetch:
 
     def _names(self) -> frozenset[str]:
         """Relays that are filled, or read by those."""
-        ways = [way for each in self._fillings.values() for way in (each.route, each.told) if way is not None]
+        ways = [way for each in self._fillings.values() for way in (each.route, each.command_route) if way is not None]
         return frozenset(self._fillings) | frozenset(
             name for way in ways for name in (*way.upstream, *way.others, *way.early)
         )
@@ -128,14 +130,14 @@ class UpdatePrefetch:
     def advance(self, seconds: float) -> None:
         """Tells those whose turn has come, and leaves those out that cannot be filled any more. Called whenever
         something has changed."""
-        changed = self._begun = True
+        changed = self._started = True
         while changed:
             changed = False
             self._together = self._filled_together()
-            self._along |= self._together.why
+            self._shared_reasons |= self._together.why
             for filling in list(self._fillings.values()):
                 changed |= self._step(filling, seconds)
-            if self._routed != len(self._out()):
+            if self._routed != len(self._left_out()):
                 self._make_routes()
                 self._course.extend_claim(self._names())
                 changed = True
@@ -160,7 +162,7 @@ class UpdatePrefetch:
         if filling is not None and filling.left_out is None:
             self._course.timer(RelayAbsent(holder.source), self._state.deadlines.lease)
 
-    def back(self, holder: Holder) -> bool:
+    def note_return(self, holder: Holder) -> bool:
         """Notes that a relay said hello; returns whether it is one of these. Another process of this name holds nothing
         of what the one before it has brought, and cannot be asked for the rest of it."""
         filling = self._fillings.get(holder.source)
@@ -180,7 +182,7 @@ class UpdatePrefetch:
             filling.pausing = False
             filling.tried.clear()
 
-    def gone(self, source: str, why: str) -> None:
+    def drop(self, source: str, why: str) -> None:
         """Leaves out a relay that will not come back, or has not in time."""
         filling = self._fillings.get(source)
         holder = self._state.members.holders.get(source)
@@ -212,9 +214,9 @@ class UpdatePrefetch:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Why relays were filled or not, and why some do not count."""
-        out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._out() if each.left_out]
+        out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._left_out() if each.left_out]
         return "; ".join([self._reasons(), *out])
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -227,24 +229,26 @@ class UpdatePrefetch:
         return {name: self._with_failures(why) for name, why in found.items()}
 
     def _reasons(self) -> str:
-        said = [self._reason(name) for name in sorted({*self.why, *self._from})]
-        return "; ".join(said) or "no relay has a session with this manager"
+        reasons = [self._reason(name) for name in sorted({*self.why, *self._route_reasons})]
+        return "; ".join(reasons) or "no relay has a session with this manager"
 
     def _reason(self, name: str) -> str:
         """Why a relay is filled; of one that is filled for others only, that alone."""
         filling = self._fillings.get(name)
-        if name in self._from and filling is not None and not filling.replicas:
-            return self._from[name]
-        return "; ".join(filter(None, (self.why.get(name), self._from.get(name), self._along.get(name))))
+        if name in self._route_reasons and filling is not None and not filling.replicas:
+            return self._route_reasons[name]
+        return "; ".join(
+            filter(None, (self.why.get(name), self._route_reasons.get(name), self._shared_reasons.get(name)))
+        )
 
     # -- routes
 
     def _make_routes(self) -> None:
         """For all that are not filled yet, and for those that may have lost what they read."""
-        out = {each.relay for each in self._out()}
+        out = {each.relay for each in self._left_out()}
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
-        wanted = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
+        targets = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
         published = self._goal.published
         names = frozenset(source.source for source in published.sources)
         parts = published.parts or frozenset({names} if names else ())
@@ -253,11 +257,11 @@ class UpdatePrefetch:
             for relay in relays
             if self._has(relay.source) and not self._is_partial(relay.source)
         }
-        routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], wanted, holding)
+        routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], targets, holding)
         for name in [each.relay for each in self._fillings.values() if not each.replicas and each.command is None]:
             if name not in routes.by_relay and name not in out:
                 del self._fillings[name]
-                self._from.pop(name, None)
+                self._route_reasons.pop(name, None)
         for name, route in routes.by_relay.items():
             self._fillings.setdefault(name, PlannedFilling(name, ())).route = route
         for name, route in routes.by_relay.items():
@@ -267,7 +271,7 @@ class UpdatePrefetch:
                 self._fillings[name].left_out = precondition(self._with_failures(why)).problem
             else:
                 self._fillings[name].route = Route(0, ())  # none is left to wait for
-        self._routed = len(self._out())
+        self._routed = len(self._left_out())
 
     def _known_relays(self) -> list[Holder]:
         """The relays that are connected, and those that take part and may come back; once it has begun, none of those
@@ -275,19 +279,19 @@ class UpdatePrefetch:
         holders = self._state.members.holders
         found = {relay.source: relay for relay in connected_relays(self._state)}
         found |= {name: holders[name] for name in self._fillings if name in holders}
-        taken = self._course.blocked(self._keep) if self._begun else frozenset()
+        taken = self._course.blocked(self._keep) if self._started else frozenset()
         return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:
         filling = self._fillings.get(name)
-        return () if filling is None else (filling.told or filling.route).lacks
+        return () if filling is None else (filling.command_route or filling.route).lacks
 
     def _explain(self, name: str, route: Route) -> None:
-        whom = "the trainer" if self._goal.sealed is None else "those who hold the version"
+        origin = "the trainer" if self._goal.sealed is None else "those who hold the version"
         if not self._fillings[name].replicas:
-            self._from[name] = in_between(name, route.children, whom)
+            self._route_reasons[name] = in_between(name, route.children, origin)
         elif route.upstream:
-            self._from[name] = by_way_of(route.upstream, whom, bool(route.sources))
+            self._route_reasons[name] = by_way_of(route.upstream, origin, bool(route.sources))
 
     def _is_partial(self, name: str) -> bool:
         """Whether it has less of the version than it is to have."""
@@ -296,9 +300,9 @@ class UpdatePrefetch:
 
     def _with_failures(self, why: str) -> str:
         """Why a relay is not filled, where others that might have done so have failed."""
-        failed = [each for each in self._out() if not each.replicas]
-        said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
-        return "; ".join([*said, why])
+        failed = [each for each in self._left_out() if not each.replicas]
+        reasons = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
+        return "; ".join([*reasons, why])
 
     # -- one relay's turn
 
@@ -332,12 +336,12 @@ class UpdatePrefetch:
         self, filling: PlannedFilling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
     ) -> None:
         """Tells it to bring the version by this route."""
-        filling.attempts += filling.told is not None
+        filling.attempts += filling.command_route is not None
         filling.tried |= {table.digest for table in upstream.values()}
         if filling.ahead:
             filling.early, filling.ahead = filling.answer, False
         filling.command = self._command(filling, route, list(upstream.values()))
-        filling.told, filling.answer = route, None
+        filling.command_route, filling.answer = route, None
         self._tell(filling, seconds)
 
     def _filled_together(self) -> SharedFilling:
@@ -346,7 +350,7 @@ class UpdatePrefetch:
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
         def command(each: PlannedFilling) -> manager_pb2.FillRelay:
-            return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
+            return fill_command(self._course, self._needs, self._identity, each.relay, each.route, ())
 
         return filled_together(due, self._state.members.holders, command, self._course.relay_fence)
 
@@ -418,15 +422,15 @@ class UpdatePrefetch:
     def _command(
         self, filling: PlannedFilling, route: Route, upstream: list[manager_pb2.BlobRef]
     ) -> manager_pb2.FillRelay:
-        command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
+        command = fill_command(self._course, self._needs, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
         if filling.command is None and filling.relay in self._together.orders:
             command.fan_out.CopyFrom(self._together.orders[filling.relay])
         if self._keep is not None:
             command.keep.CopyFrom(self._keep.message())
-            command.keep_table = self._read.get(filling.relay, b"")
+            command.keep_table = self._kept_tables.get(filling.relay, b"")
         return command
 
-    def _out(self) -> list[PlannedFilling]:
+    def _left_out(self) -> list[PlannedFilling]:
         return [each for each in self._fillings.values() if each.left_out is not None]

@@ -69,9 +69,9 @@ class Gather:
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
         rank = request.rank
-        asked = manager_pb2.UpdateWeightsRequest()
-        asked.CopyFrom(request)
-        asked.options.CopyFrom(complete(request.options))
+        full_request = manager_pb2.UpdateWeightsRequest()
+        full_request.CopyFrom(request)
+        full_request.options.CopyFrom(complete(request.options))
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))
@@ -81,8 +81,8 @@ class Gather:
                 ranks=(rank,),
             )
         self.calls[rank] = call
-        self.requests[rank] = asked
-        self.end = min(self.end, now + (asked.options.timeout_seconds or self.state.deadlines.update))
+        self.requests[rank] = full_request
+        self.end = min(self.end, now + (full_request.options.timeout_seconds or self.state.deadlines.update))
 
     def seconds(self, now: float) -> float:
         """How long it may go on: all calls must be there in time, and then its turn must come in the callers' time."""
@@ -106,7 +106,7 @@ class Gather:
         """Whether any rank has a session now."""
         return any(trainer.peer is not None for trainer in self.state.members.ranks(self.lineage).values())
 
-    def nobody(self) -> CkptEngineError:
+    def no_session(self) -> CkptEngineError:
         """The refusal of a call for a lineage without ranks that could update it."""
         return precondition(
             f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
@@ -198,24 +198,24 @@ class Gather:
 
     def _check_agreement(self) -> None:
         """All ranks must ask for the same; else it is not known what was meant."""
-        versions = {rank: self._meant(request) for rank, request in self.requests.items()}
+        versions = {rank: self._requested_version(request) for rank, request in self.requests.items()}
         if len(set(versions.values())) > 1:
             asking: dict[int, list[int]] = {}
             for rank in sorted(versions):
                 asking.setdefault(versions[rank], []).append(rank)
-            said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
-            raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
+            wishes = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
+            raise invalid(f"the ranks ask for different versions: {wishes}", ranks=sorted(versions))
         if names := difference(each.options for each in self.requests.values()):
             raise invalid(f"the ranks differ in {' and '.join(names)}", ranks=sorted(self.requests))
 
-    def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:
+    def _requested_version(self, request: manager_pb2.UpdateWeightsRequest) -> int:
         """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""
         if request.HasField("version"):
             return request.version
         return self.state.versions.next_number(self.lineage)
 
     def _version(self) -> int:
-        version = self._meant(self.requests[min(self.requests)])
+        version = self._requested_version(self.requests[min(self.requests)])
         if version < 0:
             raise invalid(f"version {version} is negative")
         self.state.versions.check_rises(self.lineage, version)
@@ -288,7 +288,7 @@ class Gathers:
             return
         if isinstance(key, SessionsAbsent):
             if gather.lineage in self.lonely:
-                self._refuse(gather, gather.nobody().problem)
+                self._refuse(gather, gather.no_session().problem)
         elif gather.seconds(now) > 0:
             self._wait(gather, now)  # it lacked something meanwhile
         else:
@@ -297,14 +297,14 @@ class Gathers:
     def describe(self) -> str:
         """What is going on, for people; empty if nothing is."""
         gathers = list(self.by_lineage.values())
-        said = [gather.describe() for gather in gathers[:MOST_DESCRIBED]]
+        lines = [gather.describe() for gather in gathers[:MOST_DESCRIBED]]
         if len(gathers) > MOST_DESCRIBED:
-            said.append(f"and {len(gathers) - MOST_DESCRIBED} more lineages")
-        return " | ".join(said)
+            lines.append(f"and {len(gathers) - MOST_DESCRIBED} more lineages")
+        return " | ".join(lines)
 
     def _look_for_ranks(self, gather: Gather) -> None:
         if not gather.known():
-            raise gather.nobody()
+            raise gather.no_session()
         alone, key = not gather.connected(), SessionsAbsent(gather.lineage)
         if alone and gather.lineage not in self.lonely:
             self.lonely.add(gather.lineage)
@@ -338,6 +338,6 @@ def ranks_named(ranks: Sequence[int]) -> str:
         else:
             runs.append((rank, rank))
     named = runs[:MOST_RUNS]
-    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in named)
+    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in named)
     more = len(ranks) - sum(last - first + 1 for first, last in named)
-    return f"rank{'' if len(ranks) == 1 else 's'} {said}" + (f" and {more} more" if more else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranges}" + (f" and {more} more" if more else "")

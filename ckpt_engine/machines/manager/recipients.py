@@ -129,7 +129,7 @@ class Recipients:
         manifest = self._goal.published.manifest
         for name in self.unprepared():
             if (hold := self._state.holds.get(name)) is not None and not self._goal.is_attempt:
-                held = self.leave_out(name, precondition(f"it is {hold.told(name)}", replica=name).problem)
+                held = self.leave_out(name, precondition(f"it is {hold.describe(name)}", replica=name).problem)
                 held.operator_hold = True
                 continue
             replica = self._state.members.replicas.get(name)
@@ -214,8 +214,8 @@ class Recipients:
                 continue
             if name in self.cut_off:
                 problem = self.cut_off[name]
-                said = why[name].message if name in why and why[name].message != problem.message else ""
-                self._leave_out_unplanned(name, with_words(problem, said))
+                detail = why[name].message if name in why and why[name].message != problem.message else ""
+                self._leave_out_unplanned(name, with_words(problem, detail))
             elif never:
                 message = f"it keeps what it serves, since {never}: {why[name].message}"
                 self.leave_out(name, precondition(message, replica=name).problem)
@@ -232,7 +232,7 @@ class Recipients:
 
         If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
         """
-        if self._goal.adapts and (problem := self._kept()) is not None:
+        if self._goal.adapts and (problem := self._dtype_refusal()) is not None:
             return problem
         able, least = len(self.prepared()), self._goal.least
         if able >= least and (able or not self._unfit):
@@ -247,7 +247,7 @@ class Recipients:
         problem.replica = name
         return problem
 
-    def _kept(self) -> Problem | None:
+    def _dtype_refusal(self) -> Problem | None:
         """Why the ranks are to publish in the dtypes that models keep, before anything is sealed; None: no need."""
         names = sorted(name for name, unfit in self._unfit.items() if unfit.problem.kept)
         if not names:
@@ -274,10 +274,10 @@ class Recipients:
 
     def workers(self) -> tuple[PlanWorker, ...]:
         """The workers of prepared replicas that have not left since, for the planner."""
-        there = [(name, self._state.members.replicas.get(name)) for name in self.prepared()]
+        replicas = [(name, self._state.members.replicas.get(name)) for name in self.prepared()]
         return tuple(
             PlanWorker((name, each.rank), each.needs, each.host, replica.transports, replica.shut.of(each.boot_id))
-            for name, replica in there
+            for name, replica in replicas
             if replica is not None
             for each in self._workers(name) or ()
         )
@@ -354,10 +354,10 @@ class Recipients:
     def leave_out(self, name: str, problem: Problem) -> manager_pb2.ReplicaOutcome:
         """Ends the update for one replica that gave no outcome, and tells the callers. Returns the outcome."""
         replica = self._state.members.replicas.get(name)
-        told = self.is_ordered(name)
-        outcome = left_out(name, replica, self._fence, problem, told=told)
+        ordered = self.is_ordered(name)
+        outcome = left_out(name, replica, self._fence, problem, is_ordered=ordered)
         session = "" if replica is None else replica.session_id
-        self._recipients[name] = Ended(outcome, session=session if told else None)
+        self._recipients[name] = Ended(outcome, session=session if ordered else None)
         for call in self._goal.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
@@ -380,8 +380,8 @@ class Recipients:
 
 def with_words(problem: Problem, more: str) -> Problem:
     """The same problem, with more said about it; what it says already is not said again."""
-    told = Problem()
-    told.CopyFrom(problem)
+    extended = Problem()
+    extended.CopyFrom(problem)
     new = [clause for clause in more.split("; ") if clause and clause not in problem.message]
-    told.message = "; ".join([problem.message, *new])
-    return told
+    extended.message = "; ".join([problem.message, *new])
+    return extended

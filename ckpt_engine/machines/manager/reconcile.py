@@ -203,7 +203,7 @@ class CatchUp:
     def _hindrance(self, replica: Replica, content: Content) -> str:
         """What of the replica itself keeps it from being brought to a version; empty: nothing."""
         if (hold := self.state.holds.get(replica.name)) is not None:
-            return f"it is {hold.told(replica.name)}"
+            return f"it is {hold.describe(replica.name)}"
         if replica.peer is None:
             return "its agent is not connected"
         if replica.asleep:
@@ -260,15 +260,15 @@ class LateReplicas:
         """The goal of the next one whose turn has come, to be begun at once; None: there is none. may: whether one may
         begin, for all that this does not know of."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
-        late = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
-        attempts = Counter(late.values())
+        in_progress = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
+        attempts = Counter(in_progress.values())
         pools = {update.goal.pool for update in updates.all() if not update.goal.is_attempt}
         pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
         if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= pools:
             return None
 
         def busy(replica: Replica) -> bool:
-            return replica.pool in pools or replica.name in late
+            return replica.pool in pools or replica.name in in_progress
 
         def free(goal: Goal) -> bool:
             return updates.lets(goal) and may(goal) and not any(map(goal.meets, coming))
@@ -280,10 +280,10 @@ class LateReplicas:
         if not self.turns.updates.attempts():
             return
         for coming in self.turns.coming():
-            self.cut_short(coming.goal.meets, f"{coming.said} came", now)
-        wanted = self.turns.updates.in_the_way()
+            self.cut_short(coming.goal.meets, f"{coming.description} came", now)
+        blockers = self.turns.updates.in_the_way()
         for update in self.turns.updates.attempts():
-            if update.number in wanted:
+            if update.number in blockers:
                 self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
 
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:

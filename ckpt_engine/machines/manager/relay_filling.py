@@ -31,35 +31,28 @@ FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
 
 @dataclass
 class PlannedFilling:
-    """One relay that is filled.
-
-    replicas: that are to be installed from it; none: it is a step in between. route: what it is filled from. command:
-    what it was told last, by which route (`told`); None: it waits for its upstream. attempts: how often it was told
-    before. tried: tables of relays that it was told to read. pausing: it is told once more in a moment. session: of the
-    process that answered. early: what it answered when it had brought what its own sources have, which others read.
-    ahead: it was told to bring that only. left_out: why it does not count.
-    """
+    """One relay that is filled."""
 
     relay: str
-    replicas: tuple[str, ...]
-    route: Route = field(default_factory=lambda: Route(0, ()))
-    command: manager_pb2.FillRelay | None = None
-    told: Route | None = None
-    attempts: int = 0
-    tried: set[bytes] = field(default_factory=set)
-    pausing: bool = False
-    answer: manager_pb2.RelayFilled | None = None
-    session: str = ""
-    early: manager_pb2.RelayFilled | None = None
-    ahead: bool = False
-    left_out: Problem | None = None
+    replicas: tuple[str, ...]  # to be installed from it; none: it is a step in between
+    route: Route = field(default_factory=lambda: Route(0, ()))  # what it is to be filled from
+    command: manager_pb2.FillRelay | None = None  # the last one sent; None: it waits for its upstream
+    command_route: Route | None = None  # that of `command`
+    attempts: int = 0  # commands before `command`
+    tried: set[bytes] = field(default_factory=set)  # digests of the relays' tables that it was told to read
+    pausing: bool = False  # it is told once more in a moment
+    answer: manager_pb2.RelayFilled | None = None  # to `command`
+    session: str = ""  # of the process that answered
+    early: manager_pb2.RelayFilled | None = None  # its answer when it had brought what its own sources have
+    ahead: bool = False  # it was told to bring only what its own sources have
+    left_out: Problem | None = None  # why it does not count
 
     @property
     def failed(self) -> bool:
         """Whether its answer says that it has not brought all that it was to bring."""
-        if self.answer is None or self.told is None:
+        if self.answer is None or self.command_route is None:
             return False
-        may_lack = self.ahead or bool(self.told.lacks)
+        may_lack = self.ahead or bool(self.command_route.lacks)
         return self.answer.HasField("problem") or bool(self.answer.missing_cells and not may_lack)
 
     @property
@@ -73,8 +66,8 @@ class PlannedFilling:
             return self.answer.problem
         if self.command is None:
             return deadline(f"it waited for {', '.join(waits) or 'its turn'} to hold the version {since}").problem
-        said = "does not say that it holds the version" if self.answer is not None else "has not answered"
-        return deadline(f"it {said} {since}").problem
+        state = "does not say that it holds the version" if self.answer is not None else "has not answered"
+        return deadline(f"it {state} {since}").problem
 
     def tables(self) -> set[bytes]:
         """Digests of the tables under which it holds what it has brought."""
@@ -164,16 +157,16 @@ def filled_together(
             continue
         leaves = {name: slow[name] for name in names if name in slow}
         regions = {name: _passes_on(holders[name]) for name in names}
-        told = fan_out_orders(regions, _about(fence, names, holders), leaves)
-        orders |= told
+        shared = fan_out_orders(regions, _about(fence, names, holders), leaves)
+        orders |= shared
         for name in names:
-            peers = sorted({peer.relay for peer in told[name].peers})
+            peers = sorted({peer.relay for peer in shared[name].peers})
             others_too = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
             words = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
             why[name] = f"{words}, but passes nothing on: it {leaves[name]}" if name in leaves else words
-    for over, names in others.items():
-        if len(names) > 1 and not all(map(passes_on, over)):
-            why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
+    for transports, names in others.items():
+        if len(names) > 1 and not all(map(passes_on, transports)):
+            why |= dict.fromkeys(names, f"who reads over {' and '.join(transports)} passes nothing on meanwhile")
     return SharedFilling(orders, why)
 
 
@@ -189,17 +182,17 @@ def _about(fence: Fence, names: Iterable[str], holders: Mapping[str, Holder]) ->
 
 def reports(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.RelayReport]:
     """What each relay did."""
-    told = {each.relay: (each, each.told or each.route) for each in fillings}
+    routes = {each.relay: (each, each.command_route or each.route) for each in fillings}
     return [
         manager_pb2.RelayReport(
             relay=each.relay,
             filled=_filled(each),
             replicas=each.replicas,
-            relays=sorted(other for other, (_, other_route) in told.items() if each.relay in other_route.upstream),
+            relays=sorted(other for other, (_, other_route) in routes.items() if each.relay in other_route.upstream),
             upstream=route.upstream,
             stage=route.stage,
         )
-        for each, route in told.values()
+        for each, route in routes.values()
     ]
 
 
@@ -212,8 +205,8 @@ def _filled(filling: PlannedFilling) -> manager_pb2.RelayFilled | None:
 
 def blobs_of(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.BlobRef]:
     """Blobs that the relays which were told something may fetch."""
-    told = [each.command for each in fillings if each.command is not None]
-    return [ref for each in told for ref in (each.record, *each.tables, *each.needs, *each.within)]
+    commands = [each.command for each in fillings if each.command is not None]
+    return [ref for each in commands for ref in (each.record, *each.tables, *each.needs, *each.within)]
 
 
 def lacking(
@@ -233,7 +226,7 @@ def lacking(
 def shortfalls(fillings: Iterable[PlannedFilling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
     """Why the relay of each replica does not count, or what of the version it has not brought. It names the relay, and
     those that it reads, with their addresses."""
-    return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
+    return {name: problem for each in fillings if (problem := _shortfall(each, holders)) for name in each.replicas}
 
 
 def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Problem | None:
@@ -249,7 +242,7 @@ def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Proble
         is_cut_off = code == Problem.DEADLINE_EXCEEDED
     else:
         return None
-    upstream = (filling.told or filling.route).upstream
+    upstream = (filling.command_route or filling.route).upstream
     read = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
     if read and is_cut_off:
         words.append(f"it reads {' and '.join(read)}: see whether that runs and the network carries")

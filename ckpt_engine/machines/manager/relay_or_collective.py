@@ -68,15 +68,15 @@ def prefetch_decision(
     return WayDecision(far, f"{relay} is filled for {', '.join(far)}: {why}")
 
 
-def in_between(relay: str, children: Sequence[str], whom: str) -> str:
-    """Why a relay is filled that has no replicas to install. whom: those whose weights these relays do not reach."""
+def in_between(relay: str, children: Sequence[str], origin: str) -> str:
+    """Why a relay is filled that has no replicas to install. origin: those whose weights these relays do not reach."""
     verb = "does" if len(children) == 1 else "do"
-    return f"{relay} is filled for {_and(children)}, which {verb} not reach {whom}"
+    return f"{relay} is filled for {_and(children)}, which {verb} not reach {origin}"
 
 
-def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
+def by_way_of(upstream: Sequence[str], origin: str, partly: bool) -> str:
     """A sentence on what a relay is filled from that does not reach all sources itself. partly: it reaches some."""
-    reached = f"all of {whom}" if partly else whom
+    reached = f"all of {origin}" if partly else origin
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
 
@@ -90,27 +90,29 @@ class CollectiveCandidate(NamedTuple):
 
 
 def collective_decision(
-    asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]
+    collective_only: bool, until_held: bool, is_late: bool, candidates: Mapping[str, CollectiveCandidate]
 ) -> WayDecision:
-    """Which replicas take part. asked: all that is published is offered over a collective alone. held: callers return
-    when relays hold the version. late: a late replica is brought to a version that replicas have already."""
-    if late:
+    """Chooses the replicas that take part.
+
+    collective_only: all that is published is offered over a collective alone. until_held: callers return when relays
+    hold the version. is_late: a late replica is brought to a version that other replicas have.
+    """
+    if is_late:
         return WayDecision((), "no collective: a late replica is brought up without the others")
-    if held:
+    if until_held:
         return WayDecision((), "no collective: the trainer goes on when relays hold the version")
-    wanting = {name: each for name, each in candidates.items() if asked or not (each.direct or each.relay)}
+    wanting = {name: each for name, each in candidates.items() if collective_only or not (each.direct or each.relay)}
     able = tuple(sorted(name for name, each in wanting.items() if not each.unable))
     unable = "; ".join(f"{name} {wanting[name].unable}" for name in sorted(wanting) if wanting[name].unable)
     if not wanting:
-        who = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
-        return WayDecision((), f"no collective: {who}")
+        why = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
+        return WayDecision((), f"no collective: {why}")
     if not able:
         return WayDecision((), f"no collective: {unable}")
     verb = "is" if len(able) == 1 else "are"
-    reason = "the trainer publishes for it alone" if asked else "nothing else brings weights there, and no relay"
-    return WayDecision(
-        able, f"{_and(able)} {verb} updated by a collective: {reason}" + (f"; {unable}" if unable else "")
-    )
+    why = "the trainer publishes for it alone" if collective_only else "nothing else brings weights there, and no relay"
+    words = f"{_and(able)} {verb} updated by a collective: {why}"
+    return WayDecision(able, f"{words}; {unable}" if unable else words)
 
 
 def _and(names: Collection[str]) -> str:

@@ -38,12 +38,12 @@ def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.Rep
 
 
 def left_out(
-    name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, told: bool
+    name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, is_ordered: bool
 ) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that gave none.
 
-    told: it was told to install. Then what became of it is unknown, and it counts as closed. Otherwise it is as it
-    was: unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
+    is_ordered: it was told to install, so its state is unknown, and it counts as closed. Otherwise it is as it was:
+    unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
     """
     named = weights_pb2.Problem()
     named.CopyFrom(problem)
@@ -52,10 +52,10 @@ def left_out(
     outcome = manager_pb2.ReplicaOutcome(
         replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=named
     )
-    identity = None if replica is None or told else replica.identity
+    identity = None if replica is None or is_ordered else replica.identity
     if identity is not None:
         outcome.before.CopyFrom(identity.message())
-    if not told and (replica is None or replica.peer is None or replica.engine is None):
+    if not is_ordered and (replica is None or replica.peer is None or replica.engine is None):
         outcome.outcome = manager_pb2.OUTCOME_NOT_REACHED
     elif replica is not None and replica.serving and identity is not None:
         outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
@@ -84,8 +84,10 @@ def what_became(
         outcome.outcome = manager_pb2.OUTCOME_NEW_SERVING
     elif max(epochs) < fence.epoch:
         outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
-        said = "its agent was lost while it installed; the one that is there now finds it serving what it served before"
-        outcome.problem.CopyFrom(unavailable(said, replica=replica.name).problem)
+        message = (
+            "its agent was lost while it installed; the one that is there now finds it serving what it served before"
+        )
+        outcome.problem.CopyFrom(unavailable(message, replica=replica.name).problem)
     else:
         return None
     return outcome
@@ -190,9 +192,9 @@ def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manag
     report.not_finite.extend(names[:NOT_FINITE_TOLD])
     # Ranks may hold parts of one tensor, and name some of their own only: there are so many at least.
     more = max(len(names), *(answer.not_finite_tensors for answer in sealed.values())) - len(names)
-    shown = some([*names, *[""] * more])
+    tensors = some([*names, *[""] * more])
     report.warnings.append(
-        f"version {report.identity.version} holds NaN or infinity in {shown} (sealed by {some(sorted(sealed))}): if "
+        f"version {report.identity.version} holds NaN or infinity in {tensors} (sealed by {some(sorted(sealed))}): if "
         "training has diverged, go back; publish(check_finite=True) refuses such updates"
     )
 
@@ -231,7 +233,9 @@ class Corrections:
     state: ManagerState
     open: dict[str, _Open] = field(default_factory=dict)  # by replica; the last update that reached it, or was for it
 
-    def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]) -> None:
+    def take_report(
+        self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]
+    ) -> None:
         """An update has ended. unresolved: its replicas of which nothing is known, with the session that was told to
         install. What an update before it left open of those that it reached stays as it was told."""
         for outcome in report.replicas:
@@ -242,7 +246,7 @@ class Corrections:
             elif session is not None or known is None or known.session is None or _reached(outcome):
                 self.open[name] = _Open(report, min_replicas, session)
 
-    def brought(self, outcome: manager_pb2.ReplicaOutcome) -> None:
+    def take_attempt(self, outcome: manager_pb2.ReplicaOutcome) -> None:
         """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
         say; or not, and the report stays."""
         known = self.open.get(outcome.replica)

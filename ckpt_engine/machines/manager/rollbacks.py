@@ -79,28 +79,28 @@ class Rollbacks:
 
     def cancelled(self, call: Call) -> None:
         """Forgets a rollback whose caller has gone before it began."""
-        for number in [number for number, asked in self.waiting.items() if asked.call == call]:
+        for number in [number for number, pending in self.waiting.items() if pending.call == call]:
             self._end(number)
 
     def look(self, settled: bool, others: Sequence[Goal], now: float) -> None:
         """After every event: refuses what cannot begin, and sees which lack nothing any more. others: what runs."""
         taken: set[str] = set()
-        for number, asked in list(self.waiting.items()):
+        for number, pending in list(self.waiting.items()):
             try:
                 self.state.check_ledger()
-                asked.goal = self._goal(asked, others, taken, now) if settled else None
+                pending.goal = self._goal(pending, others, taken, now) if settled else None
             except CkptEngineError as error:
                 self._refuse(number, error.problem)
         self.running = [goal for goal in self.running if any(goal is other for other in others)]
-        asked_for = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
-        self.holdings.called = frozenset(identity for identity in asked_for if identity is not None)
+        identities = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
+        self.holdings.called = frozenset(identity for identity in identities if identity is not None)
 
     def coming(self) -> list[QueuedGoal]:
         """The rollbacks that lack nothing."""
         return [
-            QueuedGoal(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
-            for number, asked in self.waiting.items()
-            if asked.goal is not None
+            QueuedGoal(_describe(pending), pending.goal, partial(self._dequeue, number), -number)
+            for number, pending in self.waiting.items()
+            if pending.goal is not None
         ]
 
     def _dequeue(self, number: int) -> None:
@@ -112,34 +112,34 @@ class Rollbacks:
 
     def timer(self, number: int) -> None:
         """A rollback's time is over."""
-        asked = self.waiting.get(number)
-        if asked is not None:
-            lacks = "others to end" if asked.goal is not None else asked.lacks
-            self._refuse(number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem)
+        pending = self.waiting.get(number)
+        if pending is not None:
+            lacks = "others to end" if pending.goal is not None else pending.lacks
+            self._refuse(number, deadline(f"{_describe(pending)} did not begin in time: it waited for {lacks}").problem)
 
     def describe(self) -> str:
         """What is going on, for people; empty if nothing is."""
         return " | ".join(
-            f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
+            f"{_describe(pending)} waits for {pending.lacks or 'its turn'}" for pending in self.waiting.values()
         )
 
-    def _goal(self, asked: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
+    def _goal(self, pending: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
         """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
         must be refused."""
-        request = asked.request
+        request = pending.request
         identity = self._identity(request)
         for goal in others:
             if not goal.is_attempt and goal.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
-        replicas = replicas_for(self.state, asked.options, now)
+        replicas = replicas_for(self.state, pending.options, now)
         if identity.lineage in taken:
-            asked.lacks = f"another rollback of lineage {identity.lineage!r}"
+            pending.lacks = f"another rollback of lineage {identity.lineage!r}"
             return None
         taken.add(identity.lineage)
-        asked.identity = identity
+        pending.identity = identity
         self.holdings.called |= {identity}
         held = self._held(identity)
-        asked.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
+        pending.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
         if held is None:
             return None
         published, record = held
@@ -148,13 +148,13 @@ class Rollbacks:
             version=identity.number,
             published=published,
             replicas=replicas,
-            calls={0: asked.call},
-            pause_mode=asked.options.pause_mode,
+            calls={0: pending.call},
+            pause_mode=pending.options.pause_mode,
             min_replicas=None,
-            selection=selection_of(asked.options),
-            end=asked.end,
+            selection=selection_of(pending.options),
+            end=pending.end,
             held=HeldVersion(identity, record),
-            pool=asked.options.pool,
+            pool=pending.options.pool,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:
@@ -172,15 +172,17 @@ class Rollbacks:
             if request.lineage:
                 known_lineage(lineages(self.state), request.lineage)
             raise not_found(f"nothing that is connected holds {named}: {_listed(held)}")
-        meant = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
-        if not meant:
+        by_lineage = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
+        if not by_lineage:
             raise precondition(
                 f"neither the ledger nor a worker knows the root of {named}, so nobody is believed to hold it: "
                 + _listed(found)
             )
-        if len(meant) > 1:
-            raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(meant)))}: name one of them")
-        return meant.popitem()[1]
+        if len(by_lineage) > 1:
+            raise invalid(
+                f"{named} is held of the lineages {', '.join(map(repr, sorted(by_lineage)))}: name one of them"
+            )
+        return by_lineage.popitem()[1]
 
     def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
         """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
@@ -200,9 +202,9 @@ class Rollbacks:
         self.state.cancel_timer(RollbackEnd(number))
 
 
-def _describe(asked: PendingRollback) -> str:
-    lineage = asked.goal.lineage if asked.goal is not None else asked.request.lineage
-    return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
+def _describe(pending: PendingRollback) -> str:
+    lineage = pending.goal.lineage if pending.goal is not None else pending.request.lineage
+    return f"rollback to version {pending.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 
 
 def _listed(held: list[tuple[str, Version]]) -> str:
@@ -210,13 +212,13 @@ def _listed(held: list[tuple[str, Version]]) -> str:
     by_version: dict[str, list[str]] = {}
     for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].number, each[0])):
         by_version.setdefault(str(identity), []).append(source)
-    said = [
+    lines = [
         f"{', '.join(sources)} {'holds' if len(sources) == 1 else 'hold'} {each}"
         for each, sources in by_version.items()
     ]
-    if len(said) > MOST_NAMED:
-        said = [*said[:MOST_NAMED], f"and {len(said) - MOST_NAMED} more versions are held"]
-    return "; ".join(said) or (
+    if len(lines) > MOST_NAMED:
+        lines = [*lines[:MOST_NAMED], f"and {len(lines) - MOST_NAMED} more versions are held"]
+    return "; ".join(lines) or (
         "no holder of versions is connected (`ckpt-engine relay`); `ckpt-engine update --checkpoint` brings what a "
         "directory holds, under the next version"
     )

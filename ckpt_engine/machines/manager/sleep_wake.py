@@ -46,7 +46,7 @@ class SleepWakeCall:
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)
         self.fence = Fence()
-        self.over = False
+        self.finished = False
         replicas = state.members.replicas.items()
         self.pool = request.pool
         self._names = sorted(set(request.replicas) or (name for name, each in replicas if each.pool == request.pool))
@@ -75,10 +75,10 @@ class SleepWakeCall:
 
     def start(self, now: float) -> None:
         """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or no call waits now."""
-        if self.fence.epoch or self.over:
+        if self.fence.epoch or self.finished:
             return
         if self.call is None:
-            self.over = True
+            self.finished = True
             return
         if self.state.epoch_ready():
             self.fence = self.state.next_sleep()
@@ -138,9 +138,9 @@ class SleepWakeCall:
         self._results[name] = manager_pb2.SleepWakeResult(replica=name, problem=problem)
 
     def _when_done(self) -> None:
-        if self.over or len(self._results) < len(self._names):
+        if self.finished or len(self._results) < len(self._names):
             return
-        self.over = True
+        self.finished = True
         self.state.cancel_timer(SleepWakeEnd(self.fence.epoch))
         self.state.cancel_timer(SleepWakeResend(self.fence.epoch))
         if self.call is not None:

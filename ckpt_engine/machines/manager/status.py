@@ -60,7 +60,7 @@ def status_of(
             connected=trainer.peer is not None,
             published=trainer.table is not None,
             description=trainer.host.name,
-            gpus=_named(trainer.host),
+            gpus=_gpus_of(trainer.host),
         )
     answer.lineages.extend(lineage.message() for lineage in lineages(state).values())
     slow = slow_relays(state.members.holders.values())
@@ -72,7 +72,7 @@ def status_of(
             connected=holder.peer is not None,
             held=[held.identity.message() for held in holder.held],
             description=holder.host.name,
-            filling=_told(holder.filling),
+            filling=_without_keys(holder.filling),
             last_filled=holder.words.last_filled,
             progress=holder.words.progress,
             slow=slow.get(source, ""),
@@ -108,7 +108,7 @@ def _replica(
         unfit=replica.why_unfit(),
         pool=replica.pool,
         gpus=_gpus(replica),
-        unopened=replica.shut.told(replica.boot_ids()),
+        unopened=replica.shut.unopened(replica.boot_ids()),
         desired=None if desired is None else desired.message(),
     )
     if hold is not None:
@@ -122,18 +122,18 @@ def _replica(
 
 def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
     """The GPUs of each worker that is there now and has told them."""
-    told = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
+    prepared = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
     boots = set(replica.boot_ids())
-    here = [each for each in told if each is not None and each.boot_id in boots and each.host.gpus]
-    return [manager_pb2.WorkerGpus(rank=each.rank, gpus=_named(each.host)) for each in here]
+    current = [each for each in prepared if each is not None and each.boot_id in boots and each.host.gpus]
+    return [manager_pb2.WorkerGpus(rank=each.rank, gpus=_gpus_of(each.host)) for each in current]
 
 
-def _named(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
+def _gpus_of(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
     """A worker's GPUs, without which others they reach."""
     return [weights_pb2.Gpu(uuid=gpu.uuid, name=gpu.name, pci=gpu.pci) for gpu in host.gpus]
 
 
-def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
+def _without_keys(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
     """Without the keys that let their bearer read a relay."""
     if filling is None:
         return None
@@ -157,11 +157,11 @@ def blobs_in_use(
     for replica in state.members.replicas.values():
         used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
     for content in state.versions.contents.values():
-        kept = used.setdefault(f"lineage {content.identity.lineage!r}", [])
+        refs = used.setdefault(f"lineage {content.identity.lineage!r}", [])
         if content.record is not None:
-            kept.append(content.record)
+            refs.append(content.record)
         if content.published is not None:
-            kept += [content.published.manifest, *(source.table for source in content.published.sources)]
+            refs += [content.published.manifest, *(source.table for source in content.published.sources)]
     if updates:
         used["the update that runs"] = [ref for update in updates for ref in update.blobs()]
     return used
@@ -183,15 +183,15 @@ def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Wa
     writing = {name: update for update in updates for name in update.under_way()[0]}
     replicas = {}
     for name in sorted(state.members.replicas):
-        seen = _watched_replica(state.members.replicas[name])
+        entry = _watched_replica(state.members.replicas[name])
         update = writing.get(name)
-        if update is not None and seen.state != manager_pb2.REPLICA_STATE_AWAY:
+        if update is not None and entry.state != manager_pb2.REPLICA_STATE_AWAY:
             brings = update.under_way()[1]
-            seen.state, seen.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
-            seen.reason = update.describe()
+            entry.state, entry.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
+            entry.reason = update.describe()
             if brings is not None:
-                seen.next.CopyFrom(brings.message())
-        replicas[name] = seen
+                entry.next.CopyFrom(brings.message())
+        replicas[name] = entry
     latest = {lineage: last.identity for lineage, last in sorted(state.versions.last.items())}
     return Watched(state.fence(state.installs), replicas, latest, not settled)
 
@@ -221,27 +221,27 @@ def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse 
 
 
 def _watched_replica(replica: Replica) -> manager_pb2.WatchedReplica:
-    seen = manager_pb2.WatchedReplica(name=replica.name, label_problem=replica.label_problem, pool=replica.pool)
+    entry = manager_pb2.WatchedReplica(name=replica.name, label_problem=replica.label_problem, pool=replica.pool)
     if replica.identity is not None:
-        seen.identity.CopyFrom(replica.identity.message())
+        entry.identity.CopyFrom(replica.identity.message())
     if replica.engine is not None:
-        seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
+        entry.url, entry.engine, entry.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
     installed = _just_installed(replica)
     if replica.peer is None:
-        seen.state, seen.reason = manager_pb2.REPLICA_STATE_AWAY, "its agent is not connected"
+        entry.state, entry.reason = manager_pb2.REPLICA_STATE_AWAY, "its agent is not connected"
     elif installed is not None:
-        seen.state = manager_pb2.REPLICA_STATE_SERVING
-        seen.identity.CopyFrom(installed)
+        entry.state = manager_pb2.REPLICA_STATE_SERVING
+        entry.identity.CopyFrom(installed)
     elif replica.asleep:
-        seen.state, seen.reason = manager_pb2.REPLICA_STATE_ASLEEP, replica.closed_reason
+        entry.state, entry.reason = manager_pb2.REPLICA_STATE_ASLEEP, replica.closed_reason
     elif replica.serving:
-        seen.state = manager_pb2.REPLICA_STATE_SERVING
+        entry.state = manager_pb2.REPLICA_STATE_SERVING
     else:
-        seen.state, seen.reason = (
+        entry.state, entry.reason = (
             manager_pb2.REPLICA_STATE_CLOSED,
             replica.closed_reason or "no heartbeat has told its state yet",
         )
-    return seen
+    return entry
 
 
 def _just_installed(replica: Replica) -> weights_pb2.Identity | None:
@@ -249,5 +249,5 @@ def _just_installed(replica: Replica) -> weights_pb2.Identity | None:
     outcome = replica.last_outcome
     if outcome is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
         return None
-    told = max((worker.epoch for worker in replica.workers), default=0)
-    return outcome.after if outcome.fence.epoch > told else None
+    beat_epoch = max((worker.epoch for worker in replica.workers), default=0)
+    return outcome.after if outcome.fence.epoch > beat_epoch else None

@@ -70,7 +70,7 @@ class Updates:
     def start(self, goal: Goal, now: float, call: int | None = None) -> None:
         """Begins one that `lets` has let."""
         before = next(iter(self._near(goal)), None)
-        update = Update(self.state, goal, self._over, before)
+        update = Update(self.state, goal, self._update_ended, before)
         self.going.append(update)
         self.state.claims.begin(update.number, self.claim(goal), call)
         update.start(now)
@@ -94,8 +94,8 @@ class Updates:
         reach it and is not on the disk yet, however many others were given out since."""
         ours = [update for update in self.going if name in update.goal.replicas]
         intents = [(update.installs, update.phase) for update in ours]
-        told = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
-        return min([self.state.installs, *told])
+        limits = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
+        return min([self.state.installs, *limits])
 
     # -- what happens is told to all
 
@@ -104,20 +104,20 @@ class Updates:
         for update in self.all():
             update.message(member, body, now)
 
-    def back(self, member: Member, now: float) -> None:
+    def note_return(self, member: Member, now: float) -> None:
         """Notes that a member said hello, or published."""
         for update in self.all():
-            update.member_back(member, now)
+            update.note_return(member, now)
 
     def lost(self, member: Member, now: float) -> None:
         """Notes that a member's session ended without a goodbye."""
         for update in self.all():
             update.member_lost(member, now)
 
-    def gone(self, member: Member, now: float, alive: bool) -> None:
+    def drop_member(self, member: Member, now: float, alive: bool) -> None:
         """Notes that a member will not come back. alive: its process was connected until now."""
         for update in self.all():
-            update.member_gone(member, now, alive)
+            update.drop_member(member, now, alive)
 
     def outrun(self) -> None:
         """Notes that members have seen higher epochs."""
@@ -151,15 +151,15 @@ class Updates:
     def _near(self, goal: Goal) -> list[Update]:
         return [update for update in self.going if update.goal.meets(goal)]
 
-    def _over(self, update: Update) -> None:
+    def _update_ended(self, update: Update) -> None:
         self.going.remove(update)
         self.state.claims.end(update.number)
         refusal = update.refusal
         if update.goal.is_attempt and not update.cut:
             self._note_failure(update)
         if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
-            told = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
-            self.state.send_to(update.goal.replicas[0], told)
+            notice = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
+            self.state.send_to(update.goal.replicas[0], notice)
         self.ended(update)
 
     def _note_failure(self, update: Update) -> None:
@@ -186,7 +186,7 @@ class Turns:
     holdings: Holdings
 
     def __post_init__(self) -> None:
-        self.updates = Updates(self.state, self._over)
+        self.updates = Updates(self.state, self._update_ended)
         self.gathers = Gathers(self.state, self.publications)
         self.rollbacks = Rollbacks(self.state, self.holdings)
         self.waits = Waits(self.state)
@@ -279,13 +279,13 @@ class Turns:
             if not running.released and running.goal.sealed is None and running.goal.lineage == lineage:
                 raise aborted(f"another update runs: {running.describe()}")
 
-    def _over(self, update: Update) -> None:
+    def _update_ended(self, update: Update) -> None:
         """It has ended."""
-        self.waits.over(update)
+        self.waits.update_ended(update)
         if update.report is not None and update.goal.is_attempt and not update.unresolved:
             for outcome in update.report.replicas:
-                self.corrections.brought(outcome)
+                self.corrections.take_attempt(outcome)
         elif update.report is not None:
-            self.corrections.over(update.report, update.goal.min_replicas, update.unresolved)
+            self.corrections.take_report(update.report, update.goal.min_replicas, update.unresolved)
             for name in update.unresolved:
                 self.heard(name)

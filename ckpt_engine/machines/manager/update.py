@@ -29,7 +29,7 @@ from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, Recor
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
-from ckpt_engine.machines.manager.dry_run import foreseen
+from ckpt_engine.machines.manager.dry_run import forecast
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
@@ -117,9 +117,9 @@ class SealJob(Job):
     def send(self, now: float) -> None:
         """Tells replicas that are not prepared, then sources that have not digested."""
         if self._course.phase is Phase.PREPARING:
-            self._recipients.prepare(self._course.left(now))
+            self._recipients.prepare(self._course.remaining(now))
         elif self._course.phase is Phase.SEALING:
-            self._pipeline.send(self._course.left(now))
+            self._pipeline.send(self._course.remaining(now))
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer."""
@@ -146,7 +146,7 @@ class SealJob(Job):
         match self._pipeline.stage:
             case Failed(problem) if self._course.phase is Phase.PLANNING and self._recipients.prepare_again(problem):
                 self._course.begin(Phase.PREPARING, self._course.state.deadlines.prepare, now)
-                self._recipients.prepare(self._course.left(now))
+                self._recipients.prepare(self._course.remaining(now))
                 return self.advance(now)
             case Failed(problem):
                 return Over(problem)
@@ -154,7 +154,7 @@ class SealJob(Job):
                 return self._seal(compiled, now)
             case Sealing() if not self._pipeline.missing():
                 self._course.begin(Phase.COMBINING, self._course.state.deadlines.plan, now)
-                self._pipeline.combine(self._course.left(now))
+                self._pipeline.combine(self._course.remaining(now))
             case Way() as way:
                 return self._next_job(way, now)
         return None
@@ -163,11 +163,11 @@ class SealJob(Job):
         if (refused := self._refused(now)) is not None:
             return refused
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
-        goal, left = self._parts.goal, self._course.left(now)
+        goal, seconds = self._parts.goal, self._course.remaining(now)
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
         relays = relay_hosts(self._course.state)
-        self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run, relays))
+        self._pipeline.run(CompilePlans(goal.published, workers, seconds, record, root, members, goal.dry_run, relays))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
@@ -179,12 +179,12 @@ class SealJob(Job):
         if (refused := self._refused(now)) is not None:
             return refused
         if goal.dry_run:
-            return self._foreseen(now, compiled)
+            return self._forecast(now, compiled)
         self._course.begin(Phase.SEALING, self._course.state.deadlines.seal, now)
-        kept = goal.held is not None
-        reader = goal.replicas[0] if kept else ""
-        sealing = Sealing(self._course, goal.published, compiled, self._course.fence, kept, reader)
-        self._pipeline.seal(sealing, self._course.left(now))
+        keep = goal.held is not None
+        reader = goal.replicas[0] if keep else ""
+        sealing = Sealing(self._course, goal.published, compiled, self._course.fence, keep, reader)
+        self._pipeline.seal(sealing, self._course.remaining(now))
         return self.advance(now)
 
     def _next_job(self, way: Way, now: float) -> Job:
@@ -208,13 +208,13 @@ class SealJob(Job):
         """The end, if those that are left are not enough."""
         problem = self._recipients.refusal()
         if problem is not None and self._parts.goal.dry_run and not problem.kept:
-            return self._foreseen(now, None, problem)
+            return self._forecast(now, None, problem)
         return None if problem is None else Over(problem)
 
-    def _foreseen(self, now: float, compiled: Compiled | None, refusal: Problem | None = None) -> Over:
+    def _forecast(self, now: float, compiled: Compiled | None, refusal: Problem | None = None) -> Over:
         """The end of a dry run: tells what an update would do, or that it would be refused."""
         course, seconds = self._course, now - self._course.started
-        return Over(report=foreseen(course.fence, course.goal, self._recipients, compiled, seconds, refusal))
+        return Over(report=forecast(course.fence, course.goal, self._recipients, compiled, seconds, refusal))
 
 
 @dataclass(frozen=True)
@@ -267,14 +267,14 @@ class CandidateJob(Job):
         if parts.relays is not None:
             parts.relays.conclude()
             if (problem := parts.recipients.refusal()) is not None:
-                return Over(parts.relays.trainer_gone or parts.relays.late or problem)
+                return Over(parts.relays.trainer_gone or parts.relays.late_problem or problem)
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
         parts.recipients.decided(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
-        intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
+        intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.remaining(now))
         course.run(Entry.INTENT, intent)
         return CommitJob(parts, self.version, fence)
 
@@ -339,7 +339,7 @@ class InstallJob(Job):
         """Tells all that have no outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        relays, seconds = self.parts.relays, self._course.left(now)
+        relays, seconds = self.parts.relays, self._course.remaining(now)
         ways = {} if relays is None else relays.ways
         changing = self._changing()
         self._recipients.install(
@@ -347,7 +347,7 @@ class InstallJob(Job):
         )
         self._collective.send(self.fence, seconds)
         if changing:
-            ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
+            ranks = ", ".join(map(str, sorted(self.parts.ranks.departed)))
             why = f"rank {ranks} left its call, so its weights may change: they are read no more"
             ordered = set(filter(self._recipients.is_ordered, changing))
             self._recipients.abandon(why, ordered)
@@ -378,7 +378,7 @@ class InstallJob(Job):
         self._course.phase = Phase.REPORTING
         self._course.note(Phase.REPORTING, now)
         self._recipients.resolve(self.version.identity)
-        self._collective.over()
+        self._collective.conclude()
         self.reported = self._report(now)
         # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
         self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._course.state.deadlines.report))
@@ -413,7 +413,7 @@ class InstallJob(Job):
 
     def _changing(self) -> set[str]:
         """Those of `_live` that read what may change from now on, since a rank has left its call."""
-        return self._live() if self.parts.ranks.left else set()
+        return self._live() if self.parts.ranks.departed else set()
 
     def _live(self) -> set[str]:
         """The replicas without an outcome, and of no collective, that read memory of ranks as it is now."""
@@ -456,21 +456,21 @@ class InstallJob(Job):
         if self.parts.relays is not None:
             self.parts.relays.add_to(report)
         tell_not_finite(report, self._course.not_finite)
-        report.collective = self._collective.said()
+        report.collective = self._collective.describe()
         report.timeline.CopyFrom(self._course.timeline)
         return report
 
 
 class Update:
-    """Runs towards one goal. over: called once, when nothing is left to do. before: an update whose installs go on."""
+    """Runs towards one goal. on_end: called once, when all is done. before: an update whose installs go on."""
 
     def __init__(
-        self, state: ManagerState, goal: Goal, over: Callable[[Update], None], before: Update | None = None
+        self, state: ManagerState, goal: Goal, on_end: Callable[[Update], None], before: Update | None = None
     ) -> None:
         self.state, self.goal = state, goal
         self.course = course = Course(state, goal)
         self.fence, self.number = course.fence, course.number
-        self._over = over
+        self._on_end = on_end
         recipients = Recipients(state, goal, self.fence)
         self._parts = Parts(
             course,
@@ -574,24 +574,24 @@ class Update:
         if self._parts.absences.concern(member):
             self._parts.absences.lost(member, now)
 
-    def member_back(self, member: Member, now: float) -> None:
+    def note_return(self, member: Member, now: float) -> None:
         """Tells a member that said hello again, or published, what it may have missed, and takes in what it said: a
         relay counts as filled once its hello names the version."""
-        relay = isinstance(member, Holder) and self.relays is not None and self.relays.back(member)
+        relay = isinstance(member, Holder) and self.relays is not None and self.relays.note_return(member)
         if not relay and not self._parts.absences.concern(member):
             return
-        self._parts.absences.back(member)
+        self._parts.absences.note_return(member)
         if isinstance(member, TrainerRank):
-            self._parts.ranks.back(member)
+            self._parts.ranks.note_return(member)
         elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
 
-    def member_gone(self, member: Member, now: float, alive: bool) -> None:
+    def drop_member(self, member: Member, now: float, alive: bool) -> None:
         """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time.
         alive: its process was connected until now."""
         if isinstance(member, Holder) and self.relays is not None:
-            self.relays.gone(member.source, "it left while it was being filled", now)
+            self.relays.drop(member.source, "it left while it was being filled", now)
             self._go_on(now)
         if not self._parts.absences.concern(member):
             return
@@ -600,9 +600,9 @@ class Update:
                 self._parts.absences.leave_out(member, now)
                 self._go_on(now)
         else:
-            self._parts.ranks.gone(member, alive)
+            self._parts.ranks.drop(member, alive)
             if isinstance(member, TrainerRank):
-                self._parts.collective.gone(member)
+                self._parts.collective.drop(member)
                 if alive:
                     self._job.send(now)
                 self._go_on(now)
@@ -648,7 +648,7 @@ class Update:
                 self._parts.ranks.timer(rank)
                 self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
-                self.member_gone(member, now, alive=False)
+                self.drop_member(member, now, alive=False)
             case RelayAbsent() | RelayRetry() if self.relays is not None:
                 self.relays.timer(step, now)
                 self._go_on(now)
@@ -675,9 +675,9 @@ class Update:
             self.course.refuse(job.refusal)
         elif job.report is not None:
             self.course.answer(job.report)
-        self.course.over()
+        self.course.end()
         self.course.release()
-        self._over(self)
+        self._on_end(self)
 
     def _refuse(self, problem: Problem) -> None:
         """Nothing was touched, and nothing will be."""
@@ -693,7 +693,7 @@ class Update:
     def _out_of_time(self, now: float) -> None:
         seconds = now - self.course.started
         if self.course.refusable:
-            self._refuse(deadline(f"the update was still {self.course.said} after {seconds:.1f} s").problem)
+            self._refuse(deadline(f"the update was still {self.course.activity} after {seconds:.1f} s").problem)
         elif isinstance(self._job, InstallJob):
             self._job.out_of_time(seconds)
             self._go_on(now)

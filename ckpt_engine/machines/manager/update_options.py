@@ -51,8 +51,8 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
 def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
     """The options in which callers differ, who are to wish for the same; the time that each has is its own."""
     fields = manager_pb2.UpdateOptions.DESCRIPTOR.fields
-    told = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
-    values = {field.name: {each.get(field.name) for each in told} for field in fields}
+    wishes = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
+    values = {field.name: {each.get(field.name) for each in wishes} for field in fields}
     return [name for name, found in values.items() if len(found) > 1 and name != "timeout_seconds"]
 
 
@@ -90,7 +90,7 @@ def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: f
     check_named(members, options.replicas, options.pool)
     for name in options.replicas:
         if (hold := state.holds.get(name)) is not None:
-            raise precondition(f"replica {name!r} is {hold.told(name)}, or leave it out of this call", replica=name)
+            raise precondition(f"replica {name!r} is {hold.describe(name)}, or leave it out of this call", replica=name)
         if not members.replica(name).receives:
             raise precondition(
                 f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name

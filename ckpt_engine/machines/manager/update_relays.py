@@ -44,7 +44,7 @@ class UpdateRelays:
         self._groups = RelayGroups(course, recipients, identity, record)
         self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is settled
         self.trainer_gone: weights_pb2.Problem | None = None  # why it is not to be read any more; None: it may be
-        self.late: weights_pb2.Problem | None = None  # why none was filled in time, if others kept them for too long
+        self.late_problem: weights_pb2.Problem | None = None  # why none was filled in time, if others used them
         self._queued, self._without, self._free = False, False, 0.0
         course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
 
@@ -80,13 +80,13 @@ class UpdateRelays:
     def _may_do_without(self) -> bool:
         """Whether relays only make it better, and every replica can read the trainer itself."""
         goal = self._course.goal
-        wanted = goal.prefetch != manager_pb2.PREFETCH_AUTO or goal.until == manager_pb2.UNTIL_HELD
-        return not wanted and not self._recipients.cut_off
+        required = goal.prefetch != manager_pb2.PREFETCH_AUTO or goal.until == manager_pb2.UNTIL_HELD
+        return not required and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
         """Tells all that have not answered, the first time and again."""
         if self._course.phase is Phase.FILLING:
-            self._prefetch.send(self._course.left(now))
+            self._prefetch.send(self._course.remaining(now))
         else:
             self._groups.send(now)
 
@@ -98,11 +98,11 @@ class UpdateRelays:
         if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
             return not self._course.waits
         if self._course.phase is Phase.FILLING:
-            self._prefetch.advance(self._course.left(now))
+            self._prefetch.advance(self._course.remaining(now))
         if self._course.phase is Phase.FILLING and not self._prefetch.missing():
             self._course.begin(Phase.JOINING, self._course.state.deadlines.plan, now)
             self._groups.start(self._prefetch.held(), now)
-        return self._course.phase is Phase.JOINING and self._groups.over
+        return self._course.phase is Phase.JOINING and self._groups.finished
 
     def overdue(self, seconds: float, now: float) -> None:
         """This phase's time is over, `seconds` after the update began: those that have not answered are left out."""
@@ -114,9 +114,11 @@ class UpdateRelays:
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase is Phase.FILLING:
             self._prefetch.overdue(seconds)
-            if (given := seconds - self._free) < self._free:
+            if (fill_seconds := seconds - self._free) < self._free:
                 why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
-                self.late = deadline(f"{why}, and these were not filled in the {given:.1f} s that were left").problem
+                self.late_problem = deadline(
+                    f"{why}, and these were not filled in the {fill_seconds:.1f} s that were left"
+                ).problem
         else:
             self._groups.overdue(seconds, now)
 
@@ -132,8 +134,8 @@ class UpdateRelays:
             if name in why:
                 why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
-        if gone := away(self._course.state):
-            unknown += f"; {gone}"
+        if disconnected := away(self._course.state):
+            unknown += f"; {disconnected}"
         if self.trainer_gone is not None:
             never, unknown = self.trainer_gone.message, "no relay was filled for it"
         elif self._course.goal.until == manager_pb2.UNTIL_HELD:
@@ -153,7 +155,7 @@ class UpdateRelays:
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
         """What relays did."""
         report.relays.extend(self._prefetch.reports())
-        report.prefetch = self._prefetch.said()
+        report.prefetch = self._prefetch.describe()
         report.warnings.extend(self._prefetch.warnings())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -167,15 +169,15 @@ class UpdateRelays:
         if self._course.refusable:
             self._prefetch.lost(holder)
 
-    def back(self, holder: Holder) -> bool:
+    def note_return(self, holder: Holder) -> bool:
         """Notes that a member said hello; returns whether it takes part."""
-        return self._prefetch.back(holder)
+        return self._prefetch.note_return(holder)
 
-    def gone(self, relay: str, why: str, now: float) -> None:
+    def drop(self, relay: str, why: str, now: float) -> None:
         """Goes on without a relay that is not there any more, and that is not waited for."""
         if self._course.refusable:
-            self._prefetch.gone(relay, why)
-            self._groups.gone(relay, why, now)
+            self._prefetch.drop(relay, why)
+            self._groups.drop(relay, why, now)
 
     def timer(self, step: RelayAbsent | RelayRetry, now: float) -> None:
         """A timer of a relay fired."""
@@ -183,7 +185,7 @@ class UpdateRelays:
             case RelayAbsent(relay):
                 lease = self._course.state.deadlines.lease
                 lost = f"it lost its session and did not come back within {lease:g} s"
-                self.gone(relay, f"{lost}: see whether it runs and reaches this manager", now)
+                self.drop(relay, f"{lost}: see whether it runs and reaches this manager", now)
             case RelayRetry(relay):
                 self._prefetch.again(relay)
 
@@ -198,9 +200,9 @@ class UpdateRelays:
         if isinstance(body, manager_pb2.RelayFilled):
             self._prefetch.take(member, body)
         else:
-            said = f"filling {member.source}"
+            message = f"filling {member.source}"
             progress = manager_pb2.UpdateProgress(
-                stage=manager_pb2.STAGE_PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=said
+                stage=manager_pb2.STAGE_PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=message
             )
             self._course.tell(progress)
 
@@ -244,7 +246,7 @@ class RelayGroup:
         return {filling.answer.table for filling in self.fillings if filling.answer is not None}
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing more comes of it."""
         return isinstance(self.pipeline.stage, Way | Failed)
 
@@ -275,14 +277,14 @@ class RelayGroups:
             self._join(each, now)
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing is waited for."""
-        return all(group.over for group in self._groups)
+        return all(group.finished for group in self._groups)
 
     def send(self, now: float) -> None:
         """Tells, again, the relays that have not digested."""
         for group in self._groups:
-            group.pipeline.send(self._course.left(now))
+            group.pipeline.send(self._course.remaining(now))
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
         """Takes an answer of a relay."""
@@ -305,7 +307,7 @@ class RelayGroups:
             silent = [source.source for source in group.pipeline.missing()]
             if silent:
                 self._again(group, dict.fromkeys(silent, problem), problem, now)
-            elif not group.over:
+            elif not group.finished:
                 group.pipeline.stage = Failed(problem)
 
     def ways(self) -> dict[str, Way]:
@@ -317,11 +319,11 @@ class RelayGroups:
             for name in {name for name, _ in way.compiled.plans}
         }
 
-    def gone(self, relay: str, why: str, now: float) -> None:
+    def drop(self, relay: str, why: str, now: float) -> None:
         """Goes on without a relay that is not there any more."""
         problem = unavailable(f"{relay}: {why}").problem
         for group in tuple(self._groups):
-            if relay in group.relays and not group.over:
+            if relay in group.relays and not group.finished:
                 self._again(group, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
@@ -341,7 +343,7 @@ class RelayGroups:
         offers = self._state.members.offers(self._identity)
         self._groups.append(group)
         read = tuple(offer for offer in offers if offer.table.digest in group.tables)
-        group.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
+        group.pipeline.run(JoinSources(self._identity, read, self._record, self._course.remaining(now)))
 
     def _again(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
         """Goes on without those that failed; with each alone if it is not known which did. Ends it if none is left."""
@@ -363,7 +365,7 @@ class RelayGroups:
             case Planned(published, compiled):
                 self._seal(group, published, compiled, now)
             case Sealing() if not group.pipeline.missing():
-                group.pipeline.combine(self._course.left(now))
+                group.pipeline.combine(self._course.remaining(now))
 
     def _plan(self, group: RelayGroup, joined: Joined, now: float) -> None:
         group.out |= joined.refused
@@ -372,7 +374,7 @@ class RelayGroups:
             group.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
             return
         workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in group.replicas)
-        seconds, root, relays = self._course.left(now), self._identity.root, relay_hosts(self._course.state)
+        seconds, root, relays = self._course.remaining(now), self._identity.root, relay_hosts(self._course.state)
         task = CompilePlans(joined.published, workers, seconds, joined.record, root, relays=relays)
         group.pipeline.run(task)
 
@@ -383,7 +385,7 @@ class RelayGroups:
             group.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
             return
         sealing = Sealing(self._course, published, compiled, self._course.relay_fence, keep=True)
-        group.pipeline.seal(sealing, self._course.left(now))
+        group.pipeline.seal(sealing, self._course.remaining(now))
         self._go_on(group, now)
 
 

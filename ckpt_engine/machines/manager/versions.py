@@ -199,13 +199,13 @@ class Versions:
             if content.identity.lineage == lineage:
                 content.sealed_since = True
 
-    def joined(self, name: str, pool: str) -> None:
+    def register(self, name: str, pool: str) -> None:
         """A replica said hello. One that comes back in another pool belongs to that one alone."""
         if self.pools.get(name, pool) != pool:
             self.desired.pop(name, None)
         self.pools[name] = pool
 
-    def left(self, name: str) -> None:
+    def unregister(self, name: str) -> None:
         """A replica is not registered any more."""
         if name not in self.desired:
             self.pools.pop(name, None)
@@ -276,8 +276,8 @@ class Versions:
         """Forgets commits that no replica is to carry out any more, and where such versions lie."""
         for key in [key for key, commit in self.desired.items() if self.commit_of(key) != commit]:
             del self.desired[key]
-        kept = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
-        self.contents = {identity: content for identity, content in self.contents.items() if identity in kept}
+        in_use = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
+        self.contents = {identity: content for identity, content in self.contents.items() if identity in in_use}
 
     def _everybody_with(self, name: str) -> str:
         """What stands for everybody of a replica's pool, or of the pool that this means."""

@@ -84,7 +84,7 @@ class Waits:
         for number in [number for number, waiting in self.waiting.items() if waiting.call == call]:
             self._end(number)
 
-    def over(self, update: Update) -> None:
+    def update_ended(self, update: Update) -> None:
         """An update has ended: tells those that wait for it."""
         if update.goal.is_attempt or update.goal.dry_run:
             return
@@ -148,5 +148,5 @@ def _ended_early(version: VersionNumber, epoch: int | None) -> weights_pb2.Probl
 def unknown_version(version: VersionNumber, last: Sequence[int]) -> weights_pb2.Problem:
     """That no update to a version is known. last: versions of its lineage that updates were to, newest first."""
     lineage, number = version
-    said = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
-    return not_found(f"no update to version {number} of lineage {lineage!r} is known: {said}").problem
+    hint = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
+    return not_found(f"no update to version {number} of lineage {lineage!r} is known: {hint}").problem

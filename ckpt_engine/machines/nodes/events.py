@@ -39,13 +39,13 @@ class SayLine:
 
 
 @dataclass(frozen=True)
-class NodeTold:
-    """An event: a follower's message. here: the boot ids in the page of this start of the engine now, by rank, of
+class FollowerMessage:
+    """An event: a follower's message. boot_ids: those in the page of this start of the engine now, by rank, of
     workers on all nodes; b"" where there is none yet."""
 
     peer: Peer
     message: worker_pb2.NodeMessage
-    here: tuple[bytes, ...]
+    boot_ids: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ShowWord:
     identity: weights_pb2.Identity | None = None
 
 
-LeaderEvent: TypeAlias = Start | NodeTold | GatherNodes | Begin | Look | EndParts | Reply | TimerFired
+LeaderEvent: TypeAlias = Start | FollowerMessage | GatherNodes | Begin | Look | EndParts | Reply | TimerFired
 LeaderCommand: TypeAlias = (
     Send
     | SetTimer

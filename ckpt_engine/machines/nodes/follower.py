@@ -71,7 +71,7 @@ class FollowerMachine:
         self._leader = leader
         self._deadlines = deadlines
         self._out: list[FollowerCommand] = []
-        self._said = worker_pb2.NodeMessage(
+        self._report = worker_pb2.NodeMessage(
             session_id=session,
             node_rank=rank,
             nodes=nodes,
@@ -104,7 +104,7 @@ class FollowerMachine:
                 self._timer(key)
             case PartStarted(problem):
                 self._part = NodeEngineState.NONE if problem else NodeEngineState.RUNS
-                self._said.reason = problem
+                self._report.reason = problem
                 if problem:
                     self._out.append(SayLine(problem))
                 self._tell()
@@ -135,25 +135,25 @@ class FollowerMachine:
 
     def _bring_about(self) -> None:
         """What the leader wants, one step of it."""
-        if self._part is NodeEngineState.RUNS and (reason := self._over()):
+        if self._part is NodeEngineState.RUNS and (reason := self._end_reason()):
             self._part = NodeEngineState.ENDS
-            self._said.reason = reason
+            self._report.reason = reason
             self._out += [SayLine(f"{reason}; this part of the engine is ended"), EndPart()]
-        elif self._part is NodeEngineState.NONE and self._wanted():
+        elif self._part is NodeEngineState.NONE and self._is_part_due():
             command = self._command
             self._part, self._ours, self._failed = NodeEngineState.STARTS, (command.session_id, command.generation), ""
-            said = self._said
-            said.leader_session, said.generation, said.reason = command.session_id, command.generation, ""
-            said.looked = 0  # another leader counts its looks anew
+            report = self._report
+            report.leader_session, report.generation, report.reason = command.session_id, command.generation, ""
+            report.looked = 0  # another leader counts its looks anew
             self._out.append(StartPart(command.master_address, command.master_port))
 
-    def _wanted(self) -> bool:
+    def _is_part_due(self) -> bool:
         """Whether the leader wants a part that has not been begun yet."""
         command = self._command
-        begun = (command.session_id, command.generation) == self._ours
-        return self._leads and command.run and not begun and not self._stopped
+        is_known = (command.session_id, command.generation) == self._ours
+        return self._leads and command.run and not is_known and not self._stopped
 
-    def _over(self) -> str:
+    def _end_reason(self) -> str:
         """Why the part that runs has to end; empty: it has not."""
         if self._failed or self._stopped:
             return self._failed or self._stopped
@@ -180,26 +180,26 @@ class FollowerMachine:
         if not self._obeys(command):
             return
         if command.HasField("reply"):
-            asked = command.rank, command.boot_id, command.reply.sequence
+            question = command.rank, command.boot_id, command.reply.sequence
             for number, request in tuple(self._questions.items()):
-                if (request.rank, request.boot_id, request.sequence) == asked:
+                if (request.rank, request.boot_id, request.sequence) == question:
                     self._reply(number, command.reply)
-        if command.look > self._said.looked:
-            self._said.looked = command.look
+        if command.look > self._report.looked:
+            self._report.looked = command.look
             self._tell()
 
     def _obeys(self, command: worker_pb2.NodeCommand) -> bool:
         """Whether it is about the part that there is here."""
-        there = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
-        return there and command.run and (command.session_id, command.generation) == self._ours
+        has_part = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
+        return has_part and command.run and (command.session_id, command.generation) == self._ours
 
     def _tell(self, request: worker_pb2.WorkerRequest | None = None) -> None:
         """Tells all that there is to tell, and again after a heartbeat."""
-        said = self._said
-        said.sequence += 1
-        said.running = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
+        report = self._report
+        report.sequence += 1
+        report.running = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
         message = worker_pb2.NodeMessage(request=request)
-        message.MergeFrom(said)
+        message.MergeFrom(report)
         self._out += [Send(LEADER, message), SetTimer(BEAT, self._deadlines.heartbeat)]
 
     # -- what its workers ask

@@ -18,13 +18,13 @@ from ckpt_engine.machines.nodes.events import (
     AllHere,
     Begin,
     EndParts,
+    FollowerMessage,
     GatherNodes,
     LeaderCommand,
     LeaderEvent,
     Look,
     Looked,
     NodesMissing,
-    NodeTold,
     PartsEnded,
     SayLine,
 )
@@ -94,7 +94,7 @@ class LeaderMachine:
         self._ending = False
         self._look = 0
         self._looking: set[int] = set()
-        self._asked: dict[int, _Question] = {}
+        self._open_questions: dict[int, _Question] = {}
         self._questions = 0
 
     def handle(self, event: LeaderEvent, now: float) -> list[LeaderCommand]:
@@ -124,8 +124,8 @@ class LeaderMachine:
 
     def _take(self, event: LeaderEvent, now: float) -> None:
         match event:
-            case NodeTold():
-                self._told(event, now)
+            case FollowerMessage():
+                self._take_message(event, now)
             case Reply(question, reply):
                 self._answered(question, reply)
             case GatherNodes(seconds):
@@ -149,7 +149,7 @@ class LeaderMachine:
                 self._timer(key, now)
             case Start():
                 self._out.append(SetTimer(BEAT, self._deadlines.heartbeat))
-        self._answer_who_waits(now)
+        self._answer_waiting(now)
 
     def _timer(self, key: Key, now: float) -> None:
         match key:
@@ -166,19 +166,19 @@ class LeaderMachine:
                 how = f"--nodes {self._count} --node-rank R --leader {self._leader}"
                 self._out.append(NodesMissing(f"{missing} after {seconds:g} s: start its agent with {how}"))
             case ("look", int() as number) if number in self._looking:
-                for rank in self._late(number):
+                for rank in self._lagging_nodes(number):
                     if self._far is not None:
                         self._far.lose(rank)
                 self._looked(number)
             case ("end",) if self._ending:
                 self._parts_ended()
 
-    def _answer_who_waits(self, now: float) -> None:
+    def _answer_waiting(self, now: float) -> None:
         if self._gathering is not None and not self._missing(now):
             self._gathering = None
             self._out += [CancelTimer(NOTICE), CancelTimer(GATHER), AllHere()]
         for number in sorted(self._looking):
-            if not self._late(number):
+            if not self._lagging_nodes(number):
                 self._looked(number)
         running = [node for node in self._nodes.values() if node.message.running and self._is_heard(node, now)]
         if self._ending and not running:
@@ -212,19 +212,19 @@ class LeaderMachine:
 
     def _missing(self, now: float) -> str:
         """Which nodes are not ready for a new start; empty: all are."""
-        there = {rank for rank, node in self._nodes.items() if self._is_heard(node, now)}
-        if absent := [rank for rank in range(1, self._count) if rank not in there]:
+        heard = {rank for rank, node in self._nodes.items() if self._is_heard(node, now)}
+        if absent := [rank for rank in range(1, self._count) if rank not in heard]:
             return f"no agent of node {', '.join(map(str, absent))} has joined"
         ending = [rank for rank, node in sorted(self._nodes.items()) if node.message.running]
         return f"node {', '.join(map(str, ending))} still has a part of the engine before" if ending else ""
 
-    def _late(self, number: int) -> list[int]:
+    def _lagging_nodes(self, number: int) -> list[int]:
         """Nodes whose words were read before this look."""
         return [rank for rank in self._members if self._nodes[rank].looked < number]
 
     # -- what followers tell
 
-    def _told(self, event: NodeTold, now: float) -> None:
+    def _take_message(self, event: FollowerMessage, now: float) -> None:
         message, rank = event.message, event.message.node_rank
         if refused := self._refusal(message, now):
             problem = weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=refused)
@@ -240,7 +240,7 @@ class LeaderMachine:
             return
         node.peer, node.heard, node.message = event.peer, now, message
         if self._far is not None and self._current(message):
-            self._take_words(self._far, node, event.here)
+            self._take_words(self._far, node, event.boot_ids)
         self._tell(node)
 
     def _refusal(self, message: worker_pb2.NodeMessage, now: float) -> str:
@@ -262,12 +262,12 @@ class LeaderMachine:
             return f"node {rank} has an agent already: each node has its own --node-rank"
         return ""
 
-    def _take_words(self, far: FarWorkers, node: _Node, here: Sequence[bytes]) -> None:
+    def _take_words(self, far: FarWorkers, node: _Node, boot_ids: Sequence[bytes]) -> None:
         message, rank = node.message, node.message.node_rank
         request = message.request if message.HasField("request") else None
         if request is not None and request.HasField("installed"):
             far.accounted(request.rank, request.boot_id, request.installed.fence.epoch)
-        if wrong := far.take(rank, message.workers, here):
+        if wrong := far.take(rank, message.workers, boot_ids):
             self._wrong = wrong
             far.lose(rank)
             return
@@ -299,11 +299,11 @@ class LeaderMachine:
                 return
         question = node.questions[request.rank] = _Question(node, self._generation, request)
         self._questions += 1
-        self._asked[self._questions] = question
+        self._open_questions[self._questions] = question
         self._out.append(WorkerAsked(self._questions, request))
 
     def _answered(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
-        question = self._asked.pop(number, None)
+        question = self._open_questions.pop(number, None)
         if question is None or self._far is None or question.generation != self._generation:
             return
         node, request = question.node, question.request

@@ -57,7 +57,7 @@ class _SlotState:
     """needs, everything, within: what was asked for when it was filled. since: which filling it was."""
 
     held: HeldNotice | None = None
-    told: RelayFilled | None = None
+    answer: RelayFilled | None = None
     needs: frozenset[bytes] = frozenset()
     everything: bool = False
     within: frozenset[bytes] = frozenset()
@@ -146,11 +146,11 @@ class RelayFilling:
                 return True
         return False
 
-    def progress(self, said: FillingProgress) -> None:
+    def progress(self, report: FillingProgress) -> None:
         """Passed on while that filling is what the manager waits for."""
         work = self._work
-        if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(said.fence):
-            self._send(RelayProgress(fence=said.fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
+        if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(report.fence):
+            self._send(RelayProgress(fence=report.fence, bytes_done=report.bytes_done, bytes_total=report.bytes_total))
 
     def stop(self) -> None:
         """The process is to end."""
@@ -167,8 +167,8 @@ class RelayFilling:
         command = work.command
         known = next((slot for slot in self._slots if _serves(slot, command)), None)
         if known is not None:
-            assert known.told is not None
-            self._answered(work, known.told, now)
+            assert known.answer is not None
+            self._answered(work, known.answer, now)
             return
         part = next((number for number, slot in enumerate(self._slots) if _has_a_part(slot, command)), None)
         work.slot, work.more = (self._free(command), False) if part is None else (part, True)
@@ -201,29 +201,29 @@ class RelayFilling:
 
     def _filled(self, work: _FillWork, filled: SlotFilled, now: float) -> None:
         command = work.command
-        told = RelayFilled(table=blob_digest(filled.table))
-        told.MergeFrom(filled.told)
+        answer = RelayFilled(table=blob_digest(filled.table))
+        answer.MergeFrom(filled.answer)
         self._slots[work.slot] = _SlotState(
             held=HeldNotice(Version.of(command.identity), filled.table, filled.record),
-            told=told,
+            answer=answer,
             needs=_digests(command.needs),
             everything=command.everything,
             within=_digests(command.within),
             since=self._count,
         )
         self._hold(self.held)
-        self._answered(work, told, now)
+        self._answered(work, answer, now)
 
     def _give_up(self, number: int) -> None:
         if self._slots[number].held is not None:
             self._slots[number] = _SlotState()
             self._hold(self.held)
 
-    def _answered(self, work: _FillWork, told: RelayFilled, now: float) -> None:
+    def _answered(self, work: _FillWork, result: RelayFilled, now: float) -> None:
         self._work = None
         if not work.overtaken:
             answer = RelayFilled()
-            answer.CopyFrom(told)
+            answer.CopyFrom(result)
             answer.fence.CopyFrom(work.command.fence)
             answer.identity.CopyFrom(work.command.identity)
             answer.attempt = _turn(work.command)[1]
@@ -243,21 +243,21 @@ def _digests(refs: object) -> frozenset[bytes]:
 
 
 def _is_read(slot: _SlotState, command: FillRelay) -> bool:
-    return slot.told is not None and slot.told.table == command.keep_table != b""
+    return slot.answer is not None and slot.answer.table == command.keep_table != b""
 
 
 def _has_a_part(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds some of the version, laid out as this command would have it."""
-    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
+    if slot.held is None or slot.answer is None or slot.held.identity != Version.of(command.identity):
         return False
     same = slot.needs == _digests(command.needs) and slot.everything == command.everything
-    return same and slot.within == _digests(command.within) and bool(slot.told.missing_cells)
+    return same and slot.within == _digests(command.within) and bool(slot.answer.missing_cells)
 
 
 def _serves(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds all that a command asks for."""
-    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
+    if slot.held is None or slot.answer is None or slot.held.identity != Version.of(command.identity):
         return False
-    if slot.told.missing_cells or (slot.within and not (command.within and _digests(command.within) <= slot.within)):
+    if slot.answer.missing_cells or (slot.within and not (command.within and _digests(command.within) <= slot.within)):
         return False
     return slot.everything or (not command.everything and _digests(command.needs) <= slot.needs)

@@ -42,7 +42,7 @@ class RelayMachine(HolderMachine):
         super().__init__(KIND, name, session_id, host, deadlines, filling)
         self._filling = RelayFilling(self._out.append, self._answer, self._hold, self._session.clock)
         self._letting_go = 0
-        self._brought: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
+        self._unsent_answer: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
 
     def _take(self, event: TrainerEvent, now: float) -> None:
         match event:
@@ -53,8 +53,8 @@ class RelayMachine(HolderMachine):
                 return
             case ChunksPassed():
                 rate = manager_pb2.Rate(bytes_per_second=event.sent.per_second, seconds=event.sent.seconds)
-                said = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
-                self._session.send(said)
+                message = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
+                self._session.send(message)
                 return
             case Stop():
                 self._filling.stop()
@@ -65,7 +65,7 @@ class RelayMachine(HolderMachine):
             case manager_pb2.FillRelay():
                 if body.fence.epoch >= self._obeyed():
                     if self._filling.is_newer(body):
-                        self._brought = None
+                        self._unsent_answer = None
                     self._filling.message(body, self._session.cluster, now)
             case manager_pb2.LetGo():
                 self._letting_go += 1
@@ -82,14 +82,14 @@ class RelayMachine(HolderMachine):
 
     def _answer(self, body: Answer) -> None:
         if not isinstance(body, manager_pb2.RelayProgress):
-            self._brought = None
+            self._unsent_answer = None
         if isinstance(body, manager_pb2.RelayFilled) and not body.HasField("problem") and self._held is None:
-            self._brought = body
+            self._unsent_answer = body
         else:
             self._session.send(body)
 
     def _publish(self) -> None:
         super()._publish()
-        if self._brought is not None and self._held is not None:
-            self._session.send(self._brought)
-            self._brought = None
+        if self._unsent_answer is not None and self._held is not None:
+            self._session.send(self._unsent_answer)
+            self._unsent_answer = None

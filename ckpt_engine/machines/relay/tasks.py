@@ -22,11 +22,11 @@ class CountSlot:
 
 @dataclass(frozen=True)
 class SlotFilled:
-    """What a slot holds now. table, record: serialised. told: the answer, but for fence and identity."""
+    """What a slot holds now. table, record: serialised. answer: but for fence and identity."""
 
     table: bytes
     record: bytes
-    told: manager_pb2.RelayFilled
+    answer: manager_pb2.RelayFilled
 
 
 @dataclass(frozen=True)
