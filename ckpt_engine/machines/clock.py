@@ -1,4 +1,4 @@
-"""How far a member's clock is ahead of its manager's, as the round trips of its session tell. For people only."""
+"""How far a member's clock is ahead of its manager's, estimated from its session's round trips. For people only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from ckpt_engine.v1 import manager_pb2
 
 KEPT = 8
-"""Round trips; the one counts that leaves the least open."""
+"""Round trips that are remembered; the one with the least error counts."""
 
 DRIFT = 1e-4
-"""Seconds in each second by which two clocks may grow apart: twice what a quartz may be wrong."""
+"""Seconds in each second by which two clocks may drift apart: twice the tolerance of a quartz."""
 
 
 class _Trip(NamedTuple):
-    ahead: float
-    error: float
-    at: float
+    ahead: float  # seconds
+    error: float  # of `ahead`, seconds
+    at: float  # when it ended
 
 
 class ManagersClock:
@@ -27,7 +27,7 @@ class ManagersClock:
         self._trips: deque[_Trip] = deque(maxlen=KEPT)
 
     def forget(self) -> None:
-        """Another process may answer from now on."""
+        """Forgets all round trips: another process may answer from now on."""
         self._trips.clear()
 
     def answered(self, sent_at: float, manager_time: float, now: float) -> None:
@@ -37,7 +37,7 @@ class ManagersClock:
             self._trips.append(_Trip((sent_at + now) / 2 - manager_time, (now - sent_at) / 2, now))
 
     def span(self, begin: float, now: float) -> manager_pb2.Span:
-        """The span from then until now, with what is known of the clocks."""
+        """The span from `begin` until now, with the estimate of the clocks if there is one."""
         span = manager_pb2.Span(begin=begin, seconds=now - begin)
         if self._trips:
             error, ahead = min((trip.error + DRIFT * (now - trip.at), trip.ahead) for trip in self._trips)

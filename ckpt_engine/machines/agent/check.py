@@ -1,9 +1,10 @@
-"""The check of an engine's version that no test has run, before its first update.
+"""The check of an engine version that no test has run, before its first update.
 
-It decides the steps: for each round of core/check_verdict.py pause (which empties caches), have every worker load the
-round's weights, resume, ask for log-probabilities. The verdict is check_verdict's, how weights are made and loaded
-install/self_check.py's. It runs while no worker holds a version, so the gate is closed to all others; whatever happens,
-the engine is resumed. A pass is kept on this host, for one version, architecture, quantisation, layout and device.
+It decides the steps. Each round of core/check_verdict.py pauses the engine (which empties caches), has every worker
+load the round's weights, resumes, and asks for log-probabilities. The verdict is check_verdict's; how weights are made
+and loaded is install/self_check.py's. The check runs while no worker holds a version, so the gate is closed to all
+requests. Whatever happens, the engine is resumed. A pass is stored on this host, for one version, architecture,
+quantisation, layout and device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = frozenset({"find check", "check pause", "check load", "check resume", "c
 
 
 class EngineCheck:
-    """One check, as a part of preparing a manifest that all workers have recorded."""
+    """One check, run as a part of preparing a manifest that all workers have recorded."""
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class EngineCheck:
         end: float,
         run: Callable[[str, AgentTask], None],
     ) -> None:
-        """models: what each rank says of its model. end: seconds of the machine's clock. run: starts a task."""
-        self.problem: Problem | None = None  # set when it is over and has failed
+        """models: by rank, what the worker says of its model. end: seconds of the machine's clock. run: starts a
+        task."""
+        self.problem: Problem | None = None  # set when the check has ended and failed
         self._replica, self._fence, self._digest = replica, fence, manifest_digest
         self._end, self._run = end, run
         assert replica.engine is not None
@@ -58,7 +60,7 @@ class EngineCheck:
 
     @classmethod
     def is_due(cls, replica: AgentReplica) -> bool:
-        """Whether the engine is to be checked now. Says in `replica.engine_check` why an untested one is not."""
+        """Whether the engine is to be checked now. Writes to `replica.engine_check` why an untested one is not."""
         engine = replica.engine
         if engine is None or replica.checked or replica.mode == manager_pb2.MODE_COLOCATED:
             return False
@@ -73,12 +75,12 @@ class EngineCheck:
         return False
 
     def start(self, now: float) -> None:
-        """Looks for a pass of this very engine on this host."""
+        """Looks for a stored pass of this engine on this host."""
         self._began = now
         self._run("find check", FindCheck(self._key))
 
     def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Hands out the round's order, takes the answers."""
+        """Answers a worker: hands out the round's order, takes the result. None: the request is for something else."""
         match request.WhichOneof("body"):
             case "want_prepare" if self._loading:
                 each = ROUNDS[len(self._scores)]
@@ -96,7 +98,7 @@ class EngineCheck:
         return None
 
     def done(self, step: str, done: Done, now: float) -> bool:
-        """Takes the step after the one that ended; True: it is over, and `problem` says how."""
+        """Takes the step after the one that ended. True: the check has ended, and `problem` says how."""
         replica = self._replica
         match step:
             case "find check":
@@ -167,7 +169,7 @@ class EngineCheck:
         self._replica.out.append(Say(self._replica.engine_check))
 
     def _fail(self, code: Problem.Code, why: str) -> None:
-        """Only a check that ran to its end is a verdict on the engine; what else failed may be tried again."""
+        """Fails the check. Only one that ran to its end is a verdict on the engine; others may be tried again."""
         message = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
         self._replica.engine_check = message
         self.problem = self._replica.problem(code, message)

@@ -1,4 +1,4 @@
-"""The agent's smaller operations: recording a loader, and resuming what needs not be paused."""
+"""The agent's smaller operations: recording a loader, and resuming what need not be paused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Preparing(Operation):
         self._recorded: dict[int, tuple[bytes, worker_pb2.WorkerPrepared]] = {}
 
     def start(self, now: float) -> None:
-        """Looks which workers there are now."""
+        """Reads which workers there are now."""
         self._end = now + self._prepare.deadline_seconds
         self.run("look", ReadWords())
 
@@ -75,7 +75,7 @@ class Preparing(Operation):
                 self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result), now)
 
     def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Hands out the manifest, takes needs."""
+        """Answers a worker: hands out the manifest, takes needs."""
         if self._check is not None:
             return self._check.reply_to(request, now)
         match request.WhichOneof("body"):
@@ -91,7 +91,7 @@ class Preparing(Operation):
         return None
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """There is nothing to record with."""
+        """Answers that there is no engine to record with."""
         self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
 
     def _look(self, now: float) -> None:
@@ -151,7 +151,8 @@ class Preparing(Operation):
             self.run("put", PutBlobs(needs, self._seconds(now)))
 
     def _other_format(self, rank: int) -> str:
-        """Why a worker's engine must be started again: it may have loaded another release than its agent."""
+        """Why a worker's engine must be restarted: it may have loaded another release than its agent. Empty: it need
+        not."""
         return other_format(f"worker {rank} of replica {self.replica.name!r}", self._recorded[rank][1].digest_format)
 
     def _stored(self, refs: tuple[manager_pb2.BlobRef, ...], now: float) -> None:
@@ -188,21 +189,21 @@ class Preparing(Operation):
 
 
 class Resuming(LabellingOperation):
-    """The engine is, or may be, paused or half asleep although its workers are whole, or its gate keeps requests for an
-    update that is over: resume it, and let them in. Asks again at the next look.
+    """Resumes an engine that is, or may be, paused or half asleep although its workers are whole, and lets in requests
+    that its gate holds for an update that has ended. What fails is tried again at the next look.
 
-    If an earlier agent may have given out orders, the workers are called to an install first for which there is no
-    order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
+    If an earlier agent may have given out orders, the workers are first called to an install for which there is no
+    order. An engine calls its workers for one thing at a time, so none of them acts on an old order afterwards.
     """
 
     kind: ClassVar[str] = "resume"
 
     def start(self, now: float) -> None:
-        """Looks once more: what began this may have been read before the last install."""
+        """Reads the words once more: those that began this may be older than the last install."""
         self.run("look", ReadWords())
 
     def done(self, step: str, done: Done, now: float) -> None:
-        """Goes on if that is still right; then it runs, or it is tried again later."""
+        """Takes the step after the one that ended. Ends if a step failed, or if there is nothing to resume any more."""
         replica = self.replica
         quiesce = replica.deadlines.quiesce
         if step == "stamp":
@@ -247,11 +248,11 @@ class Resuming(LabellingOperation):
         replica.end()
 
     def timer(self, step: str, now: float) -> None:
-        """The engine refused its label a moment ago."""
+        """Tries again after the engine refused its label."""
         self._resume()
 
     def _resume(self) -> None:
-        """Label, caches, resume: as after an install."""
+        """Sets the label, wakes the caches, resumes, as after an install."""
         replica = self.replica
         reserve = replica.deadlines.resume
         if self.label(reserve, reserve):

@@ -1,8 +1,8 @@
-"""What has to be so before an engine pauses: the install fits the engine, and every worker is ready for its plan.
+"""What must hold before an engine pauses: the install fits the engine, and every worker is ready for its plan.
 
-A worker that is ready has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. What
-each has ready it tells itself; who is known to be ready is not asked again, since to some engines even a question is a
-short pause.
+A ready worker has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. Workers report
+what they have ready. One that is known to be ready is not asked again, since a question is a short pause of some
+engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Problem = weights_pb2.Problem
 def steps_around(
     replica: AgentReplica, install: manager_pb2.Install, remaining: float
 ) -> tuple[SleepStep, ...] | Problem:
-    """What an install does around an engine that may sleep, or why it cannot begin. remaining: seconds for it."""
+    """The steps of an install around an engine that may sleep, or why it cannot begin. remaining: seconds for it."""
     engine = replica.engine
     if engine is None:
         return replica.problem(Problem.UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
@@ -45,7 +45,7 @@ def steps_around(
 
 
 def blobs_of(install: manager_pb2.Install) -> list[manager_pb2.BlobRef]:
-    """What an agent fetches to carry out an install, each blob once."""
+    """The blobs that an agent fetches to carry out an install, each once."""
     refs = [ref for worker in install.workers for ref in (worker.plan, worker.expected)]
     refs += [install.collective.plan] if install.HasField("collective") else []
     return list({ref.digest: ref for ref in refs}.values())
@@ -54,7 +54,7 @@ def blobs_of(install: manager_pb2.Install) -> list[manager_pb2.BlobRef]:
 def part_of(
     install: manager_pb2.Install, worker: manager_pb2.WorkerInstall, blobs: Mapping[bytes, bytes]
 ) -> worker_pb2.CollectiveOrder | None:
-    """A worker's part in the collective of an install, if there is one."""
+    """A worker's order for the collective of an install; None: there is no collective."""
     if not install.HasField("collective"):
         return None
     collective = install.collective
@@ -69,12 +69,12 @@ def part_of(
 
 
 class Readying:
-    """The workers of one install on their way to being ready."""
+    """Gets the workers of one install ready."""
 
     def __init__(
         self, replica: AgentReplica, install: manager_pb2.Install, unopened: dict[int, Sequence[weights_pb2.Unopened]]
     ) -> None:
-        """unopened: takes, by rank, what workers tell of regions that they could not open."""
+        """unopened: filled, by rank, with the regions that workers could not open."""
         self._unopened = unopened
         self._replica = replica
         self._install = install
@@ -83,7 +83,7 @@ class Readying:
         self._giving = False
 
     def unready(self) -> list[int]:
-        """The workers of which nobody knows that they are ready."""
+        """The ranks of workers that are not known to be ready."""
         boots = {status.rank: status.boot_id for status in self._replica.words.workers}
         known, communicator = self._replica.ready, self._install.collective.communicator
         return [
@@ -95,14 +95,15 @@ class Readying:
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
-        """The task that has the engine call its workers; from now on each that asks gets its order."""
+        """Lets each worker that asks have its order. Returns the task that has the engine call its workers."""
         self._giving = True
         return PrepareEngine(seconds)
 
     def reply_to(
         self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], seconds: float
     ) -> worker_pb2.AgentReply | None:
-        """Hands out orders, takes answers. None: a worker asks for something else. seconds: that are left."""
+        """Answers a worker: hands out its order, takes its report. None: the request is for something else. seconds:
+        that are left."""
         match request.WhichOneof("body"):
             case "want_prepare" if self._giving and seconds > 0 and request.rank in self._workers:
                 self._replica.ready.pop(request.rank, None)  # it may let go of something, and its answer may not come
@@ -126,7 +127,7 @@ class Readying:
         return None
 
     def _take_unopened(self, request: worker_pb2.WorkerRequest) -> None:
-        """Adds to what this process told before: one that is asked again opens only what is not open yet."""
+        """Adds to what this process reported before: when asked again it opens only what is not open yet."""
         before = [each for each in self._unopened.get(request.rank, ()) if each.boot_id == request.boot_id]
         found = {(each.transport, each.locator): each for each in before}
         for each in request.ready.unopened:
@@ -147,7 +148,7 @@ class Readying:
         return before
 
     def ended(self, done: Done, remaining: float) -> Problem | None:
-        """The engine says that its workers were asked, or that they were not. Why the install cannot go on.
+        """Takes the engine's answer to `begin`. Returns why the install cannot go on; None: all workers are ready.
 
         remaining: seconds for it.
         """

@@ -1,10 +1,10 @@
 """Words of workers on other nodes, in the page of the node that leads, where the gate reads them.
 
-It decides when a word that a follower told may stand there. The page may show a far worker as worse than it is, never
-as better. A far worker writes only after an order that went through the leader, so from that order on its word is DIRTY
-until the worker has told what became of the order, or what its node has read since says so.
+It decides when a word from a follower may stand there. The page may show a far worker as worse than it is, never as
+better. A far worker writes only after an order that went through the leader. So from that order on its word is DIRTY,
+until the worker has reported on the order, or its node has read the order's result since.
 
-The words belong to the leading agent's process: when it ends they are those of a dead worker, and the gate is closed.
+The words belong to the leading agent's process: when it ends they read as those of dead workers, and the gate closes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FarWorkers:
         return ""
 
     def has(self, node: int, rank: int, boot_id: bytes) -> bool:
-        """Whether this is a worker of which that node has told."""
+        """Whether that node has reported this worker."""
         far = self._known(rank, boot_id)
         return far is not None and far.node == node
 
@@ -70,19 +70,19 @@ class FarWorkers:
         return True
 
     def accounted(self, rank: int, boot_id: bytes, epoch: int) -> None:
-        """A far worker has told what became of its order: what its node reads after this is the truth."""
+        """Notes that a far worker has reported on its order: what its node reads from now on is the truth."""
         far = self._known(rank, boot_id)
         if far is not None and far.ordered <= epoch:
             far.ordered = 0
 
     def lose(self, node: int) -> None:
-        """Nobody knows what the workers of this node hold: they read as dead until the node is heard again."""
+        """Marks the workers of this node as dead until the node is heard again: what they hold is unknown."""
         for far in self._far.values():
             if far.node == node:
                 self._show(far, NONE, far.word.epoch, alive=False)
 
     def place(self, rank: int) -> tuple[int, int] | None:
-        """The node and the pid there of a far worker; None: it is none."""
+        """The node of a far worker and its pid there; None: the worker is not on another node."""
         far = self._far.get(rank)
         return None if far is None else (far.node, far.pid)
 

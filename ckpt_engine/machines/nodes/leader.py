@@ -1,8 +1,8 @@
-"""The machine of an engine's node 0, as far as other nodes go: who is there, when all parts start and end.
+"""The machine of an engine's node 0 for the other nodes: which are present, and when all parts start and end.
 
-It decides when a start of the engine (a generation) begins, which followers belong to it, when it has to end because
-of one of them, what of their words stands in the gate's page (`far.py`), and which of their workers' questions reach
-the agent's own machine. It starts nothing itself.
+It decides when a start of the engine (a generation) begins, which followers belong to it, and when it has to end
+because of one of them. It also decides which of their workers' questions reach the agent's own machine; `far.py`
+decides what stands in the gate's page. It starts nothing itself.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ END: Key = ("end",)
 
 @dataclass(eq=False)
 class _Question:
-    """The last question of one far worker; its answer once there is one. generation: in which it was asked."""
+    """The last question of one far worker."""
 
     node: _Node
-    generation: int
+    generation: int  # in which it was asked
     request: worker_pb2.WorkerRequest
-    reply: worker_pb2.AgentReply | None = None
+    reply: worker_pb2.AgentReply | None = None  # None: not answered yet
 
 
 @dataclass(eq=False)
 class _Node:
-    """What was last heard from one session of a node's agent, and when. peer: where commands to it go. looked: the last
-    look that its words answer. questions: by its workers' ranks."""
+    """One session of a node's agent."""
 
-    peer: Peer
-    heard: float
-    message: worker_pb2.NodeMessage
-    looked: int = 0
-    questions: dict[int, _Question] = field(default_factory=dict)
+    peer: Peer  # where commands to it go
+    heard: float  # when it was heard last, monotonic seconds
+    message: worker_pb2.NodeMessage  # the last one
+    looked: int = 0  # the last look that its words answer
+    questions: dict[int, _Question] = field(default_factory=dict)  # by its workers' ranks
 
 
 class LeaderMachine:
@@ -108,7 +107,7 @@ class LeaderMachine:
         for rank, session in self._members.items():
             node = self._nodes[rank]
             if node.message.session_id != session:
-                return f"the agent of node {rank} was started anew"
+                return f"the agent of node {rank} was restarted"
             if not self._is_heard(node, now):
                 return f"the agent of node {rank} was not heard for {self._deadlines.lease:g} s"
             if self._current(node.message) and not node.message.running and node.message.reason:
@@ -116,7 +115,7 @@ class LeaderMachine:
         return ""
 
     def placed(self, status: manager_pb2.WorkerStatus) -> manager_pb2.WorkerStatus:
-        """The same with the node and the process where the worker runs."""
+        """Adds the node and the process where the worker runs. Returns `status`."""
         place = None if self._far is None else self._far.place(status.rank)
         if place is not None:
             status.node, status.pid = place
@@ -203,7 +202,7 @@ class LeaderMachine:
         self._tell_all()
 
     def _end(self) -> None:
-        """There is to be no engine, and what its nodes hold counts no more."""
+        """Ends the generation: what its nodes hold does not count any more."""
         if self._far is not None:
             for rank in self._nodes:
                 self._far.lose(rank)
@@ -219,7 +218,7 @@ class LeaderMachine:
         return f"node {', '.join(map(str, ending))} still has a part of the engine before" if ending else ""
 
     def _lagging_nodes(self, number: int) -> list[int]:
-        """Nodes whose words were read before this look."""
+        """The nodes that have not read their words since this look."""
         return [rank for rank in self._members if self._nodes[rank].looked < number]
 
     # -- what followers tell
@@ -234,7 +233,7 @@ class LeaderMachine:
         if node is None or node.message.session_id != message.session_id:
             self._out.append(SayLine(f"node {rank} has joined"))
             if self._far is not None:
-                self._far.lose(rank)  # the words of the agent before it are nobody's any more
+                self._far.lose(rank)  # the words of the agent before it do not count any more
             node = self._nodes[rank] = _Node(event.peer, now, message)
         elif message.sequence <= node.message.sequence:
             return
@@ -276,7 +275,7 @@ class LeaderMachine:
             self._ask(node, request)
 
     def _current(self, message: worker_pb2.NodeMessage) -> bool:
-        """Whether it is about the engine that there is to be now."""
+        """Whether a message is about the present generation."""
         return (
             message.leader_session == self._session
             and message.generation == self._generation
@@ -289,7 +288,7 @@ class LeaderMachine:
     # -- what their workers ask
 
     def _ask(self, node: _Node, request: worker_pb2.WorkerRequest) -> None:
-        """Has a far worker's question answered once, however often it comes."""
+        """Has a far worker's question answered once, and sends the answer again if the question is repeated."""
         known = node.questions.get(request.rank)
         if known is not None and known.request.boot_id == request.boot_id:
             if request.sequence < known.request.sequence:
@@ -339,7 +338,7 @@ class LeaderMachine:
         self._out.append(Send(node.peer, self._command(node)))
 
     def _command(self, node: _Node) -> worker_pb2.NodeCommand:
-        """Our whole state. An agent that came later than this start of the engine has no part in it."""
+        """This machine's whole state for a node. An agent that joined after this start of the engine has no part."""
         return worker_pb2.NodeCommand(
             session_id=self._session,
             generation=self._generation,

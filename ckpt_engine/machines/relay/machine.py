@@ -8,9 +8,9 @@ Its session, and the digests that it is asked for, are those of every holder. He
   one memory.
 - The slot of the version that replicas are to hold now is never filled.
 - Memory is counted before a slot is given up. What is given up is said before the first byte changes.
-- What is missing of a version that a slot holds is brought beside the rest of it, which stays lent.
+- What is missing of a version that a slot holds is added to the rest of it, which stays lent.
 - A version is said to be held only once it was compared with its sealed record.
-- A session's end changes nothing: filling goes on, and the answer is given to whoever repeats the command.
+- A session's end changes nothing: filling goes on, and the answer goes to the session that repeats the command.
 
 Nothing outlives the process: a relay that was killed comes back with nothing, under another session.
 """
@@ -40,11 +40,11 @@ from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayPro
 
 @dataclass(frozen=True)
 class HeldNotice:
-    """A version to say that it is held. table, record: serialised."""
+    """A version that is announced as held."""
 
     identity: Version
-    table: bytes
-    record: bytes
+    table: bytes  # a serialised SourceTable
+    record: bytes  # a serialised SealedRecord
 
 
 RelayCommand: TypeAlias = Run | StopFilling
@@ -54,34 +54,34 @@ Answer: TypeAlias = RelayFilled | RelayProgress
 
 @dataclass
 class _SlotState:
-    """needs, everything, within: what was asked for when it was filled. since: which filling it was."""
+    """One slot. `needs`, `everything` and `within` are of the command that filled it."""
 
-    held: HeldNotice | None = None
-    answer: RelayFilled | None = None
-    needs: frozenset[bytes] = frozenset()
+    held: HeldNotice | None = None  # None: it is empty
+    answer: RelayFilled | None = None  # to the command that filled it
+    needs: frozenset[bytes] = frozenset()  # digests
     everything: bool = False
-    within: frozenset[bytes] = frozenset()
-    since: int = 0
+    within: frozenset[bytes] = frozenset()  # digests
+    since: int = 0  # the number of its filling
 
 
 @dataclass
 class _FillWork:
-    """A command that is carried out. came, until: of the machine's clock. slot: once it is known which."""
+    """A command that is being carried out. Moments are monotonic seconds."""
 
     command: FillRelay
     came: float
     until: float
-    slot: int = -1
-    more: bool = False
-    step: str = ""
-    overtaken: bool = False
+    slot: int = -1  # -1: not chosen yet
+    more: bool = False  # the slot holds a part of the version already
+    step: str = ""  # of the task that runs
+    overtaken: bool = False  # a newer command waits for its end
 
 
 class RelayFilling:
     """The slots of one relay.
 
-    emit: takes commands. send: tells the manager, if there is one; what must arrive is asked for again. hold: says what
-    is held, all of it, whenever that changes. clock: of the session.
+    emit: takes commands. send: sends to the manager, if there is one; the manager repeats its command until the answer
+    arrives. hold: announces all that is held, whenever that changes. clock: of the session.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class RelayFilling:
 
     @property
     def epoch(self) -> int:
-        """The highest that it has obeyed."""
+        """The highest epoch that it has obeyed."""
         return self._obeyed[0]
 
     def is_newer(self, body: FillRelay) -> bool:
-        """Whether a command is none of those that it has obeyed, nor before them."""
+        """Whether a command comes after all that it has obeyed."""
         return _turn(body) > self._obeyed
 
     @property
     def held(self) -> tuple[HeldNotice, ...]:
-        """Each version once, the one that was filled last first."""
+        """The versions held, each once, the last filled first."""
         found: dict[Version, HeldNotice] = {}
         for slot in sorted(self._slots, key=lambda slot: -slot.since):
             if slot.held is not None:
@@ -121,7 +121,7 @@ class RelayFilling:
         return tuple(found.values())
 
     def message(self, body: FillRelay, cluster: str, now: float) -> None:
-        """A command of the manager of `cluster`."""
+        """Takes a command of the manager of `cluster`."""
         if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
         if not self.is_newer(body):
@@ -138,7 +138,7 @@ class RelayFilling:
             self._emit(StopFilling())
 
     def done(self, done: Done, now: float) -> bool:
-        """Whether the task that ended was one of this machine's."""
+        """Takes the end of a task. Returns whether it was one of this machine's."""
         match done.key:
             case ("relay", str(), int() as count):
                 if count == self._count and self._work is not None:
@@ -147,13 +147,13 @@ class RelayFilling:
         return False
 
     def progress(self, report: FillingProgress) -> None:
-        """Passed on while that filling is what the manager waits for."""
+        """Passes progress on to the manager, unless its filling was overtaken."""
         work = self._work
         if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(report.fence):
             self._send(RelayProgress(fence=report.fence, bytes_done=report.bytes_done, bytes_total=report.bytes_total))
 
     def stop(self) -> None:
-        """The process is to end."""
+        """Stops filling, since the process is to end."""
         self._next = None
         if self._work is not None:
             self._work.overtaken = True
@@ -175,7 +175,8 @@ class RelayFilling:
         self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now), work.more))
 
     def _free(self, command: FillRelay) -> int:
-        """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
+        """The number of the slot to fill: an empty one, else the one that was filled first. Never that of the version
+        to keep."""
         keep = Version.or_none(command.keep)
         free = [number for number, slot in enumerate(self._slots) if slot.held is None or slot.held.identity != keep]
         if not free:  # both hold it, for other needs: the one that is read stays, else the fuller one, which came later
@@ -234,7 +235,7 @@ class RelayFilling:
 
 
 def _turn(body: FillRelay) -> tuple[int, int]:
-    """Epoch and attempt."""
+    """What orders commands: epoch and attempt."""
     return body.fence.epoch, body.attempt
 
 

@@ -1,12 +1,12 @@
 """The machine of a relay's process: a holder of kind "relay" that the manager can tell to bring versions.
 
-Its session and the digests that it is asked for are those of every holder, what it does with its slots is in
+Its session and the digests that it is asked for are those of every holder; what it does with its slots is in
 `RelayFilling`. Here is what lies between the two:
 
-- Sealing and filling obey one count of fill fences: what is below the highest of both is late, whatever it asks for.
-- What it holds is told before that it was brought: whoever hears the answer can plan with it. What it gives up is told
-  before the first byte changes.
-- It lets go of memory that its owner takes back once nothing reads that, and keeps what it has brought from there.
+- Sealing and filling obey one count of fill fences: a command below the highest of both is stale.
+- What it holds is announced before the answer that it was brought, so that the manager can plan with it as soon as it
+  has the answer. What it gives up is announced before the first byte changes.
+- It lets go of memory that its owner takes back once nothing reads that, and keeps what it has copied from there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LET_GO_SECONDS = 600.0
 class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
-    Events: those of a holder but which it feeds itself, FillingProgress and ChunksPassed. Commands: a holder's, Run of
-    CountSlot and FillSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
+    Events: a holder's except HoldVersions, which it makes itself, and FillingProgress and ChunksPassed. Commands: a
+    holder's, Run of CountSlot or FillSlot (one at a time), Run of LetGoOf (beside these), and StopFilling.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RelayMachine(HolderMachine):
         super().__init__(KIND, name, session_id, host, deadlines, filling)
         self._filling = RelayFilling(self._out.append, self._answer, self._hold, self._session.clock)
         self._letting_go = 0
-        self._unsent_answer: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
+        self._unsent_answer: manager_pb2.RelayFilled | None = None  # waits until what it holds is announced
 
     def _take(self, event: TrainerEvent, now: float) -> None:
         match event:

@@ -17,11 +17,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class TrainerMachine(OfferingMachine):
-    """One rank. session_id: of this process; survives reconnects. It offers one table, of weights that have no identity
-    yet.
+    """One rank. It offers one table, of weights that have no identity yet.
 
-    It takes part in a collective once an install fence, and in none of a lower one; a repeated command is answered as
-    before. What has begun goes on whatever becomes of the manager.
+    It takes part in a collective once per install fence, and in none of a lower fence; a repeated command is answered
+    as before. What has begun goes on without the manager. session_id: of this process; survives reconnects.
     """
 
     def __init__(
