@@ -1,8 +1,8 @@
 """The part of an update in which replicas get their weights by a collective: the members, and what each is told.
 
 The manager chooses the members before the intent and tells them after it. It decides nothing else: members vote in the
-lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which several
-collectives in a row ended badly is left out of the next one.
+lead's ballot (`core/arming.py`), and from then on the manager is not needed. A replica that was blamed for several
+failed collectives in a row is left out of the next one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 NEW = manager_pb2.OUTCOME_NEW_SERVING
 
 BLAMES = 2
-"""Collectives in a row that end badly because of one replica before it is left out: the next update mends what one
-failure has left dirty, and a replica that is broken for good does not keep all others from their weights."""
+"""Failed collectives in a row for which a replica is blamed before it is left out. The next update mends what one
+failure has left dirty; a replica that is broken for good must not keep all others from their weights."""
 
 
 def name_of(member: str | WorkerKey) -> str:
-    """What messages call it: a source's id says what it is already."""
+    """A member's name for messages: a source's id says what it is already."""
     return member if isinstance(member, str) else f"{member[0]}, worker {member[1]}"
 
 
 class UpdateCollective:
-    """The collective of one update. replicas: those that take part; none: there is no collective. why: a sentence for
-    people."""
+    """The collective of one update."""
 
     def __init__(self, course: Course, recipients: Recipients) -> None:
         self._course = course
@@ -47,13 +46,14 @@ class UpdateCollective:
         self._absent_ranks: set[int] = set()
         self._candidates: dict[str, CollectiveCandidate] = {}
         self._collective_only = self._published = False
-        self.replicas: frozenset[str] = frozenset()
-        self.why = ""
+        self.replicas: frozenset[str] = frozenset()  # that take part; empty: there is no collective
+        self.why = ""  # there is one or none, a sentence for people
 
     # -- the members
 
     def choose(self, compiled: Compiled, near_relays: Collection[str]) -> bool:
-        """Whether plans are to be compiled once more, now with a collective. near_relays: replicas that reach one."""
+        """Chooses the members. Returns whether plans are to be compiled again, now with a collective. near_relays:
+        replicas that reach a relay."""
         goal, first = self._course.goal, self._compiled is None
         self._compiled = compiled
         if not first:
@@ -95,7 +95,7 @@ class UpdateCollective:
             self._decide()
 
     def explained(self, unfit: Mapping[str, weights_pb2.Problem]) -> Mapping[str, weights_pb2.Problem]:
-        """Why no plans can be made for these, with why they get the weights by no collective, if there could be one."""
+        """Adds to why no plans can be made for these replicas why no collective brings them the weights."""
         if not self._published:
             return unfit
         return {name: with_words(problem, self._not_together(name, problem)) for name, problem in unfit.items()}
@@ -106,8 +106,8 @@ class UpdateCollective:
         return "" if problem.message in reason else reason
 
     def _leave_out(self, candidates: dict[str, CollectiveCandidate]) -> None:
-        """Leaves out those because of which several in a row ended badly, unless nobody else is left; they are tried
-        again in the next one."""
+        """Leaves out replicas that were blamed for several failures in a row, unless no others are left. The next
+        collective tries them again."""
         blames = self._state.blames
         able = {name for name, each in candidates.items() if not each.unable}
         bad = {name for name in able if blames.get(name, 0) >= BLAMES}
@@ -117,7 +117,7 @@ class UpdateCollective:
             candidates[name] = candidates[name]._replace(unable=why)
 
     def begin(self, fence: Fence) -> None:
-        """The intent is on the disk: from now on `install` and `send` tell which take part."""
+        """Forms the collective, once the intent is on the disk: from now on `install` and `send` tell the members."""
         plan = None if self._compiled is None else self._compiled.collective
         if plan is None:
             return
@@ -143,8 +143,8 @@ class UpdateCollective:
         )
 
     def _communicator(self, fence: Fence, plan: CollectivePlan) -> bytes:
-        """That of the update before if its plan and its members' processes are the same and all ended well, else
-        another."""
+        """The communicator of the update before, if its plan and its members' processes are the same and all ended
+        well; else a new one."""
         lineage = self._course.goal.lineage
         processes = [trainer.session_id.encode() for trainer in self._trainers().values()]
         for name in sorted(self.replicas):
@@ -159,14 +159,14 @@ class UpdateCollective:
     # -- telling them
 
     def install(self, name: str, command: manager_pb2.Install) -> None:
-        """Adds to a replica's command what it has to know."""
+        """Adds the collective to a replica's command, if the replica takes part."""
         if name in self.replicas and self._part.members:
             command.collective.CopyFrom(self._part)
             for worker in command.workers:
                 worker.member = self._workers[name, worker.rank]
 
     def send(self, fence: Fence, seconds: float) -> None:
-        """Tells, again, every rank that has not answered."""
+        """Sends the command, again, to every rank that has not answered."""
         trainers = self._trainers()
         for rank in self.waiting_for():
             if rank in trainers and trainers[rank].session_id != self._course.sessions.get(rank):
@@ -182,23 +182,23 @@ class UpdateCollective:
                 self._state.send(trainers[rank], part)
 
     def waiting_for(self) -> list[int]:
-        """Ranks whose part has not ended, as far as is known."""
+        """Ranks that take part and are not known to have ended."""
         return sorted(self._ranks.keys() - self._took.keys() - self._absent_ranks)
 
     def answered(self, trainer: TrainerRank, body: manager_pb2.TookPart) -> None:
-        """A rank's part has ended."""
+        """Takes a rank's answer: its part has ended."""
         self._took.setdefault(trainer.rank, body)
 
     def drop(self, trainer: TrainerRank) -> None:
-        """A rank will not come back."""
+        """Waits no more for a rank that will not come back."""
         self._absent_ranks.add(trainer.rank)
 
     def out_of_time(self) -> None:
-        """Waits for none any more."""
+        """Stops waiting for ranks."""
         self._absent_ranks.update(self.waiting_for())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
-        """What members fetch."""
+        """Blobs that members fetch."""
         plan = None if self._compiled is None else self._compiled.collective
         return [] if plan is None else [plan.plan]
 
@@ -208,7 +208,7 @@ class UpdateCollective:
     # -- the end
 
     def conclude(self) -> None:
-        """Every replica has an outcome: keeps the communicator if all went well, else leaves the blamed out."""
+        """Ends it, once every replica has an outcome: keeps the communicator if all went well, and counts blames."""
         if not self._ranks:
             return
         well = not self._absent_ranks and not self.waiting_for()
@@ -228,7 +228,7 @@ class UpdateCollective:
         return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
 
     def describe(self) -> str:
-        """What the report says of the collective."""
+        """The report's sentence about the collective."""
         dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.OUTCOME_QUARANTINED]
         problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
         text = self.why
@@ -236,7 +236,7 @@ class UpdateCollective:
             text += f"; it did not end well: {problems[0]}"
         if dirty:
             text += (
-                f"; who had begun and is not done, or was lost meanwhile, is closed ({', '.join(dirty)}): the next "
-                "update mends them"
+                f"; replicas that had begun and did not end, or were lost meanwhile, are closed ({', '.join(dirty)}): "
+                "the next update mends them"
             )
         return text

@@ -5,10 +5,10 @@ Decides which members may join, which call begins an update, and what waits for 
   side by side (`updates`). Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
   another call of the lineage that is being updated is ABORTED, naming the update.
 - A rollback waits for what runs in its pool, and goes before updates that are gathered.
-- So do Sleep and Wake; what was called meanwhile for that pool waits for their end.
-- When no update goes on in a pool, its late replicas are brought up, a few at a time. An update whose turn has come, or
-  that waits for holders which one of these has, cuts that one short: before its install begins at once, afterwards when
-  the replica's outcome has come.
+- Sleep and Wake are ABORTED while their replicas are in use; calls for their pool that come later wait for their end.
+- When no update goes on in a pool, its late replicas are brought up by attempts, a few at a time. An update that is
+  next, or that waits for holders of an attempt, cuts the attempt short: at once before its install begins, afterwards
+  when the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
 """
 
@@ -64,23 +64,22 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
-    """Key of the timer that ends a stream of which nothing is heard."""
+    """Key of the timer that ends a silent stream."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class SettleEnd:
-    """Key of the timer after which a manager that was restarted waits for members no more."""
+    """Key of the timer that ends a restarted manager's wait for its members."""
 
 
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger, as are commits, highest, each lineage's highest number, identities, all versions
-    that it knows, and holds, those of operators (`Ledger` has a method of each name).
-
-    changes: how many events were taken that may have changed what it shows or does.
+    All of this is from the ledger (`Ledger` has a method of each name). cluster: its id. epoch: the last one that it
+    spent. commits: what replicas are to serve. highest: each lineage's highest version. identities: all versions that
+    it knows. holds: of operators, by replica.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ManagerMachine:
         self._started = False
         self._news = False
         self._now = 0.0  # of the last event
-        self.changes = 0
+        self.changes = 0  # events taken that may have changed what it shows or does
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
         """Takes one event and says what is to be done."""
@@ -150,7 +149,7 @@ class ManagerMachine:
             self._next(now)
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
+        """The answer to GetStatus. replicas: False leaves them out, which are nearly all of the work."""
         warnings, holdings = [*self._recovery.warnings(), *self._holds.warnings()], self.blobs_in_use()
         drifts = self.drifts() if replicas else None
         answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts)
@@ -162,23 +161,23 @@ class ManagerMachine:
         return self._drifts.all(self._updates.all(), self._now)
 
     def holds(self) -> Mapping[str, OperatorHold]:
-        """The replicas that operators hold, by name. To be read only, and at once."""
+        """Operators' holds by replica. For reading only, and at once."""
         return self._state.holds
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All of them by name, as they were heard of last. To be read only, and at once."""
+        """All replicas by name, as they were last heard of. For reading only, and at once."""
         return self._members.replicas
 
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
-        """What LocateVersion answers. Raises CkptEngineError."""
+        """The answer to LocateVersion. Raises CkptEngineError."""
         return located(self._state, request)
 
     def watched(self) -> Watched:
-        """What WatchReplicas tells."""
+        """The state that WatchReplicas tells."""
         return watched(self._state, self._updates.all(), self._settled or not self._restarted)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
-        """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
+        """Blobs that must stay, by what needs them, for BlobStore.pin. Owners that are not named need none."""
         return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
 
     def _phase(self) -> str:
@@ -240,7 +239,7 @@ class ManagerMachine:
             session = self._session_of(known)
             member, before = self._members.hello(peer, hello, now)
         except CkptEngineError as error:
-            self._lost(peer, now)  # if the stream spoke for a member, it does no more
+            self._lost(peer, now)  # if the stream spoke for a member, it does not any more
             self._state.out.append(ClosePeer(peer, error.problem))
             return
         if before is not None and before != peer:
@@ -268,7 +267,7 @@ class ManagerMachine:
             self._sleep_wake.send_missing(now)
 
     def _installs(self, member: Member) -> int:
-        """The install fence that it is welcomed with: what is on its way to it is not below that."""
+        """The epoch of the install fence that a member is welcomed with: commands on their way to it are not below."""
         if not isinstance(member, Replica):
             return self._state.installs
         asleep = self._state.installs if self._sleep_wake is None else self._sleep_wake.installs(member.name)
@@ -369,8 +368,7 @@ class ManagerMachine:
             self._settled = True
 
     def _next(self, now: float) -> None:
-        """Goes on with what waited, and begins what can begin. Called after every event that may have changed
-        something."""
+        """Goes on with what waited, and begins what can begin. Called after every event that may change something."""
         if self._sleep_wake is not None and self._sleep_wake.finished:
             self._sleep_wake = None
         if self._sleep_wake is not None:
@@ -388,7 +386,8 @@ class ManagerMachine:
             self._updates.start(goal, now)
 
     def _may_begin(self, goal: Goal) -> bool:
-        """Whether no call to sleep or wake is in its way, and it is known what its replicas are to serve."""
+        """Whether no call to sleep or wake is in a goal's way, and the ledger is certain of what its replicas are to
+        serve."""
         awake = self._sleep_wake is None or not self._sleep_wake.meets(goal)
         return awake and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
 

@@ -1,13 +1,14 @@
-"""The relays of one update, between sealing and the intent: which is filled for which replicas, and what came of it.
+"""The relays of one update, between sealing and the intent: which is filled for which replicas, and with what result.
 
-- A relay is filled for replicas that have a worker which reaches it, and with what all workers of its host need, also
-  those of replicas that are away now. One that others further away read is filled for them too.
-- Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, what waits
-  for it is routed again; what was reading it is told again as soon as another one holds the version. One that
-  failed although all that it reads hold it tries again a few times: networks may be cut for a moment.
-- A relay counts when its hello names the version under the very table of its answer.
-- A relay that fails, leaves, or does not answer in time is left out with a reason; no replica is touched by that.
-- The slot that replicas may be reading is never given up: that of the version which is being installed beside this
+- A relay is filled for replicas that have a worker which reaches it. It gets what all workers of its host need, also
+  those of replicas that are away now. A relay that others further away read is filled for them too.
+- Each relay is told to fill once the relays that it reads hold the version (`core.relay_routes`). If one of these
+  fails, relays that wait for it are routed again; relays that were reading it are told again as soon as another one
+  holds the version. A relay that failed although all that it reads hold the version tries again a few times: networks
+  may be cut for a moment.
+- A relay counts once its hello names the version under the same table as its answer.
+- A relay that fails, leaves, or does not answer in time is left out with a reason; that touches no replica.
+- The slot that replicas may be reading is never overwritten: that of the version which is being installed beside this
   update, or else of the lineage's last version.
 """
 
@@ -64,7 +65,7 @@ class RelayRetry:
 
 
 class UpdatePrefetch:
-    """The fillings of one update whose root and record are known. why: by relay, whether it is filled."""
+    """The fillings of one update, once its root and record are known."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
@@ -78,16 +79,16 @@ class UpdatePrefetch:
         self._needs = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, PlannedFilling] = {}
         self._started = False
-        self._routed = 0  # how many were left out when routes were made
+        self._routed = 0  # relays that were left out when routes were last made
         self._route_reasons: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
-        # One that does not answer on a network is found to be gone after a lease.
+        # A relay that does not answer on a network is found to be lost after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
         self._shared_reasons: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
         self._together = SharedFilling()
-        self.why: dict[str, str] = {}
+        self.why: dict[str, str] = {}  # by relay, a sentence that says whether it is filled
 
     def choose(self, compiled: Compiled, before: UpdatePrefetch | None) -> None:
-        """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
+        """Decides which relays are filled. before: the fillings that installs of the update before this one read."""
         last = self._state.versions.last.get(self._goal.lineage)
         self._keep = None if last is None else last.identity
         if before is not None:
@@ -95,7 +96,7 @@ class UpdatePrefetch:
             self._kept_tables = {
                 name: each.answer.table for name, each in before._fillings.items() if each.answer is not None
             }
-        # Of a version that was sealed before relays bring only what cannot be read without them.
+        # If the version was sealed before, relays bring only what cannot be read without them.
         only = None if self._goal.sealed is None else self._recipients.cut_off.keys()
         readers = readers_of(self._state, self._recipients, self._identity, compiled.distances, only)
         for relay in connected_relays(self._state):
@@ -107,7 +108,7 @@ class UpdatePrefetch:
         self._make_routes()
 
     def claim(self) -> Claim:
-        """What it needs of relays, and of holders that these read."""
+        """The claim on relays that are filled, and on holders that these read."""
         names, sources = self._names(), self._names() | self._goal.holders
         return Claim(sources, names, self._keep, self._identity, sources)
 
@@ -119,17 +120,17 @@ class UpdatePrefetch:
         )
 
     def missing(self) -> list[PlannedFilling]:
-        """The relays that are waited for: steps in between only as long as they are waited for."""
+        """The relays that it waits for. Steps in between alone are not waited for."""
         missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
     def held(self) -> list[PlannedFilling]:
-        """The relays that hold the version, and say so, and have replicas to be installed from them."""
+        """The relays that hold the version, say so, and have replicas to be installed from them."""
         return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
 
     def advance(self, seconds: float) -> None:
-        """Tells those whose turn has come, and leaves those out that cannot be filled any more. Called whenever
-        something has changed."""
+        """Commands the relays that can be filled now, and leaves out those that cannot be filled any more. Called
+        whenever something has changed."""
         changed = self._started = True
         while changed:
             changed = False
@@ -143,13 +144,13 @@ class UpdatePrefetch:
                 changed = True
 
     def send(self, seconds: float) -> None:
-        """Tells, again, all that have not answered."""
+        """Sends the command, again, to all that have not answered."""
         for filling in self.missing():
             if filling.command is not None and filling.answer is None:
                 self._tell(filling, seconds)
 
     def take(self, holder: Holder, body: manager_pb2.RelayFilled) -> None:
-        """Takes an answer."""
+        """Takes a relay's answer."""
         filling = self._fillings.get(holder.source)
         if filling is None or filling.left_out is not None or filling.command is None:
             return
@@ -157,14 +158,14 @@ class UpdatePrefetch:
             filling.answer, filling.session = body, holder.session_id
 
     def lost(self, holder: Holder) -> None:
-        """Gives a relay whose session ended some time to come back."""
+        """Gives a relay some time to come back, since its session has ended."""
         filling = self._fillings.get(holder.source)
         if filling is not None and filling.left_out is None:
             self._course.timer(RelayAbsent(holder.source), self._state.deadlines.lease)
 
     def note_return(self, holder: Holder) -> bool:
-        """Notes that a relay said hello; returns whether it is one of these. Another process of this name holds nothing
-        of what the one before it has brought, and cannot be asked for the rest of it."""
+        """Takes a relay's hello. Returns whether it is being filled. Another process of this name holds nothing of what
+        the one before it has fetched, so it starts over."""
         filling = self._fillings.get(holder.source)
         if filling is None:
             return False
@@ -176,7 +177,7 @@ class UpdatePrefetch:
         return True
 
     def again(self, source: str) -> None:
-        """Tells a relay again that has waited for a moment since it failed."""
+        """Lets a relay be commanded again, a moment after it failed."""
         filling = self._fillings.get(source)
         if filling is not None:
             filling.pausing = False
@@ -190,7 +191,8 @@ class UpdatePrefetch:
             filling.left_out = unavailable(why).problem
 
     def overdue(self, seconds: float, why: Problem | None = None) -> None:
-        """The time for filling is over, `seconds` after the update began. why: of all, if it is known."""
+        """Leaves out all relays that it waits for, `seconds` after the update began. why: the reason of all of them;
+        None: each has its own."""
         for filling in self.missing():
             waits = [name for name in filling.route.upstream if not self._has(name)]
             filling.left_out = why or filling.too_late(waits, f"{seconds:.1f} s after the update began")
@@ -201,21 +203,21 @@ class UpdatePrefetch:
         filling.left_out = filling.left_out or problem
 
     def reports(self) -> list[manager_pb2.RelayReport]:
-        """What each relay did."""
+        """A report for each relay."""
         return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
-        """Why the relay of each replica does not count, or what of the version that lacks."""
+        """By replica, why its relay does not count, or what of the version the relay lacks."""
         return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
-        """What is well and yet not what was asked for."""
+        """Sentences for a report that is fine but not what was asked for."""
         if self._goal.prefetch != manager_pb2.PREFETCH_ALWAYS or self._fillings:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 
     def describe(self) -> str:
-        """Why relays were filled or not, and why some do not count."""
+        """A sentence for people: why relays were filled or not, and why some do not count."""
         out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._left_out() if each.left_out]
         return "; ".join([self._reasons(), *out])
 
@@ -224,7 +226,7 @@ class UpdatePrefetch:
         return blobs_of(self._fillings.values())
 
     def lacking(self) -> dict[str, str]:
-        """For each replica, what its relay was not to bring, since it is out of reach."""
+        """By replica, what its relay was not told to fetch, since no relay reaches it."""
         found = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
         return {name: self._with_failures(why) for name, why in found.items()}
 
@@ -233,7 +235,7 @@ class UpdatePrefetch:
         return "; ".join(reasons) or "no relay has a session with this manager"
 
     def _reason(self, name: str) -> str:
-        """Why a relay is filled; of one that is filled for others only, that alone."""
+        """Why a relay is filled; if only for others, nothing but that."""
         filling = self._fillings.get(name)
         if name in self._route_reasons and filling is not None and not filling.replicas:
             return self._route_reasons[name]
@@ -244,7 +246,7 @@ class UpdatePrefetch:
     # -- routes
 
     def _make_routes(self) -> None:
-        """For all that are not filled yet, and for those that may have lost what they read."""
+        """Makes routes for all relays that are not filled yet, and for those that may have lost what they read."""
         out = {each.relay for each in self._left_out()}
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
@@ -274,8 +276,8 @@ class UpdatePrefetch:
         self._routed = len(self._left_out())
 
     def _known_relays(self) -> list[Holder]:
-        """The relays that are connected, and those that take part and may come back; once it has begun, none of those
-        that another update uses."""
+        """The relays that are connected, and those that take part and may come back. Once filling has begun, without
+        those that another update uses."""
         holders = self._state.members.holders
         found = {relay.source: relay for relay in connected_relays(self._state)}
         found |= {name: holders[name] for name in self._fillings if name in holders}
@@ -287,19 +289,19 @@ class UpdatePrefetch:
         return () if filling is None else (filling.command_route or filling.route).lacks
 
     def _explain(self, name: str, route: Route) -> None:
-        origin = "the trainer" if self._goal.sealed is None else "those who hold the version"
+        origin = "the trainer" if self._goal.sealed is None else "the version's holders"
         if not self._fillings[name].replicas:
             self._route_reasons[name] = in_between(name, route.children, origin)
         elif route.upstream:
             self._route_reasons[name] = by_way_of(route.upstream, origin, bool(route.sources))
 
     def _is_partial(self, name: str) -> bool:
-        """Whether it has less of the version than it is to have."""
+        """Whether a relay has less of the version than it is to have."""
         filling = self._fillings.get(name)
         return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
     def _with_failures(self, why: str) -> str:
-        """Why a relay is not filled, where others that might have done so have failed."""
+        """Adds the failures of relays that might have fed it to why a relay is not filled."""
         failed = [each for each in self._left_out() if not each.replicas]
         reasons = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
         return "; ".join([*reasons, why])
@@ -307,7 +309,7 @@ class UpdatePrefetch:
     # -- one relay's turn
 
     def _step(self, filling: PlannedFilling, seconds: float) -> bool:
-        """Whether something has changed."""
+        """Does what can be done with one relay now. Returns whether something has changed."""
         if filling.left_out is not None or not (filling.is_due or filling.failed):
             return False
         if filling.command is None and filling.route.ahead:
@@ -315,7 +317,7 @@ class UpdatePrefetch:
             filling.ahead = True
             return True
         if any(not self._is_ready(name, filling.route) for name in filling.route.upstream):
-            return False  # it is coming, or routes are made anew
+            return False  # it will be ready, or routes are made again
         tables = self._tables(filling)
         if filling.is_due or {table.digest for table in tables.values()} - filling.tried:
             self._give_order(filling, filling.route, tables, seconds)
@@ -335,7 +337,7 @@ class UpdatePrefetch:
     def _give_order(
         self, filling: PlannedFilling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
     ) -> None:
-        """Tells it to bring the version by this route."""
+        """Commands a relay to fetch the version by this route."""
         filling.attempts += filling.command_route is not None
         filling.tried |= {table.digest for table in upstream.values()}
         if filling.ahead:
@@ -345,7 +347,7 @@ class UpdatePrefetch:
         self._tell(filling, seconds)
 
     def _filled_together(self) -> SharedFilling:
-        """The relays whose turn it is and that are filled together."""
+        """The relays that can be filled now and are filled together."""
         new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
@@ -359,12 +361,12 @@ class UpdatePrefetch:
         return self._has(name) and (name in route.early or not self._is_partial(name) or self._gave_up(name))
 
     def _gave_up(self, name: str) -> bool:
-        """Whether it will never have more than it has."""
+        """Whether a relay will never have more than it has."""
         filling = self._fillings.get(name)
         return filling is not None and self._settled(filling)
 
     def _settled(self, filling: PlannedFilling) -> bool:
-        """Whether it holds what it ever will. Some of it may be missing: then others that have more are waited for."""
+        """Whether its contents are final. If not, missing cells may still come from another relay."""
         if filling.ahead or not self._holds(filling):
             return False
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
@@ -379,7 +381,7 @@ class UpdatePrefetch:
         return any(self._is_it(filling, held) for held in holder.held)
 
     def _is_it(self, filling: PlannedFilling, held: Holding) -> bool:
-        """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
+        """Whether `held` is what the relay was filled with: another slot may hold the version for other needs."""
         return (
             filling.answer is not None and held.identity == self._identity and held.table.digest == filling.answer.table
         )
@@ -389,7 +391,7 @@ class UpdatePrefetch:
         return self._table_of(name) is not None
 
     def _table_of(self, name: str) -> manager_pb2.BlobRef | None:
-        """The table by which others read it: as it was filled now, or since it holds the version anyway."""
+        """The table by which others read the version from a relay; None: they cannot. It was filled now, or before."""
         holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
         if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
             return None
@@ -399,8 +401,8 @@ class UpdatePrefetch:
         return None
 
     def _tables(self, filling: PlannedFilling) -> dict[str, manager_pb2.BlobRef]:
-        """The tables of the relays that it reads, in the order in which equally near ones are asked. One that lacks
-        something itself is no reason to try again."""
+        """By relay, the tables that it reads, in the order in which equally near ones are asked. After the first
+        command those of partial relays are left out: they are no reason to try again."""
         found: dict[str, manager_pb2.BlobRef] = {}
         for name in (*filling.route.upstream, *filling.route.others):
             table = self._table_of(name)

@@ -1,5 +1,5 @@
-"""What decisions about relays go by: which of them a replica reaches, what the workers of their hosts need, and what
-each reads and lends."""
+"""Facts for decisions about relays: which of them a replica reaches, what the workers of their hosts need, and what
+each reads and lends. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Neighbourhood = tuple[str, str]
-"""What decides which relays a process reaches: its host and its directory of relays."""
+"""The host and the directory of relays of a process, which decide which relays it reaches."""
 
 Needs = dict[bytes, manager_pb2.BlobRef]
-"""By digest."""
+"""Needs of workers, by digest."""
 
 
 def connected_relays(state: ManagerState) -> list[Holder]:
@@ -29,7 +29,7 @@ def connected_relays(state: ManagerState) -> list[Holder]:
 
 
 def away(state: ManagerState) -> str:
-    """Names of relays that are known and have no session, and what to do; empty: there are none."""
+    """A sentence that names known relays without a session, and what to do; empty: there are none."""
     lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
     if not lost:
         return ""
@@ -42,17 +42,17 @@ def away(state: ManagerState) -> str:
 
 
 def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
-    """Connected relays that pass nothing on, since their networks are slow: by name why, to go on after the name."""
+    """Connected relays that pass nothing on, since their networks are slow: by name, a predicate that says so."""
     return slow({each.source: each.words.measured for each in holders if each.peer is not None})
 
 
 def relay_hosts(state: ManagerState) -> frozenset[str]:
-    """Boot ids of the hosts on which relays run that have a session."""
+    """Boot ids of the hosts on which connected relays run."""
     return frozenset(holder.host.boot_id for holder in connected_relays(state))
 
 
 def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[str]]:
-    """The replicas, by relay, with a worker that reaches it."""
+    """By relay, the replicas with a worker that reaches it."""
     relays = connected_relays(state)
     found: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
@@ -75,8 +75,8 @@ def readers_of(
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:
-    """The replicas, by relay, that lack the version and reach it, each with the distance of what it would read without
-    it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
+    """By relay, the replicas that lack the version and reach the relay, each with the distance of what it would read
+    without it; None: it could not read all. only: the replicas to consider; None: all."""
     lacking = set(recipients.lacking(identity))
     if only is not None:
         lacking &= set(only)
@@ -89,8 +89,7 @@ def readers_of(
 
 
 class KnownNeeds:
-    """The needs of all workers whose needs are known against this manifest, also of replicas that are away; by where
-    they are, each once."""
+    """The known needs of workers against one manifest, also of replicas that are away; by neighbourhood, each once."""
 
     def __init__(self, state: ManagerState, recipients: Recipients, published: Published) -> None:
         known = [(worker.host, worker.needs) for worker in recipients.workers()]
@@ -118,7 +117,8 @@ class KnownNeeds:
 
 
 def station_of(relay: Holder) -> Station:
-    """What a relay reads and lends. One that does not say reads what workers read, and is read on its host only."""
+    """A relay with what it reads and lends. One that does not say reads what workers read, and lends on its host
+    only."""
     assert relay.filling is not None
     reads = tuple(relay.filling.reads) or tuple(reading_kinds())
     return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({relay_transport()}))

@@ -1,13 +1,13 @@
-"""By which way replicas get weights that they do not read where they are published. Two rules, which say why.
+"""Two rules for how replicas get weights that they do not read where they are published. Each decision says why.
 
-Whether a relay is to bring a version before anything is paused. What it costs: a copy more, and the time that the
-trainer is held for it. What it gains: several replicas of a host read bytes that were brought there once, a pause
-covers no disk, and a trainer may go on when relays hold the version.
+The first decides whether a relay is filled before anything is paused. That costs another copy, and time that the
+trainer waits. It gains that replicas of one host read bytes that were brought there once, that no pause covers a disk,
+and that a trainer may go on when relays hold the version.
 
-Which replicas are updated by a collective, GPU to GPU, in one schedule with the trainer. What it costs: all its
-replicas are paused together, and one failure after they have begun leaves all of them dirty. What it gains: weights of
-a GPU on another host, where no relay brings them. So it is taken where it is asked for (the trainer publishes for
-nothing else), and where a replica has no other way.
+The second decides which replicas are updated by a collective, GPU to GPU, in one schedule with the trainer. That costs
+that all its replicas are paused together, and that one failure after they have begun leaves all of them dirty. It gains
+weights of a GPU on another host where no relay brings them. So a collective is used where it is asked for (the trainer
+publishes for nothing else), and where a replica has no other way.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from ckpt_engine.v1 import manager_pb2
 
 
 class WayDecision(NamedTuple):
-    """For which replicas a relay is filled, or which a collective updates.
+    """The replicas for which a relay is filled, or which a collective updates."""
 
-    replicas: none: it is not filled, or there is no collective. why: a sentence for people.
-    """
-
-    replicas: tuple[str, ...]
-    why: str
+    replicas: tuple[str, ...]  # empty: the relay is not filled, or there is no collective
+    why: str  # a sentence for people
 
 
 def prefetch_decision(
     relay: str, prefetch: manager_pb2.Prefetch, until: manager_pb2.Until, readers: Mapping[str, int | None]
 ) -> WayDecision:
-    """What a relay is filled for.
+    """Chooses the replicas for which a relay is filled.
 
     readers: the replicas that lack the version and reach the relay, each with the distance of the farthest source that
     it would read without it (`reach.Distance`); None: there is a source that it does not reach.
@@ -69,24 +66,24 @@ def prefetch_decision(
 
 
 def in_between(relay: str, children: Sequence[str], origin: str) -> str:
-    """Why a relay is filled that has no replicas to install. origin: those whose weights these relays do not reach."""
+    """A sentence on why a relay is filled for other relays only. origin: what these do not reach, for people."""
     verb = "does" if len(children) == 1 else "do"
     return f"{relay} is filled for {_and(children)}, which {verb} not reach {origin}"
 
 
 def by_way_of(upstream: Sequence[str], origin: str, partly: bool) -> str:
-    """A sentence on what a relay is filled from that does not reach all sources itself. partly: it reaches some."""
+    """A sentence on the relays that a relay reads, since it does not reach all sources. origin: the sources, for
+    people. partly: it reaches some of them."""
     reached = f"all of {origin}" if partly else origin
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
 
 class CollectiveCandidate(NamedTuple):
-    """A replica that lacks the version. direct: it reads all that it needs itself. relay: one is within its reach.
-    unable: why it cannot take part in a collective, as the end of a sentence; empty: it can."""
+    """A replica that lacks the version."""
 
-    direct: bool
-    relay: bool
-    unable: str = ""
+    direct: bool  # it can read all that it needs from the sources
+    relay: bool  # it reaches a relay
+    unable: str = ""  # why it cannot take part in a collective, as the end of a sentence; empty: it can
 
 
 def collective_decision(

@@ -1,9 +1,9 @@
-"""What an update says at its end, and what of that is corrected later.
+"""The report of an update at its end, and its corrections later.
 
-At the end: outcomes for replicas that gave none, and the report of all. Later: an agent that was lost while it
-installed, or the one after it, goes on without the manager, and mostly brings the replica to the version. And a replica
-that an update left out or quarantined is brought to the version later. Later questions for the report, and the ledger,
-are answered with what it is then. Calls that have returned are not.
+At the end there are outcomes for replicas that gave none, and the report of all. Later an agent that was lost while it
+installed, or the one after it, goes on without the manager, and mostly brings the replica to the version. Also a
+replica that an update left out or quarantined may be brought to the version later. The report is corrected then, in
+memory and in the ledger, for later calls. Calls that have returned had the report as it was.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ckpt_engine.machines.offering import NOT_FINITE_TOLD
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 COPIED_TOLD = 16
-"""Reasons for copies that a report tells at most."""
+"""The most reasons for copies, and the most warnings of sources, in a report."""
 
 COPIED_NAMED = 16
-"""Tensors that it names for each."""
+"""The most tensors that are named for each reason."""
 
 
 def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
-    """The outcome of a replica that serves these very weights already: it was left alone."""
+    """The outcome of a replica that serves these weights already, and was left alone."""
     held = identity.message()
     return manager_pb2.ReplicaOutcome(
         replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_NEW_SERVING, before=held, after=held
@@ -66,10 +66,10 @@ def left_out(
 def what_became(
     replica: Replica | None, fence: Fence, identity: Version, session: str
 ) -> manager_pb2.ReplicaOutcome | None:
-    """What is known by now of a replica that was told to install and whose agent was lost; None: nothing.
+    """The outcome, as known by now, of a replica that was told to install and lost its agent; None: unknown.
 
-    session: of the agent that was told. That one tells the outcome itself when it is back. Another one, which goes by
-    the workers' words, knows of no install: then what it serves counts.
+    session: of the agent that was told. When it is back it reports the outcome itself. Another agent knows only the
+    workers' words, and not the install: then what the replica serves counts.
     """
     if replica is None:
         return None
@@ -94,13 +94,12 @@ def what_became(
 
 
 def counts(outcome: manager_pb2.ReplicaOutcome) -> bool:
-    """Whether an update that names no number of replicas is to be ok only with this one."""
+    """Whether an update without a least number of replicas is ok only if this replica has the version."""
     return not (outcome.operator_hold or outcome.cannot_load)
 
 
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
-    """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
-    for; None: all that count."""
+    """Sets whether a report with all outcomes is ok and verified. min_replicas: of its goal; None: all that count."""
     new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING]
     counted = sum(map(counts, report.replicas))
     report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
@@ -118,9 +117,9 @@ def build_report(
     prefetch: str = "",
     held: bool = False,
 ) -> manager_pb2.UpdateReport:
-    """The report of an update. It is ok with so many replicas as the goal asks for, or with all. planning: seconds
-    until the first install command. prefetch: why relays were filled or not. held: it is told before installs have
-    ended: then it is neither ok nor not, and says nothing of replicas without an outcome."""
+    """Builds the report of an update; `judge` says whether it is ok. planning: seconds until the first install command.
+    prefetch: why relays were filled or not. held: installs have not ended; the report is not judged, and leaves out
+    replicas without an outcome."""
     ordered = [outcomes[name] for name in sorted(outcomes)]
     slowest: dict[manager_pb2.Stage, float] = {}
     for outcome in ordered:
@@ -148,7 +147,7 @@ def build_report(
 
 
 def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
-    """What ranks copied to seal it, one entry a reason: a report must not grow with the number of ranks."""
+    """What ranks copied to seal, with one entry for each reason: a report must not grow with the number of ranks."""
     merged: dict[str, weights_pb2.CopiedTensors] = {}
     for source in published.sources:
         for entry in source.copied:
@@ -164,7 +163,7 @@ def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
 
 
 def _warnings(identity: Version, before: Version | None) -> list[str]:
-    """Versions without a difference: a step of the optimizer that changed nothing, or that went elsewhere."""
+    """A warning if a version has the weights of the one before: the optimizer has changed nothing, or other tensors."""
     if before is None or before.root != identity.root or before.number >= identity.number:
         return []
     return [
@@ -174,7 +173,7 @@ def _warnings(identity: Version, before: Version | None) -> list[str]:
 
 
 def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
-    """Replicas with another model, which would make no update ok."""
+    """A warning that names replicas with another model, which do not count."""
     names = [outcome.replica for outcome in outcomes if outcome.cannot_load]
     if not names:
         return []
@@ -185,12 +184,12 @@ def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
 
 
 def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manager_pb2.Sealed]) -> None:
-    """Tells of NaN and infinity. sealed: the answers that named some, by source."""
+    """Adds NaN and infinity to a report. sealed: the answers that named some, by source."""
     if not sealed:
         return
     names = sorted({name for answer in sealed.values() for name in answer.not_finite})
     report.not_finite.extend(names[:NOT_FINITE_TOLD])
-    # Ranks may hold parts of one tensor, and name some of their own only: there are so many at least.
+    # Ranks may hold parts of one tensor, and each names only some of its own: the number is a lower bound.
     more = max(len(names), *(answer.not_finite_tensors for answer in sealed.values())) - len(names)
     tensors = some([*names, *[""] * more])
     report.warnings.append(
@@ -200,12 +199,12 @@ def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manag
 
 
 def _told_by_sources(published: Published) -> list[str]:
-    """What sources warn of, each once: a report must not grow with the number of ranks."""
+    """The warnings of sources, each once: a report must not grow with the number of ranks."""
     return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_TOLD]
 
 
 def is_verified(worker: manager_pb2.WorkerReport) -> bool:
-    """Whether each tensor of which the worker needs a part was read back, or hashed as handed to the loader."""
+    """Whether each tensor that the worker needs in part was read back, or hashed as handed to the loader."""
     return not worker.HasField("problem") and worker.verified + worker.verified_as_loaded >= worker.tensors
 
 
@@ -219,11 +218,11 @@ class Correction:
 
 @dataclass
 class _Open:
-    """A replica that a report does not call new and serving."""
+    """A replica that does not serve the new version, by its report."""
 
     report: manager_pb2.UpdateReport
-    min_replicas: int | None  # as its goal asks for
-    session: str | None = None  # of an agent that was told to install and lost; None: what became of it is known
+    min_replicas: int | None  # of the report's goal
+    session: str | None = None  # of an agent that was told to install and lost; None: the outcome is known
 
 
 @dataclass
@@ -236,8 +235,8 @@ class Corrections:
     def take_report(
         self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]
     ) -> None:
-        """An update has ended. unresolved: its replicas of which nothing is known, with the session that was told to
-        install. What an update before it left open of those that it reached stays as it was told."""
+        """Takes the report of an update that has ended. unresolved: its replicas with an unknown outcome, with the
+        session that was told to install. Earlier reports about replicas that it reached are not corrected any more."""
         for outcome in report.replicas:
             name, session = outcome.replica, unresolved.get(outcome.replica)
             known = self.open.get(name)
@@ -247,8 +246,8 @@ class Corrections:
                 self.open[name] = _Open(report, min_replicas, session)
 
     def take_attempt(self, outcome: manager_pb2.ReplicaOutcome) -> None:
-        """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
-        say; or not, and the report stays."""
+        """Takes the outcome of an attempt. If the replica serves the version now, the report of its update is
+        corrected."""
         known = self.open.get(outcome.replica)
         if known is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
             return
@@ -264,7 +263,7 @@ class Corrections:
         self._correct(known, found)
 
     def look(self, replica: Replica) -> None:
-        """Changes the report of a replica that was heard, once it is known what became of it."""
+        """Corrects the report of a replica that was heard, once its outcome is known."""
         known = self.open.get(replica.name)
         if known is None or known.session is None:
             return

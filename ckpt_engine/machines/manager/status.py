@@ -1,7 +1,7 @@
-"""What is told of members, as they were heard of last. Pure.
+"""Messages about members, as they were last heard of. Pure functions.
 
 GetStatus answers with all of it. WatchReplicas tells gateways which replica serves which version where, and then what
-changed. Also which blobs must stay for all members.
+has changed. Also the blobs that must stay for all members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
 
 
 def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
-    """The one word for a replica: the first of disconnected, asleep, serving, closed that is true."""
+    """One word for a replica: the first of disconnected, asleep, serving, closed that is true."""
     if not replica.connected:
         return "disconnected"
     if replica.asleep:
@@ -41,8 +41,8 @@ def status_of(
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
     drifts: Mapping[str, Drift] | None,
 ) -> manager_pb2.GetStatusResponse:
-    """All members by name, the last sealed version, what goes on, what is kept for which of them, and what an operator
-    should know of. drifts: of the replicas that have one; None: replicas are left out."""
+    """The answer to GetStatus: all members by name, the last sealed version, the phase, the blobs that are stored for
+    each, and warnings for operators. drifts: by replica, of those that have one; None: replicas are left out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch).message(),
@@ -121,7 +121,7 @@ def _replica(
 
 
 def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
-    """The GPUs of each worker that is there now and has told them."""
+    """The GPUs of each present worker that has reported them."""
     prepared = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
     boots = set(replica.boot_ids())
     current = [each for each in prepared if each is not None and each.boot_id in boots and each.host.gpus]
@@ -129,12 +129,12 @@ def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
 
 
 def _gpus_of(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
-    """A worker's GPUs, without which others they reach."""
+    """A host's GPUs, without the list of others that they reach."""
     return [weights_pb2.Gpu(uuid=gpu.uuid, name=gpu.name, pci=gpu.pci) for gpu in host.gpus]
 
 
 def _without_keys(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
-    """Without the keys that let their bearer read a relay."""
+    """A copy without the keys that let their bearer read a relay."""
     if filling is None:
         return None
     found = manager_pb2.Filling()
@@ -169,16 +169,16 @@ def blobs_in_use(
 
 @dataclass(frozen=True)
 class Watched:
-    """All that is told, at one moment. latest: by lineage. settling: replicas that are not named may still dial in."""
+    """All that WatchReplicas tells, at one moment."""
 
     fence: Fence
     replicas: Mapping[str, manager_pb2.WatchedReplica]
-    latest: Mapping[str, Version]
-    settling: bool
+    latest: Mapping[str, Version]  # by lineage
+    settling: bool  # the manager was restarted, and replicas that are not named may still dial in
 
 
 def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Watched:
-    """What watchers are told, as members were heard of last. updates: those that run; at most one of them writes to a
+    """The state for watchers, as members were last heard of. updates: those that run; at most one of them writes to a
     replica."""
     writing = {name: update for update in updates for name in update.under_way()[0]}
     replicas = {}
@@ -197,7 +197,7 @@ def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Wa
 
 
 def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
-    """All of it; the first message of a stream."""
+    """The first message of a stream: the whole state."""
     return manager_pb2.WatchReplicasResponse(
         fence=now.fence.message(),
         snapshot=True,
@@ -208,7 +208,7 @@ def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
 
 
 def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse | None:
-    """What became different; None: nothing that a watcher would act on. A fence alone is nothing."""
+    """What has changed; None: nothing that a watcher would act on. A new fence alone is nothing."""
     message = manager_pb2.WatchReplicasResponse(
         fence=now.fence.message(),
         settling=now.settling,
@@ -245,7 +245,7 @@ def _watched_replica(replica: Replica) -> manager_pb2.WatchedReplica:
 
 
 def _just_installed(replica: Replica) -> weights_pb2.Identity | None:
-    """What it serves by an outcome that came after its last heartbeat."""
+    """The version that a replica serves by an outcome that came after its last heartbeat; None: there is none."""
     outcome = replica.last_outcome
     if outcome is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
         return None

@@ -1,10 +1,10 @@
-"""What the options of a call ask for, first of all for which replicas: those that it names, or all of its pool.
+"""Decides what the options of a call ask for, above all for which replicas: those that it names, or all of its pool.
 
 A pool is a name that replicas are started with; those without one are a pool, too. An update is for one pool, so runs
 that share a manager do not meet: replicas of another pool are not touched, and naming one is refused.
 
-An update is also for replicas whose agents are not connected: their engines may serve an older version, so a report
-must not leave them out. A replica that said goodbye or was evicted is not registered any more.
+An update is also for replicas without a connected agent: their engines may serve an older version, so a report must not
+leave them out. A replica that said goodbye or was evicted is not registered any more.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ckpt_engine.v1 import manager_pb2
 
 
 def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
-    """The same options with what a caller has not said, so that equal wishes are equal messages.
+    """A copy of the options with defaults filled in, so that equal options are equal messages.
 
-    Raises INVALID_ARGUMENT for words that this manager does not know, or that contradict each other, and for times that
-    are none.
+    Raises INVALID_ARGUMENT for values that this manager does not know, that contradict each other, or that are not a
+    time.
     """
     for what, value, known in (
         ("prefetch", options.prefetch, manager_pb2.Prefetch.values()),
@@ -49,7 +49,7 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
 
 
 def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
-    """The options in which callers differ, who are to wish for the same; the time that each has is its own."""
+    """The names of options in which callers differ and must not; each may have its own timeout."""
     fields = manager_pb2.UpdateOptions.DESCRIPTOR.fields
     wishes = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
     values = {field.name: {each.get(field.name) for each in wishes} for field in fields}
@@ -57,12 +57,12 @@ def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
 
 
 def min_replicas_of(options: manager_pb2.UpdateOptions) -> int | None:
-    """How many replicas suffice; None: the caller has not said."""
+    """The least number of replicas; None: the caller has not set it."""
     return options.min_replicas if options.HasField("min_replicas") else None
 
 
 def selection_of(options: manager_pb2.UpdateOptions) -> frozenset[str]:
-    """What a version is for, as `versions` remembers it: the names that were given, or everybody in the pool."""
+    """The selection of a commit, as in `versions`: the names that were given, or everybody in the pool."""
     return frozenset(options.replicas) or frozenset((everybody(options.pool),))
 
 
@@ -80,11 +80,11 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
 
 
 def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
-    """The names of the replicas, in order. options: complete.
+    """The names of the replicas that options ask for, in order. options: complete.
 
-    Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
-    those that are connected does not have, and FAILED_PRECONDITION for a named replica that an operator holds, for one
-    that receives no weights, or if too few are connected, or have been so a moment ago.
+    Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that a connected
+    replica does not have, and FAILED_PRECONDITION for a named replica that an operator holds or that receives no
+    weights, or if too few replicas are connected or were a moment ago.
     """
     members = state.members
     check_named(members, options.replicas, options.pool)
