@@ -162,10 +162,10 @@ class Session:
         """
         welcomed = self.welcomed
         self._close()
-        taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
-        if taken and self._taken_since is None:
+        name_taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
+        if name_taken and self._taken_since is None:
             self._taken_since = now
-        patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
+        patient = name_taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
         state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
         elsewhere = state and not welcomed
         if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere or self._lost_its_grants(problem):

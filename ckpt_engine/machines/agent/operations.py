@@ -101,14 +101,14 @@ class Preparing(Operation):
             return
         boots = {status.rank: status.boot_id for status in replica.words.workers}
         ranks = range(replica.engine.world_size)
-        known = all(
+        recorded = all(
             rank in boots
             and rank in replica.prepared
             and replica.prepared[rank].boot_id == boots[rank]
             and replica.prepared[rank].manifest_digest == self._prepare.manifest.digest
             for rank in ranks
         )
-        if known:
+        if recorded:
             # Their needs are stored again: the manager that asks may have been restarted without them.
             self._recorded = {}
             self.run("put", PutBlobs(tuple(replica.needs[rank] for rank in ranks), self._seconds(now)))
@@ -125,12 +125,12 @@ class Preparing(Operation):
         missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
         unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
         if first is not None:
-            named = weights_pb2.Problem()
-            named.CopyFrom(first)
-            named.replica = self.replica.name
+            replica_problem = weights_pb2.Problem()
+            replica_problem.CopyFrom(first)
+            replica_problem.replica = self.replica.name
             for problem in failed if first.kept else ():
-                named.kept.update(problem.kept)
-            self._answer(named)
+                replica_problem.kept.update(problem.kept)
+            self._answer(replica_problem)
         elif other:
             self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))
         elif unknown:

@@ -85,13 +85,13 @@ class Readying:
     def unready(self) -> list[int]:
         """The ranks of workers that are not known to be ready."""
         boots = {status.rank: status.boot_id for status in self._replica.words.workers}
-        known, communicator = self._replica.ready, self._install.collective.communicator
+        ready, communicator = self._replica.ready, self._install.collective.communicator
         return [
             rank
             for rank, worker in sorted(self._workers.items())
-            if rank not in known
-            or known[rank].boot_id != boots.get(rank)
-            or not known[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
+            if rank not in ready
+            or ready[rank].boot_id != boots.get(rank)
+            or not ready[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
@@ -129,13 +129,13 @@ class Readying:
     def _take_unopened(self, request: worker_pb2.WorkerRequest) -> None:
         """Adds to what this process reported before: when asked again it opens only what is not open yet."""
         before = [each for each in self._unopened.get(request.rank, ()) if each.boot_id == request.boot_id]
-        found = {(each.transport, each.locator): each for each in before}
+        regions = {(each.transport, each.locator): each for each in before}
         for each in request.ready.unopened:
             region = weights_pb2.Unopened()
             region.CopyFrom(each)
             region.boot_id = request.boot_id
-            found[each.transport, each.locator] = region
-        self._unopened[request.rank] = list(found.values())
+            regions[each.transport, each.locator] = region
+        self._unopened[request.rank] = list(regions.values())
 
     @property
     def asks(self) -> bool:
@@ -154,10 +154,10 @@ class Readying:
         """
         self._giving = False
         if self._problems:
-            named = Problem()
-            named.CopyFrom(self._problems[min(self._problems)])
-            named.replica = self._replica.name
-            return named
+            problem = Problem()
+            problem.CopyFrom(self._problems[min(self._problems)])
+            problem.replica = self._replica.name
+            return problem
         missing = self.unready()
         if missing and done.problem is not None:
             return done.problem

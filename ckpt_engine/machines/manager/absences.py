@@ -68,8 +68,8 @@ class Absences:
         sources = self._goal.published.sources
         if isinstance(member, Holder):
             return any(source.source == member.source for source in sources)
-        read = self._goal.sealed is None or any(source.rank == member.rank for source in sources)
-        return member.lineage == self._goal.lineage and read
+        is_read = self._goal.sealed is None or any(source.rank == member.rank for source in sources)
+        return member.lineage == self._goal.lineage and is_read
 
     def lost(self, member: Member, now: float) -> None:
         """Gives a member some time to come back, since its stream has just ended."""
@@ -203,10 +203,10 @@ class Ranks:
         """Goes on without the trainer if relays suffice, else refuses the update. Returns whether it goes on."""
         if not self._course.refusable:
             return False
-        alone = self.relays is not None and self.relays.alone(problem)
-        if not alone:
+        goes_on = self.relays is not None and self.relays.alone(problem)
+        if not goes_on:
             self._refuse(problem)
-        return alone
+        return goes_on
 
 
 def _cancelled(rank: int) -> weights_pb2.Problem:

@@ -101,11 +101,11 @@ class Claims:
 
     def blocked(self, number: int, keeps: Version | None) -> set[str]:
         """Holders that a job cannot fill and read in addition, while it keeps this version there."""
-        found: set[str] = set()
+        holders: set[str] = set()
         for other, claim in self.granted.items():
             if other != number:
-                found |= claim.orders | (claim.doubles if claim.reads == keeps else claim.sources)
-        return found
+                holders |= claim.orders | (claim.doubles if claim.reads == keeps else claim.sources)
+        return holders
 
     def extend(self, number: int, names: frozenset[str], fence: int) -> None:
         """Lets a job fill and read these holders too, of which none is `blocked`. fence: that of its orders."""
@@ -122,8 +122,8 @@ class Claims:
 
     def end(self, number: int) -> None:
         """Ends a job, or a call that has not begun."""
-        for known in (self.granted, self.waiting, self._tickets):
-            known.pop(number, None)
+        for by_number in (self.granted, self.waiting, self._tickets):
+            by_number.pop(number, None)
         if not self.granted:
             self.fences.clear()  # the fence of the next job is above all of these
 
@@ -138,6 +138,6 @@ class Claims:
 
     def _ahead(self, claim: Claim, ticket: int, number: int | None = None) -> list[int]:
         """The jobs that have what meets this claim, then those that wait for it with an earlier ticket."""
-        found = [other for other, held in self.granted.items() if other != number and claim.meets(held)]
+        jobs = [other for other, held in self.granted.items() if other != number and claim.meets(held)]
         earlier = (other for other in self.waiting if other != number and self._tickets[other] < ticket)
-        return found + [other for other in earlier if claim.meets(self.waiting[other])]
+        return jobs + [other for other in earlier if claim.meets(self.waiting[other])]

@@ -87,11 +87,11 @@ class UpdateCollective:
 
     def _without(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
         """Leaves out the chosen replicas that cannot be planned for."""
-        lost = self.replicas & unfit.keys()
-        for name in lost:
+        unplanned = self.replicas & unfit.keys()
+        for name in unplanned:
             why = f"takes no part: {unfit[name].message}"
             self._candidates[name] = self._candidates[name]._replace(unable=why)
-        if lost:
+        if unplanned:
             self._decide()
 
     def explained(self, unfit: Mapping[str, weights_pb2.Problem]) -> Mapping[str, weights_pb2.Problem]:
@@ -151,8 +151,8 @@ class UpdateCollective:
             replica = self._state.members.replicas.get(name)
             processes += [] if replica is None else replica.boot_ids()
         makeup = (plan, tuple(processes))
-        known = self._state.communicators.pop(lineage, None)
-        communicator = known[1] if known is not None and known[0] == makeup else str(fence).encode()
+        last = self._state.communicators.pop(lineage, None)
+        communicator = last[1] if last is not None and last[0] == makeup else str(fence).encode()
         self._communicator_entry = lineage, makeup, communicator
         return communicator
 
@@ -211,9 +211,9 @@ class UpdateCollective:
         """Ends it, once every replica has an outcome: keeps the communicator if all went well, and counts blames."""
         if not self._ranks:
             return
-        well = not self._absent_ranks and not self.waiting_for()
-        well = well and not any(body.HasField("problem") for body in self._took.values())
-        if well and all(self._ended(name) == NEW for name in self.replicas):
+        all_well = not self._absent_ranks and not self.waiting_for()
+        all_well = all_well and not any(body.HasField("problem") for body in self._took.values())
+        if all_well and all(self._ended(name) == NEW for name in self.replicas):
             lineage, makeup, communicator = self._communicator_entry
             self._state.communicators[lineage] = makeup, communicator
         members = {name for body in self._took.values() for name in body.blamed}

@@ -108,13 +108,13 @@ class Holdings:
 
     def looking(self, content: Content) -> bool:
         """Whether a join for a version goes on, so that its sources are known soon."""
-        known = self.joinings.get((content.identity, False))
-        return known is not None and isinstance(known.pipeline.stage, JoinSources)
+        joining = self.joinings.get((content.identity, False))
+        return joining is not None and isinstance(joining.pipeline.stage, JoinSources)
 
     def failure(self, content: Content) -> weights_pb2.Problem | None:
         """Why the last join for a version failed; None: it did not, or none was tried. A failed join is repeated."""
-        known = self.joinings.get((content.identity, False))
-        stage = None if known is None else known.pipeline.stage
+        joining = self.joinings.get((content.identity, False))
+        stage = None if joining is None else joining.pipeline.stage
         return stage.problem if isinstance(stage, Failed) else None
 
     def of(
@@ -129,12 +129,12 @@ class Holdings:
             self.joinings.pop(key, None)
             return None
         offers = (*offers, *ranks)
-        known = self.joinings.get(key)
-        if known is None or known.offers != offers:
+        joining = self.joinings.get(key)
+        if joining is None or joining.offers != offers:
             self._forget()
-            known = self.joinings[key] = Joining(offers, PlanPipeline(self.state))
-            known.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
-        joined = known.joined
+            joining = self.joinings[key] = Joining(offers, PlanPipeline(self.state))
+            joining.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
+        joined = joining.joined
         if joined is None or joined.published is None or joined.record is None:
             return None
         return joined.published, joined.record
@@ -205,39 +205,39 @@ def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> m
     if number is None:
         highest = max((each for of, each in readable if of == lineage), default=None)
         number = highest if last is None else last.identity.number
-    found = None if number is None else readable.get((lineage, number))
-    if found is None:
+    version = None if number is None else readable.get((lineage, number))
+    if version is None:
         what = "any version" if number is None else f"version {number}"
         of = f" of lineage {lineage!r}" if lineage else ""
-        named = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
+        newest = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
         raise not_found(
-            f"no readable source holds {what}{of}; can be read: {', '.join(named) or 'none'}. Relays keep the last two "
-            "versions; a trainer keeps one readable that it published with snapshot=True, or from a directory"
+            f"no readable source holds {what}{of}; can be read: {', '.join(newest) or 'none'}. Relays keep the last "
+            "two versions; a trainer keeps one readable that it published with snapshot=True, or from a directory"
         )
     return manager_pb2.LocateVersionResponse(
-        identity=found.identity.message(), record=found.record, tables=found.tables
+        identity=version.identity.message(), record=version.record, tables=version.tables
     )
 
 
 def _readable(state: ManagerState) -> dict[tuple[str, int], _Readable]:
     """The readable versions, by lineage and number. Holders come first: they are nearer, or as near."""
-    found: dict[tuple[str, int], _Readable] = {}
+    readable: dict[tuple[str, int], _Readable] = {}
     for holder in state.members.connected_holders():
         for held in holder.held:
             identity = held.identity
             if held.record is not None and held.record.digest and state.versions.knows(identity):
-                each = found.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
+                each = readable.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
                 each.tables.append(held.table)
     for content in state.versions.contents.values():
         identity, tables = content.identity, _sealed_tables(state, content)
         if content.record is not None:
             key = identity.lineage, identity.number
-            if tables and key not in found:
-                found[key] = _Readable(identity, content.record)
-            if key in found:
-                found[key].record = content.record  # the manager's own
-                found[key].tables += tables
-    return found
+            if tables and key not in readable:
+                readable[key] = _Readable(identity, content.record)
+            if key in readable:
+                readable[key].record = content.record  # the manager's own
+                readable[key].tables += tables
+    return readable
 
 
 def _sealed_tables(state: ManagerState, content: Content) -> list[manager_pb2.BlobRef]:

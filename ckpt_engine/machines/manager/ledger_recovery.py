@@ -75,20 +75,20 @@ class LedgerRecovery:
         another lineage.
         """
         state, highest = self.state, self._highest(hello)
-        ours = hello.cluster == state.members.cluster
+        same_cluster = hello.cluster == state.members.cluster
         skipped = highest > state.epoch
         if skipped:
-            if ours:
+            if same_cluster:
                 self.rolled_back = (
                     f"the ledger was rolled back: {speaker(hello)} has seen epoch {highest}, the ledger only "
                     f"{state.epoch}; it goes on above that"
                 )
             self._skip(highest)
-        if ours and isinstance(hello, manager_pb2.ReplicaHello):
+        if same_cluster and isinstance(hello, manager_pb2.ReplicaHello):
             for worker in hello.workers:
                 if worker.state == manager_pb2.WORKER_STATE_CLEAN:
                     self._learn_version(hello.name, worker)
-        if ours and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
+        if same_cluster and isinstance(hello, manager_pb2.HolderHello) and self._decided_on(hello):
             for held in hello.held:
                 state.versions.take_number(Version.of(held.identity))
         return skipped
@@ -171,8 +171,8 @@ class LedgerRecovery:
         self.state.versions.learn(name, identity, worker.epoch)
 
     def _highest(self, hello: Hello) -> int:
-        ours = hello.cluster == self.state.members.cluster
-        epochs = [hello.epoch if ours else 0]
+        same_cluster = hello.cluster == self.state.members.cluster
+        epochs = [hello.epoch if same_cluster else 0]
         if isinstance(hello, manager_pb2.ReplicaHello):
             epochs += [worker.epoch for worker in hello.workers]
             if hello.HasField("last_outcome") and hello.last_outcome.fence.cluster == self.state.members.cluster:

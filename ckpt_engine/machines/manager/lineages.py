@@ -51,10 +51,10 @@ class Lineage:
 
 def lineages(state: ManagerState) -> dict[str, Lineage]:
     """All lineages by name, in the order of their names."""
-    found: dict[str, Lineage] = {}
+    by_name: dict[str, Lineage] = {}
 
     def of(name: str) -> Lineage:
-        return found.setdefault(name, Lineage(name))
+        return by_name.setdefault(name, Lineage(name))
 
     versions, members = state.versions, state.members
     for name, commit in versions.last.items():
@@ -72,7 +72,7 @@ def lineages(state: ManagerState) -> dict[str, Lineage]:
     for content in versions.contents.values():
         if content.published is not None and all(source.outlives for source in content.published.sources):
             of(content.identity.lineage).sources.add(FILES)
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def known_lineage(known: Mapping[str, Lineage], name: str) -> Lineage:

@@ -145,9 +145,9 @@ class ShutWays:
 
     def forget(self) -> bool:
         """Forgets all, so that workers try again. Returns whether there was anything that they could not open."""
-        known = bool(self._unopened)
+        any_shut = bool(self._unopened)
         self._unopened.clear()
-        return known
+        return any_shut
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Replica:
 
     def prepared_for(self, manifest_digest: bytes) -> list[manager_pb2.PreparedWorker] | None:
         """What its present workers recorded for a manifest, by rank; None if one has not."""
-        found = []
+        workers = []
         for worker in sorted(self.workers, key=lambda worker: worker.rank):
             prepared = self.prepared.get(worker.rank)
             if (
@@ -210,8 +210,8 @@ class Replica:
                 or prepared.manifest_digest != manifest_digest
             ):
                 return None
-            found.append(prepared)
-        return found or None
+            workers.append(prepared)
+        return workers or None
 
     def why_unfit(self) -> weights_pb2.Problem | None:
         """Why its present workers could not take a version; None: they could, or were not asked."""
@@ -275,8 +275,8 @@ class Members:
 
     def ranks(self, lineage: str) -> dict[int, TrainerRank]:
         """The known ranks of a lineage, by rank."""
-        found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
-        return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
+        trainers = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
+        return {trainer.rank: trainer for trainer in sorted(trainers, key=lambda trainer: trainer.rank)}
 
     def source(self, lineage: str, offer: SourceOffer) -> TrainerRank | Holder | None:
         """The member that offers a source; None: it is not connected, or does not offer this table any more."""
@@ -314,11 +314,11 @@ class Members:
 
     def replica(self, name: str) -> Replica:
         """The replica of this name. Raises NOT_FOUND, naming the known ones."""
-        found = self.replicas.get(name)
-        if found is None:
-            known = ", ".join(sorted(self.replicas)) or "none is known"
-            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
-        return found
+        replica = self.replicas.get(name)
+        if replica is None:
+            names = ", ".join(sorted(self.replicas)) or "none is known"
+            raise not_found(f"there is no replica {name!r} ({names})", replica=name)
+        return replica
 
     def receivers(self) -> list[Replica]:
         """Connected replicas to which updates bring weights, sorted by name."""
@@ -415,15 +415,15 @@ class Members:
             raise invalid(f"a lineage has at most {MOST_RANKS} ranks, not {hello.world_size}")
         if not hello.rank < hello.world_size:
             raise invalid(f"there is no rank {hello.rank} among {hello.world_size} ranks")
-        known = self.ranks(hello.lineage)
-        old = known.get(hello.rank)
+        ranks = self.ranks(hello.lineage)
+        old = ranks.get(hello.rank)
         if old is not None and old.peer is not None and old.session_id != hello.session_id:
             raise aborted(
                 f"rank {hello.rank} of lineage {hello.lineage!r} is connected from host {old.host.name!r} as another "
                 f"process: stop that one first, or give this run a lineage of its own",
                 ranks=(hello.rank,),
             )
-        for other in known.values():
+        for other in ranks.values():
             if other.world_size == hello.world_size or other.rank == hello.rank:
                 continue
             if other.peer is not None:
@@ -465,8 +465,8 @@ class Members:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
         if hello.HasField("last_outcome"):
-            known = None if old is None else old.last_outcome
-            is_repeated = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch
+            last_outcome = None if old is None else old.last_outcome
+            is_repeated = last_outcome is not None and last_outcome.fence.epoch >= hello.last_outcome.fence.epoch
             replica.last_outcome = hello.last_outcome
             replica.shut.note(hello.workers, () if is_repeated else hello.last_outcome.unopened)
         return replica, self._speaks(peer, replica, before, self.replicas, hello.name)

@@ -119,8 +119,8 @@ class Sealing:
             problem.ranks[:] = problem.ranks or [source.rank for source in answered if source.rank is not None]
             return problem
         communicators, lineage = self.course.state.communicators, self.course.goal.lineage
-        known = communicators.get(lineage)
-        if known is not None and body.broken_communicator == known[1]:
+        kept_communicator = communicators.get(lineage)
+        if kept_communicator is not None and body.broken_communicator == kept_communicator[1]:
             del communicators[lineage]
         self.digests.update((source.source, body.digests) for source in answered)
         if body.not_finite:
@@ -226,7 +226,7 @@ def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answer
             if _seconds(entries[quick]) >= _seconds(body):
                 continue
             del entries[quick]
-        noted = entries.add(
+        entry = entries.add(
             source=source.source,
             copy_seconds=body.copy_seconds,
             digest_seconds=body.digest_seconds,
@@ -235,7 +235,7 @@ def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answer
             gpu=_on_gpus(source),
         )
         if body.HasField("span"):
-            noted.span.CopyFrom(body.span)
+            entry.span.CopyFrom(body.span)
 
 
 def _on_gpus(source: SourceOffer) -> bool:

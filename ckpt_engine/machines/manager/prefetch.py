@@ -194,8 +194,8 @@ class UpdatePrefetch:
         """Leaves out all relays that it waits for, `seconds` after the update began. why: the reason of all of them;
         None: each has its own."""
         for filling in self.missing():
-            waits = [name for name in filling.route.upstream if not self._has(name)]
-            filling.left_out = why or filling.too_late(waits, f"{seconds:.1f} s after the update began")
+            unready = [name for name in filling.route.upstream if not self._has(name)]
+            filling.left_out = why or filling.too_late(unready, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """Leaves out a relay that was filled, and cannot be installed from."""
@@ -227,8 +227,8 @@ class UpdatePrefetch:
 
     def lacking(self) -> dict[str, str]:
         """By replica, what its relay was not told to fetch, since no relay reaches it."""
-        found = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
-        return {name: self._with_failures(why) for name, why in found.items()}
+        reasons = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
+        return {name: self._with_failures(why) for name, why in reasons.items()}
 
     def _reasons(self) -> str:
         reasons = [self._reason(name) for name in sorted({*self.why, *self._route_reasons})]
@@ -279,10 +279,10 @@ class UpdatePrefetch:
         """The relays that are connected, and those that take part and may come back. Once filling has begun, without
         those that another update uses."""
         holders = self._state.members.holders
-        found = {relay.source: relay for relay in connected_relays(self._state)}
-        found |= {name: holders[name] for name in self._fillings if name in holders}
-        taken = self._course.blocked(self._keep) if self._started else frozenset()
-        return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
+        relays = {relay.source: relay for relay in connected_relays(self._state)}
+        relays |= {name: holders[name] for name in self._fillings if name in holders}
+        blocked = self._course.blocked(self._keep) if self._started else frozenset()
+        return [relays[name] for name in sorted(relays.keys() - blocked) if relays[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:
         filling = self._fillings.get(name)
@@ -403,12 +403,12 @@ class UpdatePrefetch:
     def _tables(self, filling: PlannedFilling) -> dict[str, manager_pb2.BlobRef]:
         """By relay, the tables that it reads, in the order in which equally near ones are asked. After the first
         command those of partial relays are left out: they are no reason to try again."""
-        found: dict[str, manager_pb2.BlobRef] = {}
+        tables: dict[str, manager_pb2.BlobRef] = {}
         for name in (*filling.route.upstream, *filling.route.others):
             table = self._table_of(name)
             if table is not None and (filling.command is None or filling.ahead or not self._is_partial(name)):
-                found[name] = table
-        return found
+                tables[name] = table
+        return tables
 
     # -- what it is told
 

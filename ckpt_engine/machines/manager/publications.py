@@ -40,11 +40,11 @@ class Publications:
 
     def get(self, lineage: str) -> LineagePublication:
         """A lineage's publication, if its ranks' tables are still those that were merged; else an empty one."""
-        known = self.lineages.get(lineage)
+        publication = self.lineages.get(lineage)
         tables = self._tables(lineage)
-        if known is None or tables is None or known.tables != tuple(table.digest for table in tables):
+        if publication is None or tables is None or publication.tables != tuple(table.digest for table in tables):
             return LineagePublication()
-        return known
+        return publication
 
     def publish(self, trainer: TrainerRank, body: manager_pb2.Publish) -> None:
         """Takes what a rank offers from now on, or that it offers nothing any more."""
@@ -67,11 +67,11 @@ class Publications:
         tables = self._tables(trainer.lineage)
         if tables is None:
             return
-        known = self.lineages.setdefault(trainer.lineage, LineagePublication())
+        publication = self.lineages.setdefault(trainer.lineage, LineagePublication())
         digests = tuple(table.digest for table in tables)
-        if known.tables == digests and (known.merging or known.published is not None):
-            if known.published is not None:
-                self._accept(trainer, known.published)
+        if publication.tables == digests and (publication.merging or publication.published is not None):
+            if publication.published is not None:
+                self._accept(trainer, publication.published)
             return
         self.merges += 1
         self.lineages[trainer.lineage] = LineagePublication(digests, self.merges, merging=True)
@@ -80,17 +80,17 @@ class Publications:
 
     def merged(self, merge: Merge, done: Done) -> None:
         """Takes the end of a merge, and tells every rank."""
-        known = self.lineages.get(merge.lineage)
-        if known is None or known.number != merge.number:
+        publication = self.lineages.get(merge.lineage)
+        if publication is None or publication.number != merge.number:
             return
-        known.merging = False
-        known.problem = done.problem
-        known.published = cast(Published, done.result) if done.problem is None else None
+        publication.merging = False
+        publication.problem = done.problem
+        publication.published = cast(Published, done.result) if done.problem is None else None
         for trainer in self.state.members.ranks(merge.lineage).values():
-            if known.published is not None:
-                self._accept(trainer, known.published)
+            if publication.published is not None:
+                self._accept(trainer, publication.published)
             else:
-                self.state.send(trainer, manager_pb2.Refused(problem=known.problem))
+                self.state.send(trainer, manager_pb2.Refused(problem=publication.problem))
 
     def prune(self) -> None:
         """Forgets lineages without ranks."""

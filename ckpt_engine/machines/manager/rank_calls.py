@@ -178,13 +178,13 @@ class Gather:
             else:
                 silent.append(rank)
         return [
-            f"{ranks_named(found)} {'has' if len(found) == 1 else 'have'} {what}"
-            for found, what in (
+            f"{ranks_named(group)} {'has' if len(group) == 1 else 'have'} {what}"
+            for group, what in (
                 (absent, "no session"),
                 (unpublished, "not published"),
                 (silent, "not called update_weights"),
             )
-            if found
+            if group
         ]
 
     def _missing_ranks(self) -> Sequence[int]:
@@ -200,10 +200,13 @@ class Gather:
         """Raises INVALID_ARGUMENT if the ranks do not all ask for the same."""
         versions = {rank: self._requested_version(request) for rank, request in self.requests.items()}
         if len(set(versions.values())) > 1:
-            asking: dict[int, list[int]] = {}
+            ranks_by_version: dict[int, list[int]] = {}
             for rank in sorted(versions):
-                asking.setdefault(versions[rank], []).append(rank)
-            wishes = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
+                ranks_by_version.setdefault(versions[rank], []).append(rank)
+            wishes = ", ".join(
+                f"{ranks_named(ranks_by_version[version])}: {version}"
+                for version in sorted(ranks_by_version)[:MOST_NAMED]
+            )
             raise invalid(f"the ranks ask for different versions: {wishes}", ranks=sorted(versions))
         if names := difference(each.options for each in self.requests.values()):
             raise invalid(f"the ranks differ in {' and '.join(names)}", ranks=sorted(self.requests))
@@ -230,7 +233,7 @@ class Gathers:
     publications: Publications
     by_lineage: dict[str, Gather] = field(default_factory=dict)  # oldest first
     turns: dict[str, Goal] = field(default_factory=dict)  # goals of complete gathers by lineage, in their order
-    lonely: set[str] = field(default_factory=set)  # lineages that call while none of their ranks has a session
+    without_session: set[str] = field(default_factory=set)  # lineages that call while none of their ranks has a session
 
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of the update."""
@@ -282,7 +285,7 @@ class Gathers:
         if gather is None:
             return
         if isinstance(key, SessionsAbsent):
-            if gather.lineage in self.lonely:
+            if gather.lineage in self.without_session:
                 self._refuse(gather, gather.no_session().problem)
         elif gather.seconds(now) > 0:
             self._wait(gather, now)  # it lacked something meanwhile
@@ -301,11 +304,11 @@ class Gathers:
         if not gather.known():
             raise gather.no_session()
         alone, key = not gather.connected(), SessionsAbsent(gather.lineage)
-        if alone and gather.lineage not in self.lonely:
-            self.lonely.add(gather.lineage)
+        if alone and gather.lineage not in self.without_session:
+            self.without_session.add(gather.lineage)
             self.state.set_timer(key, self.state.deadlines.lease)
-        elif not alone and gather.lineage in self.lonely:
-            self.lonely.remove(gather.lineage)
+        elif not alone and gather.lineage in self.without_session:
+            self.without_session.remove(gather.lineage)
             self.state.cancel_timer(key)
 
     def _wait(self, gather: Gather, now: float) -> None:
@@ -319,7 +322,7 @@ class Gathers:
     def _end(self, gather: Gather) -> None:
         del self.by_lineage[gather.lineage]
         self.turns.pop(gather.lineage, None)
-        self.lonely.discard(gather.lineage)
+        self.without_session.discard(gather.lineage)
         self.state.cancel_timer(GatherEnd(gather.lineage))
         self.state.cancel_timer(SessionsAbsent(gather.lineage))
 
@@ -332,7 +335,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
             runs[-1] = runs[-1][0], rank
         else:
             runs.append((rank, rank))
-    named = runs[:MOST_RUNS]
-    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in named)
-    more = len(ranks) - sum(last - first + 1 for first, last in named)
+    first_runs = runs[:MOST_RUNS]
+    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in first_runs)
+    more = len(ranks) - sum(last - first + 1 for first, last in first_runs)
     return f"rank{'' if len(ranks) == 1 else 's'} {ranges}" + (f" and {more} more" if more else "")

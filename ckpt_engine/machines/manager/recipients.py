@@ -86,8 +86,8 @@ class Recipients:
     @property
     def unresolved(self) -> dict[str, str]:
         """Replicas told to install whose outcome is unknown, with the session of the agent that was told."""
-        ended = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
-        return {name: each.session for name, each in ended if each.session is not None}
+        states = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
+        return {name: each.session for name, each in states if each.session is not None}
 
     def outcome(self, name: str) -> manager_pb2.ReplicaOutcome | None:
         """The outcome of one replica; None: it has none yet, or is not of this update."""
@@ -132,10 +132,10 @@ class Recipients:
                 held.operator_hold = True
                 continue
             replica = self._state.members.replicas.get(name)
-            known = None if replica is None else replica.prepared_for(manifest.digest)
+            workers = None if replica is None else replica.prepared_for(manifest.digest)
             never = None if replica is None else replica.never_loads(manifest.digest)
-            if known is not None:
-                self._recipients[name] = Prepared(tuple(known))
+            if workers is not None:
+                self._recipients[name] = Prepared(tuple(workers))
             elif never is not None:
                 misfit = self._leave_out_unfit(name, never)
                 misfit.cannot_load = everybody(self._goal.pool) in self._goal.selection
@@ -191,9 +191,9 @@ class Recipients:
         any, so that plans are to be compiled again. near_relays: replicas to which relays may bring the version
         instead."""
         others = near_relays if self._goal.prefetch != manager_pb2.PREFETCH_NEVER else ()
-        those = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
-        known = [replica for replica in those if replica is not None and replica.shut.forget()]
-        return bool(known)
+        replicas = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
+        retrying = [replica for replica in replicas if replica is not None and replica.shut.forget()]
+        return bool(retrying)
 
     def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
         """Takes the replicas for which no plan can be made. Those near relays may be installed from relays; the others
@@ -272,7 +272,7 @@ class Recipients:
         names: dict[str, list[str]] = {}
         for name, outcome in sorted(self.outcomes.items()):
             names.setdefault(outcome.problem.message, []).append(name)
-        return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
+        return "; ".join(f"{', '.join(same_reason)}: {message}" for message, same_reason in names.items())
 
     def workers(self) -> tuple[PlanWorker, ...]:
         """The workers of prepared replicas that are still registered, for the planner."""

@@ -78,7 +78,7 @@ class CatchUp:
     def goal(self, busy: Callable[[Replica], bool], may: Callable[[Goal], bool], now: float) -> Goal | None:
         """The goal of the next attempt; None: there is none now, and a timer is set for the next one that waits for its
         time. busy: whether a replica must not be brought up now. may: whether a goal may begin."""
-        waits = []
+        delays = []
         sources = cache(self.sources)
         for replica in self.state.members.receivers():
             if busy(replica):
@@ -88,17 +88,17 @@ class CatchUp:
                 self.attempts.pop(replica.name, None)
                 continue
             attempts = self._attempts(replica, content, sources(content.identity.lineage))
-            found = self.holdings.supply(content, attempts.count)
-            if found is None:
+            supply = self.holdings.supply(content, attempts.count)
+            if supply is None:
                 attempts.no_source = self._no_source(content)
                 self._say_no_source(replica, content, attempts)
                 continue
             attempts.no_source = ""
-            published, record = found
+            published, record = supply
             if _given_up(replica, attempts):
                 continue
             if not attempts.due(now):
-                waits.append(attempts.next - now)
+                delays.append(attempts.next - now)
                 continue
             goal = Goal(
                 lineage=content.identity.lineage,
@@ -118,8 +118,8 @@ class CatchUp:
             attempts.count += 1
             attempts.next = now + self._backoff(replica.name, attempts.count)
             return goal
-        if waits:
-            self.state.set_timer(CatchUpRetry(), min(waits))
+        if delays:
+            self.state.set_timer(CatchUpRetry(), min(delays))
         return None
 
     def sources(self, lineage: str) -> frozenset[str]:
@@ -230,17 +230,17 @@ class CatchUp:
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
     def _attempts(self, replica: Replica, content: Content, sources: frozenset[str]) -> Attempts:
-        known = self.attempts.get(replica.name)
-        if known is None or not _same(known, replica, content, sources):
-            known = Attempts(replica.boot_ids(), content.identity, sources)
-            self.attempts[replica.name] = known
-        return known
+        attempts = self.attempts.get(replica.name)
+        if attempts is None or not _same(attempts, replica, content, sources):
+            attempts = Attempts(replica.boot_ids(), content.identity, sources)
+            self.attempts[replica.name] = attempts
+        return attempts
 
 
-def _same(known: Attempts, replica: Replica, content: Content, sources: frozenset[str]) -> bool:
+def _same(attempts: Attempts, replica: Replica, content: Content, sources: frozenset[str]) -> bool:
     """Whether workers and version are still those of these attempts, and no new source has come."""
-    same = (known.workers, known.identity) == (replica.boot_ids(), content.identity)
-    return same and sources <= known.sources
+    same = (attempts.workers, attempts.identity) == (replica.boot_ids(), content.identity)
+    return same and sources <= attempts.sources
 
 
 def _given_up(replica: Replica, attempts: Attempts) -> bool:

@@ -30,10 +30,10 @@ def connected_relays(state: ManagerState) -> list[Holder]:
 
 def away(state: ManagerState) -> str:
     """A sentence that names known relays without a session, and what to do; empty: there are none."""
-    lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
-    if not lost:
+    relays = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
+    if not relays:
         return ""
-    names = " and ".join(sorted(each.source for each in lost))
+    names = " and ".join(sorted(each.source for each in relays))
     most = state.deadlines.reconnect_most
     return (
         f"{names} had a session with this manager and has none now: start it if it does not run; if it has just come "
@@ -54,7 +54,7 @@ def relay_hosts(state: ManagerState) -> frozenset[str]:
 def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[str]]:
     """By relay, the replicas with a worker that reaches it."""
     relays = connected_relays(state)
-    found: dict[str, set[str]] = {holder.source: set() for holder in relays}
+    replicas: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
     transport = relay_transport()
     for worker in recipients.workers():
@@ -64,8 +64,8 @@ def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[st
         if around not in near:
             near[around] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
         for relay in near[around]:
-            found[relay].add(worker.key[0])
-    return found
+            replicas[relay].add(worker.key[0])
+    return replicas
 
 
 def readers_of(
@@ -92,8 +92,8 @@ class KnownNeeds:
     """The known needs of workers against one manifest, also of replicas that are away; by neighbourhood, each once."""
 
     def __init__(self, state: ManagerState, recipients: Recipients, published: Published) -> None:
-        known = [(worker.host, worker.needs) for worker in recipients.workers()]
-        known += [
+        placed_needs = [(worker.host, worker.needs) for worker in recipients.workers()]
+        placed_needs += [
             (prepared.host, prepared.needs)
             for replica in state.members.replicas.values()
             for prepared in replica.prepared.values()
@@ -101,7 +101,7 @@ class KnownNeeds:
         ]
         self._found: dict[Neighbourhood, tuple[weights_pb2.Host, Needs]] = {}
         self._near: dict[tuple[Neighbourhood, ...], list[manager_pb2.BlobRef]] = {}
-        for host, needs in known:
+        for host, needs in placed_needs:
             self._found.setdefault(_around(host), (host, {}))[1].setdefault(needs.digest, needs)
 
     def near(self, relays: Collection[Holder]) -> list[manager_pb2.BlobRef]:

@@ -60,13 +60,13 @@ class PlannedFilling:
         """Whether it needs its next command: it has none yet, or has done the first part."""
         return self.command is None or (self.ahead and self.answer is not None and not self.failed)
 
-    def too_late(self, waits: Sequence[str], since: str) -> Problem:
-        """Why it is left out at the end of the time. waits: relays that it waits for. since: how long that was, in
+    def too_late(self, unready: Sequence[str], since: str) -> Problem:
+        """Why it is left out at the end of the time. unready: relays that it waits for. since: how long that was, in
         words."""
         if self.answer is not None and self.answer.HasField("problem"):
             return self.answer.problem
         if self.command is None:
-            return deadline(f"it waited for {', '.join(waits) or 'its turn'} to hold the version {since}").problem
+            return deadline(f"it waited for {', '.join(unready) or 'its turn'} to hold the version {since}").problem
         state = "does not say that it holds the version" if self.answer is not None else "has not answered"
         return deadline(f"it {state} {since}").problem
 
@@ -242,7 +242,7 @@ def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Proble
     else:
         return None
     upstream = (filling.command_route or filling.route).upstream
-    read = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
-    if read and is_cut_off:
-        words.append(f"it reads {' and '.join(read)}: see whether that runs and the network carries")
+    addresses = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
+    if addresses and is_cut_off:
+        words.append(f"it reads {' and '.join(addresses)}: see whether that runs and the network carries")
     return Problem(code=code, message="; ".join(words))

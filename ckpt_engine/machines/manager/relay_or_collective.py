@@ -34,19 +34,21 @@ def prefetch_decision(
     readers: the replicas that lack the version and reach the relay, each with the distance of the farthest source that
     it would read without it (`reach.Distance`); None: there is a source that it does not reach.
     """
-    everybody = tuple(sorted(readers))
-    names = ", ".join(everybody)
-    if not everybody:
+    names_in_reach = tuple(sorted(readers))
+    names = ", ".join(names_in_reach)
+    if not names_in_reach:
         return WayDecision((), f"{relay} is not filled: no replica that lacks the version is within its reach")
     if prefetch == manager_pb2.PREFETCH_NEVER:
         return WayDecision((), f"{relay} is not filled: prefetch is 'never'")
     if until == manager_pb2.UNTIL_HELD:
         return WayDecision(
-            everybody, f"{relay} is filled for {names}: the trainer goes on once relays hold the version"
+            names_in_reach, f"{relay} is filled for {names}: the trainer goes on once relays hold the version"
         )
     if prefetch == manager_pb2.PREFETCH_ALWAYS:
-        return WayDecision(everybody, f"{relay} is filled for {names}: prefetch is 'always'")
-    far = tuple(name for name in everybody if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY)
+        return WayDecision(names_in_reach, f"{relay} is filled for {names}: prefetch is 'always'")
+    far = tuple(
+        name for name in names_in_reach if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY
+    )
     cut_off = [name for name in far if readers[name] is None]
     slow = [name for name in far if (distance := readers[name]) is not None and distance > Distance.HOST_MEMORY]
     if cut_off:
@@ -98,10 +100,10 @@ def collective_decision(
         return WayDecision((), "no collective: a late replica is brought up without the others")
     if until_held:
         return WayDecision((), "no collective: the trainer goes on when relays hold the version")
-    wanting = {name: each for name, each in candidates.items() if collective_only or not (each.direct or each.relay)}
-    able = tuple(sorted(name for name, each in wanting.items() if not each.unable))
-    unable = "; ".join(f"{name} {wanting[name].unable}" for name in sorted(wanting) if wanting[name].unable)
-    if not wanting:
+    relevant = {name: each for name, each in candidates.items() if collective_only or not (each.direct or each.relay)}
+    able = tuple(sorted(name for name, each in relevant.items() if not each.unable))
+    unable = "; ".join(f"{name} {relevant[name].unable}" for name in sorted(relevant) if relevant[name].unable)
+    if not relevant:
         why = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
         return WayDecision((), f"no collective: {why}")
     if not able:

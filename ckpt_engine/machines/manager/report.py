@@ -45,12 +45,12 @@ def left_out(
     is_ordered: it was told to install, so its state is unknown, and it counts as closed. Otherwise it is as it was:
     unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
     """
-    named = weights_pb2.Problem()
-    named.CopyFrom(problem)
-    named.replica = name
-    named.kept.clear()
+    own_problem = weights_pb2.Problem()
+    own_problem.CopyFrom(problem)
+    own_problem.replica = name
+    own_problem.kept.clear()
     outcome = manager_pb2.ReplicaOutcome(
-        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=named
+        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=own_problem
     )
     identity = None if replica is None or is_ordered else replica.identity
     if identity is not None:
@@ -101,8 +101,8 @@ def counts(outcome: manager_pb2.ReplicaOutcome) -> bool:
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
     """Sets whether a report with all outcomes is ok and verified. min_replicas: of its goal; None: all that count."""
     new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING]
-    counted = sum(map(counts, report.replicas))
-    report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
+    count = sum(map(counts, report.replicas))
+    report.ok = len(new) >= (count if min_replicas is None else min_replicas)
     report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
 
 
@@ -120,22 +120,26 @@ def build_report(
     """Builds the report of an update; `judge` says whether it is ok. planning: seconds until the first install command.
     prefetch: why relays were filled or not. held: installs have not ended; the report is not judged, and leaves out
     replicas without an outcome."""
-    ordered = [outcomes[name] for name in sorted(outcomes)]
+    sorted_outcomes = [outcomes[name] for name in sorted(outcomes)]
     slowest: dict[manager_pb2.Stage, float] = {}
-    for outcome in ordered:
+    for outcome in sorted_outcomes:
         for stage in outcome.stages:
             slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
     slowest[manager_pb2.STAGE_PLAN] = planning + slowest.get(manager_pb2.STAGE_PLAN, 0.0)
     report = manager_pb2.UpdateReport(
         fence=fence.message(),
         identity=identity.message(),
-        replicas=ordered,
+        replicas=sorted_outcomes,
         seconds=seconds,
         stages=in_order(slowest),
-        bytes=sum(outcome.bytes for outcome in ordered),
+        bytes=sum(outcome.bytes for outcome in sorted_outcomes),
         tensors=goal.published.tensors,
         source_copies=max((source.source_copies for source in goal.published.sources), default=0),
-        warnings=[*_warnings(identity, goal.before), *_told_by_sources(goal.published), *_cannot_load(ordered)],
+        warnings=[
+            *_warnings(identity, goal.before),
+            *_told_by_sources(goal.published),
+            *_cannot_load(sorted_outcomes),
+        ],
         copied=_copied(goal.published),
         relays=relays,
         prefetch=prefetch,
@@ -148,18 +152,18 @@ def build_report(
 
 def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
     """What ranks copied to seal, with one entry for each reason: a report must not grow with the number of ranks."""
-    merged: dict[str, weights_pb2.CopiedTensors] = {}
+    by_reason: dict[str, weights_pb2.CopiedTensors] = {}
     for source in published.sources:
         for entry in source.copied:
-            known = merged.get(entry.reason)
-            if known is None:
-                merged[entry.reason] = known = weights_pb2.CopiedTensors(
+            total = by_reason.get(entry.reason)
+            if total is None:
+                by_reason[entry.reason] = total = weights_pb2.CopiedTensors(
                     reason=entry.reason, names=entry.names[:COPIED_NAMED], rank=source.rank
                 )
-            known.tensors += entry.tensors
-            known.bytes += entry.bytes
-            known.ranks += 1
-    return sorted(merged.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
+            total.tensors += entry.tensors
+            total.bytes += entry.bytes
+            total.ranks += 1
+    return sorted(by_reason.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
 
 
 def _warnings(identity: Version, before: Version | None) -> list[str]:
@@ -239,51 +243,51 @@ class Corrections:
         session that was told to install. Earlier reports about replicas that it reached are not corrected any more."""
         for outcome in report.replicas:
             name, session = outcome.replica, unresolved.get(outcome.replica)
-            known = self.open.get(name)
+            open_report = self.open.get(name)
             if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
                 self.open.pop(name, None)
-            elif session is not None or known is None or known.session is None or _reached(outcome):
+            elif session is not None or open_report is None or open_report.session is None or _reached(outcome):
                 self.open[name] = _Open(report, min_replicas, session)
 
     def take_attempt(self, outcome: manager_pb2.ReplicaOutcome) -> None:
         """Takes the outcome of an attempt. If the replica serves the version now, the report of its update is
         corrected."""
-        known = self.open.get(outcome.replica)
-        if known is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
+        open_report = self.open.get(outcome.replica)
+        if open_report is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
             return
-        if known.report.identity != outcome.after:
+        if open_report.report.identity != outcome.after:
             del self.open[outcome.replica]
             return
-        found = manager_pb2.ReplicaOutcome()
-        found.CopyFrom(outcome)
-        found.fence.CopyFrom(known.report.fence)
-        known.report.warnings.append(
+        correction = manager_pb2.ReplicaOutcome()
+        correction.CopyFrom(outcome)
+        correction.fence.CopyFrom(open_report.report.fence)
+        open_report.report.warnings.append(
             f"replica {outcome.replica!r} was brought to it later, by attempt {outcome.fence.epoch}"
         )
-        self._correct(known, found)
+        self._correct(open_report, correction)
 
     def look(self, replica: Replica) -> None:
         """Corrects the report of a replica that was heard, once its outcome is known."""
-        known = self.open.get(replica.name)
-        if known is None or known.session is None:
+        open_report = self.open.get(replica.name)
+        if open_report is None or open_report.session is None:
             return
-        report = known.report
-        found = what_became(replica, Fence.of(report.fence), Version.of(report.identity), known.session)
-        if found is not None:
-            self._correct(known, found)
+        report = open_report.report
+        correction = what_became(replica, Fence.of(report.fence), Version.of(report.identity), open_report.session)
+        if correction is not None:
+            self._correct(open_report, correction)
 
-    def _correct(self, known: _Open, found: manager_pb2.ReplicaOutcome) -> None:
-        report = known.report
+    def _correct(self, open_report: _Open, correction: manager_pb2.ReplicaOutcome) -> None:
+        report = open_report.report
         for outcome in report.replicas:
-            if outcome.replica == found.replica:
-                outcome.CopyFrom(found)
-        if found.outcome == manager_pb2.OUTCOME_NEW_SERVING:
-            del self.open[found.replica]
+            if outcome.replica == correction.replica:
+                outcome.CopyFrom(correction)
+        if correction.outcome == manager_pb2.OUTCOME_NEW_SERVING:
+            del self.open[correction.replica]
         else:
-            known.session = None
-        judge(report, known.min_replicas)
-        task = CorrectOutcome(report, found.replica, self.state.deadlines.report)
-        self.state.run(Correction(report.fence.epoch, found.replica), task)
+            open_report.session = None
+        judge(report, open_report.min_replicas)
+        task = CorrectOutcome(report, correction.replica, self.state.deadlines.report)
+        self.state.run(Correction(report.fence.epoch, correction.replica), task)
 
 
 def _reached(outcome: manager_pb2.ReplicaOutcome) -> bool:

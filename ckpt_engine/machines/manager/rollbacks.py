@@ -156,28 +156,28 @@ class Rollbacks:
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:
         """The version that is meant. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT, saying what is held."""
-        named = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
+        what = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
         held = [
             (holder.source, each.identity) for holder in self.state.members.connected_holders() for each in holder.held
         ]
-        found = [
+        matches = [
             (source, identity)
             for source, identity in held
             if identity.number == request.version and request.lineage in ("", identity.lineage)
         ]
-        if not found:
+        if not matches:
             if request.lineage:
                 known_lineage(lineages(self.state), request.lineage)
-            raise not_found(f"nothing that is connected holds {named}: {_listed(held)}")
-        by_lineage = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
+            raise not_found(f"nothing that is connected holds {what}: {_listed(held)}")
+        by_lineage = {identity.lineage: identity for _, identity in matches if self.state.versions.knows(identity)}
         if not by_lineage:
             raise precondition(
-                f"neither the ledger nor a worker knows the root of {named}, so no holder is believed: "
-                + _listed(found)
+                f"neither the ledger nor a worker knows the root of {what}, so no holder is believed: "
+                + _listed(matches)
             )
         if len(by_lineage) > 1:
             raise invalid(
-                f"{named} is held of the lineages {', '.join(map(repr, sorted(by_lineage)))}: name one of them"
+                f"{what} is held of the lineages {', '.join(map(repr, sorted(by_lineage)))}: name one of them"
             )
         return by_lineage.popitem()[1]
 

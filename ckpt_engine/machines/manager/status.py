@@ -91,7 +91,7 @@ def status_of(
 def _replica(
     replica: Replica, desired: Version | None, drift: Drift | None, hold: OperatorHold | None
 ) -> manager_pb2.ReplicaStatus:
-    found = manager_pb2.ReplicaStatus(
+    message = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
         mode=replica.mode,
@@ -112,12 +112,12 @@ def _replica(
         desired=None if desired is None else desired.message(),
     )
     if hold is not None:
-        found.hold.CopyFrom(hold.message())
+        message.hold.CopyFrom(hold.message())
     if drift is not None:
-        found.drift.CopyFrom(drift.message())
-    if found.HasField("unfit"):
-        found.unfit.kept.clear()
-    return found
+        message.drift.CopyFrom(drift.message())
+    if message.HasField("unfit"):
+        message.unfit.kept.clear()
+    return message
 
 
 def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
@@ -137,10 +137,10 @@ def _without_keys(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | 
     """A copy without the keys that let their bearer read a relay."""
     if filling is None:
         return None
-    found = manager_pb2.Filling()
-    found.CopyFrom(filling)
-    found.ClearField("passes_on")
-    return found
+    copy = manager_pb2.Filling()
+    copy.CopyFrom(filling)
+    copy.ClearField("passes_on")
+    return copy
 
 
 def blobs_in_use(
@@ -186,11 +186,11 @@ def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Wa
         entry = _watched_replica(state.members.replicas[name])
         update = writing.get(name)
         if update is not None and entry.state != manager_pb2.REPLICA_STATE_AWAY:
-            brings = update.under_way()[1]
+            version = update.under_way()[1]
             entry.state, entry.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
             entry.reason = update.describe()
-            if brings is not None:
-                entry.next.CopyFrom(brings.message())
+            if version is not None:
+                entry.next.CopyFrom(version.message())
         replicas[name] = entry
     latest = {lineage: last.identity for lineage, last in sorted(state.versions.last.items())}
     return Watched(state.fence(state.installs), replicas, latest, not settled)

@@ -89,8 +89,8 @@ class Updates:
     def installs(self, name: str) -> int:
         """The highest install epoch that a replica may be welcomed with. It is below that of an intent which is for the
         replica and is not on the disk yet, even if higher ones were given out since."""
-        ours = [update for update in self.going if name in update.goal.replicas]
-        intents = [(update.installs, update.phase) for update in ours]
+        updates = [update for update in self.going if name in update.goal.replicas]
+        intents = [(update.installs, update.phase) for update in updates]
         limits = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
         return min([self.state.installs, *limits])
 
@@ -135,10 +135,10 @@ class Updates:
 
     def done(self, key: UpdateTask, done: Done, now: float) -> bool:
         """Hands the end of a task to its update. Returns whether the update still ran."""
-        found = [update for update in self.all() if update.number == key.number]
-        for update in found:
+        updates = [update for update in self.all() if update.number == key.number]
+        for update in updates:
             update.done(key.step, done, now)
-        return bool(found)
+        return bool(updates)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
         """Hands on the end of a pipeline's task, which may be of one of the updates."""
@@ -236,12 +236,12 @@ class Turns:
     def _next(self, may: Callable[[Goal], bool]) -> list[QueuedGoal]:
         """The calls that could begin now, apart from the holders that they need."""
         passed: list[Goal] = []
-        found = []
+        ready = []
         for coming in self.coming():
             if not any(map(coming.goal.meets, passed)) and self.updates.passes(coming.goal) and may(coming.goal):
-                found.append(coming)
+                ready.append(coming)
             passed.append(coming.goal)
-        return found
+        return ready
 
     def timer(self, key: Key, now: float) -> None:
         """Hands a timer to what waits for it."""

@@ -260,9 +260,9 @@ class CandidateJob(Job):
         """Begins the commit, if it may."""
         parts, course, identity = self.parts, self.parts.course, self.version.identity
         if parts.before is not None or parts.ranks.undecided:
-            waits = Phase.LEAVING if parts.before is None else Phase.WAITING
-            if course.phase is not waits:
-                course.begin(waits, course.goal.end - now, now)
+            phase = Phase.LEAVING if parts.before is None else Phase.WAITING
+            if course.phase is not phase:
+                course.begin(phase, course.goal.end - now, now)
             return None
         if parts.relays is not None:
             parts.relays.conclude()
@@ -685,9 +685,9 @@ class Update:
 
     def _phase_over(self, now: float) -> None:
         """Has the job go on without silent members, or ends."""
-        ended = self._job.overdue(now - self.course.started, now)
-        if ended is not None:
-            self._begin(ended)
+        job = self._job.overdue(now - self.course.started, now)
+        if job is not None:
+            self._begin(job)
         self._go_on(now)
 
     def _out_of_time(self, now: float) -> None:

@@ -36,16 +36,16 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
             raise invalid(f"this manager does not know {what} {value}; bring manager and caller to one version")
     if options.timeout_seconds:
         check_seconds("a timeout", options.timeout_seconds)
-    found = manager_pb2.UpdateOptions()
-    found.CopyFrom(options)
-    found.prefetch, found.until = (
+    completed = manager_pb2.UpdateOptions()
+    completed.CopyFrom(options)
+    completed.prefetch, completed.until = (
         options.prefetch or manager_pb2.PREFETCH_AUTO,
         options.until or manager_pb2.UNTIL_INSTALLED,
     )
-    found.replicas[:] = sorted(set(options.replicas))
-    if (found.prefetch, found.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
+    completed.replicas[:] = sorted(set(options.replicas))
+    if (completed.prefetch, completed.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
-    return found
+    return completed
 
 
 def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
@@ -98,22 +98,22 @@ def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: f
     receiving = (
         name for name, replica in members.replicas.items() if replica.receives and replica.pool == options.pool
     )
-    found = [members.replicas[name] for name in options.replicas or sorted(receiving)]
+    replicas = [members.replicas[name] for name in options.replicas or sorted(receiving)]
     least = min_replicas_of(options)
     least = 1 if least is None else least
-    away = [each for each in found if each.peer is None and now - each.heard >= state.deadlines.lease]
-    if len(found) - len(away) < least:
+    away = [each for each in replicas if each.peer is None and now - each.heard >= state.deadlines.lease]
+    if len(replicas) - len(away) < least:
         why = "; ".join(f"{each.name}: {not_there(each, now).problem.message}" for each in away)
         pools = sorted({replica.pool for replica in members.replicas.values() if replica.receives} | {options.pool})
         where = f" {in_pool(options.pool)}" if len(pools) > 1 or options.pool else ""
         others = [in_pool(pool) for pool in pools if pool != options.pool]
         start = f"start some with `ckpt-engine agent{f' --pool {options.pool}' if options.pool else ''}`"
         raise precondition(
-            f"{len(found) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
+            f"{len(replicas) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
             + (why or start + (f" (there are others {', '.join(others)})" if others else "")),
             replica=away[0].name if away else "",
         )
-    for replica in found:
+    for replica in replicas:
         if replica.peer is not None and replica.engine is not None:
             check_pause_mode(replica.name, replica.engine, options.pause_mode)
-    return tuple(replica.name for replica in found)
+    return tuple(replica.name for replica in replicas)

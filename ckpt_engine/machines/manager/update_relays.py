@@ -183,8 +183,8 @@ class UpdateRelays:
         match step:
             case RelayAbsent(relay):
                 lease = self._course.state.deadlines.lease
-                lost = f"it lost its session and did not come back within {lease:g} s"
-                self.drop(relay, f"{lost}: see whether it runs and reaches this manager", now)
+                why = f"it lost its session and did not come back within {lease:g} s"
+                self.drop(relay, f"{why}: see whether it runs and reaches this manager", now)
             case RelayRetry(relay):
                 self._prefetch.again(relay)
 
@@ -341,8 +341,8 @@ class RelayGroups:
         group = RelayGroup(fillings, PlanPipeline(self._state))
         offers = self._state.members.offers(self._identity)
         self._groups.append(group)
-        read = tuple(offer for offer in offers if offer.table.digest in group.tables)
-        group.pipeline.run(JoinSources(self._identity, read, self._record, self._course.remaining(now)))
+        read_offers = tuple(offer for offer in offers if offer.table.digest in group.tables)
+        group.pipeline.run(JoinSources(self._identity, read_offers, self._record, self._course.remaining(now)))
 
     def _again(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
         """Replaces a group by groups of the relays that did not fail, or of each relay alone if it is unknown which
@@ -391,10 +391,10 @@ class RelayGroups:
 
 def _connected(fillings: Iterable[PlannedFilling]) -> list[tuple[PlannedFilling, ...]]:
     """Groups the fillings of relays: those that share a replica are together."""
-    found: list[tuple[PlannedFilling, ...]] = []
+    groups: list[tuple[PlannedFilling, ...]] = []
     for filling in fillings:
-        near = [other for other in found if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
-        found = [other for other in found if other not in near] + [
+        near = [other for other in groups if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
+        groups = [other for other in groups if other not in near] + [
             (*(each for other in near for each in other), filling)
         ]
-    return found
+    return groups

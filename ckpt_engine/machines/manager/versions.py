@@ -83,8 +83,8 @@ class Versions:
         """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
         intents that are kept, oldest first."""
         versions = cls(commits.until, dict(commits.desired), _last(commits))
-        known = (*versions.last.values(), *commits.desired.values())
-        versions.contents = {commit.identity: Content(commit.identity) for commit in known}
+        all_commits = (*versions.last.values(), *commits.desired.values())
+        versions.contents = {commit.identity: Content(commit.identity) for commit in all_commits}
         committed = [each.identity for each in (*commits.last, *commits.desired.values())]
         for identity in (*committed, *highest):
             versions.take_number(identity)
@@ -96,8 +96,8 @@ class Versions:
 
     def take_number(self, identity: Version) -> bool:
         """Notes that a version's number is used. Returns whether it is the lineage's highest."""
-        known = self.highest.get(identity.lineage)
-        if known is not None and identity.number <= known.number:
+        highest = self.highest.get(identity.lineage)
+        if highest is not None and identity.number <= highest.number:
             return False
         self.highest[identity.lineage] = identity
         return True
@@ -112,8 +112,8 @@ class Versions:
         """Takes the commits that were read from the ledger; newer ones than the known are to be served."""
         self.revision += 1
         self.doubtful = frozenset()
-        for found, known in ((commits.desired, self.desired), (_last(commits), self.last)):
-            for key, commit in found.items():
+        for stored_commits, known in ((commits.desired, self.desired), (_last(commits), self.last)):
+            for key, commit in stored_commits.items():
                 if key not in known or known[key].epoch < commit.epoch:
                     known[key] = commit
                     self.contents.setdefault(commit.identity, Content(commit.identity))
@@ -126,8 +126,8 @@ class Versions:
 
     def remember(self, identity: Version) -> None:
         """Remembers a version's root, which the ledger or a worker's words tell. The first one is believed."""
-        named = identity.lineage, identity.number
-        self.roots[named] = self.roots.pop(named, identity.root)
+        key = identity.lineage, identity.number
+        self.roots[key] = self.roots.pop(key, identity.root)
         while len(self.roots) > KNOWN_ROOTS:
             del self.roots[next(iter(self.roots))]
 
@@ -137,17 +137,17 @@ class Versions:
 
     def next_number(self, lineage: str) -> int:
         """The number of an update that names none: 0 in a new lineage. Raises FAILED_PRECONDITION if none is left."""
-        known = self.highest.get(lineage)
-        if known is not None and known.number >= HIGHEST_VERSION:
-            raise precondition(f"no number is left above {known}: start a new lineage")
-        return 0 if known is None else known.number + 1
+        highest = self.highest.get(lineage)
+        if highest is not None and highest.number >= HIGHEST_VERSION:
+            raise precondition(f"no number is left above {highest}: start a new lineage")
+        return 0 if highest is None else highest.number + 1
 
     def check_rises(self, lineage: str, version: int) -> None:
         """Raises FAILED_PRECONDITION for a number below the lineage's highest."""
-        known = self.highest.get(lineage)
-        if known is not None and version < known.number:
+        highest = self.highest.get(lineage)
+        if highest is not None and version < highest.number:
             raise precondition(
-                f"version {version} goes backwards: {known} was installed before. To go back to a version "
+                f"version {version} goes backwards: {highest} was installed before. To go back to a version "
                 f"that is still held, `ckpt-engine rollback --version {version}`; to other weights, start a new "
                 'lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
@@ -161,10 +161,10 @@ class Versions:
         """
         if sealed is None:
             self.check_rises(identity.lineage, identity.number)
-        known = sealed or self.highest.get(identity.lineage)
-        if known is not None and known.number == identity.number and known != identity:
+        expected = sealed or self.highest.get(identity.lineage)
+        if expected is not None and expected.number == identity.number and expected != identity:
             raise precondition(
-                f"the weights are not those of {known}: their root is {identity.root.hex()[:12]}; "
+                f"the weights are not those of {expected}: their root is {identity.root.hex()[:12]}; "
                 "take a higher version, or start a new lineage"
             )
 
@@ -224,8 +224,8 @@ class Versions:
 
     def commit_of(self, name: str) -> Commit | None:
         """The newest commit that selects a replica, by its name, or all of a pool; None: there is none."""
-        found = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
-        return max(found, key=lambda commit: commit.epoch, default=None)
+        commits = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
+        return max(commits, key=lambda commit: commit.epoch, default=None)
 
     def of(self, name: str) -> Content | None:
         """The content that a replica is to serve; None: nothing, until it is selected."""

@@ -45,7 +45,7 @@ class Waiting:
     call: Call
     version: VersionNumber
     seconds: float  # that it waits at most
-    sought: bool = False  # the ledger is being asked
+    searching: bool = False  # the ledger is being asked
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Waits:
 
     state: ManagerState
     waiting: dict[int, Waiting] = field(default_factory=dict)  # by number
-    ended: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)  # reports, oldest first
+    reports: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)  # oldest first
     numbers: int = 0  # how many calls have waited
 
     def join(self, call: Call, request: manager_pb2.WaitForUpdateRequest, running: Sequence[Update]) -> None:
@@ -64,16 +64,16 @@ class Waits:
         if request.timeout_seconds:
             check_seconds("a timeout", request.timeout_seconds)
         version = request.lineage, request.version
-        known = self.ended.get(version)
-        if known is not None and _to(running, version) is None:
-            self.state.out.append(FinishCall(call, response=known))
+        report = self.reports.get(version)
+        if report is not None and _to(running, version) is None:
+            self.state.out.append(FinishCall(call, response=report))
             return
         self.numbers += 1
         seconds = request.timeout_seconds or self.state.deadlines.update
         waiting = self.waiting[self.numbers] = Waiting(call, version, seconds)
         self.state.set_timer(WaitEnd(self.numbers), seconds)
         if _to(running, version) is None:
-            waiting.sought = True
+            waiting.searching = True
             self.state.run(ReportSearch(self.numbers), FindReport(*version, self.state.deadlines.ledger))
 
     def cancelled(self, call: Call) -> None:
@@ -87,12 +87,12 @@ class Waits:
             return
         version = update.goal.lineage, update.goal.version
         if update.report is not None:
-            self.ended.pop(version, None)
-            self.ended[version] = update.report
-            while len(self.ended) > REMEMBERED:
-                del self.ended[next(iter(self.ended))]
+            self.reports.pop(version, None)
+            self.reports[version] = update.report
+            while len(self.reports) > REMEMBERED:
+                del self.reports[next(iter(self.reports))]
         for number, waiting in list(self.waiting.items()):
-            if waiting.version == version and not waiting.sought:
+            if waiting.version == version and not waiting.searching:
                 self._finish(number, FinishCall(waiting.call, update.refusal, update.report))
 
     def found(self, number: int, done: Done, running: Sequence[Update]) -> None:
@@ -100,14 +100,14 @@ class Waits:
         waiting = self.waiting.get(number)
         if waiting is None:
             return
-        waiting.sought = False
+        waiting.searching = False
         if _to(running, waiting.version) is not None:
             return  # it began meanwhile
-        report, problem = self.ended.get(waiting.version), done.problem
+        report, problem = self.reports.get(waiting.version), done.problem
         if report is None and problem is None:
-            found = cast(Found, done.result)
-            early, unknown = _ended_early(waiting.version, found.epoch), unknown_version(waiting.version, found.last)
-            report, problem = found.report, unknown if found.epoch is None else early
+            record = cast(Found, done.result)
+            early, unknown = _ended_early(waiting.version, record.epoch), unknown_version(waiting.version, record.last)
+            report, problem = record.report, unknown if record.epoch is None else early
         self._finish(number, FinishCall(waiting.call, None if report is not None else problem, report))
 
     def timer(self, number: int, running: Sequence[Update]) -> None:

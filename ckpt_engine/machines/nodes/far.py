@@ -44,11 +44,11 @@ class FarWorkers:
         boot_ids: as in FollowerMessage. Returns why nothing of it is taken: a worker that another node has, or that
         cannot be; empty: it is taken.
         """
-        theirs = [status for status in statuses if status.boot_id]  # a page has a slot for every node's workers
-        for status in theirs:
+        started = [status for status in statuses if status.boot_id]  # a page has a slot for every node's workers
+        for status in started:
             if wrong := self._wrong(node, status, boot_ids):
                 return wrong
-        for status in theirs:
+        for status in started:
             self._take(node, status)
         return ""
 
@@ -91,14 +91,14 @@ class FarWorkers:
         return far if far is not None and far.word.boot_id == boot_id else None
 
     def _wrong(self, node: int, status: manager_pb2.WorkerStatus, boot_ids: Sequence[bytes]) -> str:
-        rank, known = status.rank, self._far.get(status.rank)
+        rank, far = status.rank, self._far.get(status.rank)
         if rank >= len(boot_ids) or len(status.boot_id) != BOOT_ID_BYTES:
             return f"node {node} tells of worker {rank}, and there are {len(boot_ids)} workers"
         if status.HasField("identity") and not _fits(status.identity):
             return f"node {node} tells that worker {rank} holds what no state word can hold"
-        if known is not None and known.node != node:
-            return f"nodes {known.node} and {node} both have a worker {rank}"
-        if boot_ids[rank] not in (b"", None if known is None else known.word.boot_id):
+        if far is not None and far.node != node:
+            return f"nodes {far.node} and {node} both have a worker {rank}"
+        if boot_ids[rank] not in (b"", None if far is None else far.word.boot_id):
             return f"nodes 0 and {node} both have a worker {rank}"
         return ""
 

@@ -289,12 +289,12 @@ class LeaderMachine:
 
     def _ask(self, node: _Node, request: worker_pb2.WorkerRequest) -> None:
         """Has a far worker's question answered once, and sends the answer again if the question is repeated."""
-        known = node.questions.get(request.rank)
-        if known is not None and known.request.boot_id == request.boot_id:
-            if request.sequence < known.request.sequence:
+        last = node.questions.get(request.rank)
+        if last is not None and last.request.boot_id == request.boot_id:
+            if request.sequence < last.request.sequence:
                 return
-            if request.sequence == known.request.sequence:
-                self._give(known)
+            if request.sequence == last.request.sequence:
+                self._give(last)
                 return
         question = node.questions[request.rank] = _Question(node, self._generation, request)
         self._questions += 1

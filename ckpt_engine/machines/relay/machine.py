@@ -114,11 +114,11 @@ class RelayFilling:
     @property
     def held(self) -> tuple[HeldNotice, ...]:
         """The versions held, each once, the last filled first."""
-        found: dict[Version, HeldNotice] = {}
+        notices: dict[Version, HeldNotice] = {}
         for slot in sorted(self._slots, key=lambda slot: -slot.since):
             if slot.held is not None:
-                found.setdefault(slot.held.identity, slot.held)
-        return tuple(found.values())
+                notices.setdefault(slot.held.identity, slot.held)
+        return tuple(notices.values())
 
     def message(self, body: FillRelay, cluster: str, now: float) -> None:
         """Takes a command of the manager of `cluster`."""
@@ -165,10 +165,10 @@ class RelayFilling:
         if work is None:
             return
         command = work.command
-        known = next((slot for slot in self._slots if _serves(slot, command)), None)
-        if known is not None:
-            assert known.answer is not None
-            self._answered(work, known.answer, now)
+        serving = next((slot for slot in self._slots if _serves(slot, command)), None)
+        if serving is not None:
+            assert serving.answer is not None
+            self._answered(work, serving.answer, now)
             return
         part = next((number for number, slot in enumerate(self._slots) if _has_a_part(slot, command)), None)
         work.slot, work.more = (self._free(command), False) if part is None else (part, True)

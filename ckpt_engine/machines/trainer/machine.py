@@ -80,6 +80,6 @@ class TrainerMachine(OfferingMachine):
         self._out.append(Run(("part", fence.epoch), task))
 
     def _part_over(self, result: object, problem: weights_pb2.Problem | None) -> None:
-        taken = PartTaken(problem) if problem is not None else cast(PartTaken, result)
-        self._took = manager_pb2.TookPart(fence=self._part.message(), problem=taken.problem, blamed=taken.blamed)
+        part = PartTaken(problem) if problem is not None else cast(PartTaken, result)
+        self._took = manager_pb2.TookPart(fence=self._part.message(), problem=part.problem, blamed=part.blamed)
         self._session.send(self._took)
