@@ -19,7 +19,7 @@ def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) 
         Route(1, (), ("relay up",)),
         command_route=Route(1, (), ("relay up",)),
         answer=answer,
-        left_out=left_out,
+        exclusion=left_out,
     )
 
 

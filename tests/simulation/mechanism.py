@@ -309,7 +309,7 @@ class Mechanism:
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
-        jobs, going = machine._state.claims, {update.number for update in machine._updates.going}
+        jobs, going = machine._state.claims, {update.number for update in machine._updates.running}
         asked = {-number for number in machine._turns.rollbacks.waiting}
         left = (jobs.granted.keys() - going) | (jobs.waiting.keys() - going - asked)
         if left:
@@ -429,7 +429,7 @@ def everybody_in(pool: str) -> str:
 
 def _goals(manager: ManagerShell) -> Iterable[Any]:
     turns = manager.machine._turns
-    return (*(update.goal for update in turns.updates.going), *(coming.goal for coming in turns.coming()))
+    return (*(update.goal for update in turns.updates.running), *(coming.goal for coming in turns.coming()))
 
 
 def _nobody_can_be_read(manager: ManagerShell, replica: Replica, content: Content) -> bool:

@@ -255,7 +255,7 @@ class Installing(LabellingOperation):
         if done.problem is None:
             self._mark("rouse marked", AWAKE)
         else:
-            self._again(f"the engine does not wake its caches: {done.problem.message}", now)
+            self._retry_later(f"the engine does not wake its caches: {done.problem.message}", now)
 
     def _rouse_marked(self, done: Done, now: float) -> None:
         self._take_mark(done)
@@ -266,13 +266,13 @@ class Installing(LabellingOperation):
 
     def _resumed(self, done: Done, now: float) -> None:
         if done.problem is not None:
-            self._again(f"the engine does not resume: {done.problem.message}", now)
+            self._retry_later(f"the engine does not resume: {done.problem.message}", now)
             return
         self.replica.paused = False
         self._account.pause_ended = now
         self.run("let in", self.replica.hold(0, 0.0))
 
-    def _again(self, reason: str, now: float) -> None:
+    def _retry_later(self, reason: str, now: float) -> None:
         if self._end - now > RETRY_SECONDS:
             self.set_timer("retry", RETRY_SECONDS)
         else:

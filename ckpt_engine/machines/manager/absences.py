@@ -61,7 +61,7 @@ class Absences:
         self._cancel = cancel
         self._overdue: set[str] = set()  # replicas that it does not wait for any more
 
-    def concern(self, member: Member) -> bool:
+    def concerns(self, member: Member) -> bool:
         """Whether a member takes part in the update."""
         if isinstance(member, Replica):
             return member.name in self._goal.replicas
@@ -162,7 +162,7 @@ class Ranks:
         if self._goal.sealed is not None:
             if self._course.refusable:
                 self._refuse(unavailable("the call was cancelled").problem)
-        elif not self._course.refusable or self._without(_cancelled(rank)):
+        elif not self._course.refusable or self._drop_trainer(_cancelled(rank)):
             self.undecided |= {rank} if self._course.refusable else set()
             self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
@@ -185,25 +185,25 @@ class Ranks:
         tables = {source.rank: source.table for source in self._goal.published.sources}
         if self._goal.sealed is None and trainer.table != tables.get(trainer.rank):
             did = "took back what it had published" if trainer.table is None else "published another table"
-            self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
+            self._drop_trainer(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
     def drop(self, member: TrainerRank | Holder, alive: bool) -> None:
         """Goes on, or refuses, without a source that will not come back. alive: it was connected, and said goodbye or
         was evicted."""
         if alive and isinstance(member, TrainerRank) and not self._course.refusable:
             self._leaves(member)
-        self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
+        self._drop_trainer(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
     def _leaves(self, trainer: TrainerRank) -> None:
         """Notes that a rank lives and does not wait for the update any more: its weights may change."""
         if self._goal.sealed is None and trainer.session_id == self._course.sessions.get(trainer.rank):
             self.departed.add(trainer.rank)
 
-    def _without(self, problem: weights_pb2.Problem) -> bool:
+    def _drop_trainer(self, problem: weights_pb2.Problem) -> bool:
         """Goes on without the trainer if relays suffice, else refuses the update. Returns whether it goes on."""
         if not self._course.refusable:
             return False
-        goes_on = self.relays is not None and self.relays.alone(problem)
+        goes_on = self.relays is not None and self.relays.give_up_trainer(problem)
         if not goes_on:
             self._refuse(problem)
         return goes_on

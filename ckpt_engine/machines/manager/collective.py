@@ -57,7 +57,7 @@ class UpdateCollective:
         goal, first = self._course.goal, self._compiled is None
         self._compiled = compiled
         if not first:
-            self._without(compiled.unfit)
+            self._drop_unplanned(compiled.unfit)
             return False
         sources = goal.published.sources
         transport = collective_transport()
@@ -85,7 +85,7 @@ class UpdateCollective:
         decision = collective_decision(self._collective_only, until_held, is_late, self._candidates)
         self.replicas, self.why = frozenset(decision.replicas), decision.why
 
-    def _without(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
+    def _drop_unplanned(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
         """Leaves out the chosen replicas that cannot be planned for."""
         unplanned = self.replicas & unfit.keys()
         for name in unplanned:
@@ -98,9 +98,9 @@ class UpdateCollective:
         """Adds to why no plans can be made for these replicas why no collective brings them the weights."""
         if not self._published:
             return unfit
-        return {name: with_words(problem, self._not_together(name, problem)) for name, problem in unfit.items()}
+        return {name: with_words(problem, self._reason_apart(name, problem)) for name, problem in unfit.items()}
 
-    def _not_together(self, name: str, problem: weights_pb2.Problem) -> str:
+    def _reason_apart(self, name: str, problem: weights_pb2.Problem) -> str:
         own = self._candidates[name].unable if name in self._candidates else ""
         reason = f"{name} {own}" if own else ("" if self.replicas else self.why)
         return "" if problem.message in reason else reason

@@ -157,10 +157,10 @@ class Holdings:
                 if problem is not None:
                     self.state.send(holder, manager_pb2.Refused(problem=problem))
 
-    def again(self, retry: JoinRetry) -> None:
+    def retry(self, failed: JoinRetry) -> None:
         """Forgets a failed join, so that it is repeated when the version is asked for."""
         for key, joining in list(self.joinings.items()):
-            if joining.pipeline.number == retry.pipeline:
+            if joining.pipeline.number == failed.pipeline:
                 del self.joinings[key]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:

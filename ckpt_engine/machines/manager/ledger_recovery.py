@@ -129,7 +129,7 @@ class LedgerRecovery:
         self.reading = True
         self.state.run(CommitsRead(), ReadCommits(self.state.deadlines.ledger))
 
-    def was_read(self, done: Done) -> None:
+    def take_commits(self, done: Done) -> None:
         """Takes the commits that were read; a failed read is tried again in a moment."""
         if done.problem is not None:
             self.state.set_timer(CommitsRetry(), self.state.deadlines.resend)

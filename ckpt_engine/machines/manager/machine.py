@@ -408,7 +408,7 @@ class ManagerMachine:
             case LineagesLook():
                 self._forgetting.look()
             case JoinRetry():
-                self._holdings.again(key)
+                self._holdings.retry(key)
             case SettleEnd():
                 self._settled = True
             case EpochRetry():
@@ -440,7 +440,7 @@ class ManagerMachine:
             case Correction():
                 pass
             case CommitsRead():
-                self._recovery.was_read(done)
+                self._recovery.take_commits(done)
             case EpochSpending():
                 self._state.spend_ended(done.problem)
             case _:

@@ -121,7 +121,7 @@ class UpdatePrefetch:
 
     def missing(self) -> list[PlannedFilling]:
         """The relays that it waits for. Steps in between alone are not waited for."""
-        missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
+        missing = [each for each in self._fillings.values() if each.exclusion is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
     def held(self) -> list[PlannedFilling]:
@@ -138,7 +138,7 @@ class UpdatePrefetch:
             self._shared_reasons |= self._together.why
             for filling in list(self._fillings.values()):
                 changed |= self._step(filling, seconds)
-            if self._routed != len(self._left_out()):
+            if self._routed != len(self._excluded()):
                 self._make_routes()
                 self._course.extend_claim(self._names())
                 changed = True
@@ -152,7 +152,7 @@ class UpdatePrefetch:
     def take(self, holder: Holder, body: manager_pb2.RelayFilled) -> None:
         """Takes a relay's answer."""
         filling = self._fillings.get(holder.source)
-        if filling is None or filling.left_out is not None or filling.command is None:
+        if filling is None or filling.exclusion is not None or filling.command is None:
             return
         if body.attempt == filling.command.attempt:
             filling.answer, filling.session = body, holder.session_id
@@ -160,7 +160,7 @@ class UpdatePrefetch:
     def lost(self, holder: Holder) -> None:
         """Gives a relay some time to come back, since its session has ended."""
         filling = self._fillings.get(holder.source)
-        if filling is not None and filling.left_out is None:
+        if filling is not None and filling.exclusion is None:
             self._course.timer(RelayAbsent(holder.source), self._state.deadlines.lease)
 
     def note_return(self, holder: Holder) -> bool:
@@ -176,7 +176,7 @@ class UpdatePrefetch:
             filling.tried.clear()
         return True
 
-    def again(self, source: str) -> None:
+    def retry(self, source: str) -> None:
         """Lets a relay be commanded again, a moment after it failed."""
         filling = self._fillings.get(source)
         if filling is not None:
@@ -187,20 +187,20 @@ class UpdatePrefetch:
         """Leaves out a relay that will not come back, or has not in time."""
         filling = self._fillings.get(source)
         holder = self._state.members.holders.get(source)
-        if filling is not None and filling.left_out is None and (holder is None or holder.peer is None):
-            filling.left_out = unavailable(why).problem
+        if filling is not None and filling.exclusion is None and (holder is None or holder.peer is None):
+            filling.exclusion = unavailable(why).problem
 
     def overdue(self, seconds: float, why: Problem | None = None) -> None:
         """Leaves out all relays that it waits for, `seconds` after the update began. why: the reason of all of them;
         None: each has its own."""
         for filling in self.missing():
             unready = [name for name in filling.route.upstream if not self._has(name)]
-            filling.left_out = why or filling.too_late(unready, f"{seconds:.1f} s after the update began")
+            filling.exclusion = why or filling.too_late(unready, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """Leaves out a relay that was filled, and cannot be installed from."""
         filling = self._fillings[relay]
-        filling.left_out = filling.left_out or problem
+        filling.exclusion = filling.exclusion or problem
 
     def reports(self) -> list[manager_pb2.RelayReport]:
         """A report for each relay."""
@@ -218,7 +218,7 @@ class UpdatePrefetch:
 
     def describe(self) -> str:
         """A sentence for people: why relays were filled or not, and why some do not count."""
-        out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._left_out() if each.left_out]
+        out = [f"{each.relay} is left out: {each.exclusion.message}" for each in self._excluded() if each.exclusion]
         return "; ".join([self._reasons(), *out])
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -247,7 +247,7 @@ class UpdatePrefetch:
 
     def _make_routes(self) -> None:
         """Makes routes for all relays that are not filled yet, and for those that may have lost what they read."""
-        out = {each.relay for each in self._left_out()}
+        out = {each.relay for each in self._excluded()}
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
         targets = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
@@ -270,10 +270,10 @@ class UpdatePrefetch:
             self._explain(name, route)
         for name, why in routes.unreached.items():
             if self._fillings[name].command is None:
-                self._fillings[name].left_out = precondition(self._with_failures(why)).problem
+                self._fillings[name].exclusion = precondition(self._with_failures(why)).problem
             else:
                 self._fillings[name].route = Route(0, ())  # none is left to wait for
-        self._routed = len(self._left_out())
+        self._routed = len(self._excluded())
 
     def _known_relays(self) -> list[Holder]:
         """The relays that are connected, and those that take part and may come back. Once filling has begun, without
@@ -302,15 +302,15 @@ class UpdatePrefetch:
 
     def _with_failures(self, why: str) -> str:
         """Adds the failures of relays that might have fed it to why a relay is not filled."""
-        failed = [each for each in self._left_out() if not each.replicas]
-        reasons = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
+        failed = [each for each in self._excluded() if not each.replicas]
+        reasons = [f"{each.relay} is left out: {each.exclusion.message}" for each in failed if each.exclusion]
         return "; ".join([*reasons, why])
 
     # -- one relay's turn
 
     def _step(self, filling: PlannedFilling, seconds: float) -> bool:
         """Does what can be done with one relay now. Returns whether something has changed."""
-        if filling.left_out is not None or not (filling.is_due or filling.failed):
+        if filling.exclusion is not None or not (filling.is_due or filling.failed):
             return False
         if filling.command is None and filling.route.ahead:
             self._give_order(filling, replace(filling.route, upstream=(), others=(), early=()), {}, seconds)
@@ -330,7 +330,7 @@ class UpdatePrefetch:
             self._course.timer(RelayRetry(filling.relay), self._state.deadlines.resend)
             return True
         if filling.answer.HasField("problem"):
-            filling.left_out = filling.answer.problem
+            filling.exclusion = filling.answer.problem
             return True
         return False
 
@@ -348,7 +348,7 @@ class UpdatePrefetch:
 
     def _filled_together(self) -> SharedFilling:
         """The relays that can be filled now and are filled together."""
-        new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
+        new = (each for each in self._fillings.values() if each.command is None and each.exclusion is None)
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
         def command(each: PlannedFilling) -> manager_pb2.FillRelay:
@@ -372,7 +372,7 @@ class UpdatePrefetch:
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
 
     def _counts(self, filling: PlannedFilling) -> bool:
-        return filling.left_out is None and not filling.ahead and self._holds(filling)
+        return filling.exclusion is None and not filling.ahead and self._holds(filling)
 
     def _holds(self, filling: PlannedFilling) -> bool:
         holder = self._state.members.holders.get(filling.relay)
@@ -393,7 +393,7 @@ class UpdatePrefetch:
     def _table_of(self, name: str) -> manager_pb2.BlobRef | None:
         """The table by which others read the version from a relay; None: they cannot. It was filled now, or before."""
         holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
-        if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
+        if holder is None or holder.peer is None or (filling is not None and filling.exclusion is not None):
             return None
         for held in holder.held:
             if held.identity == self._identity and (filling is None or held.table.digest in filling.tables()):
@@ -434,5 +434,5 @@ class UpdatePrefetch:
             command.keep_table = self._kept_tables.get(filling.relay, b"")
         return command
 
-    def _left_out(self) -> list[PlannedFilling]:
-        return [each for each in self._fillings.values() if each.left_out is not None]
+    def _excluded(self) -> list[PlannedFilling]:
+        return [each for each in self._fillings.values() if each.exclusion is not None]

@@ -12,7 +12,7 @@ from ckpt_engine.machines.events import PlanWorker
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.plan_pipeline import Way
-from ckpt_engine.machines.manager.report import already_there, left_out, what_became
+from ckpt_engine.machines.manager.report import later_outcome, presumed_outcome, unchanged_outcome
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -63,7 +63,7 @@ Recipient: TypeAlias = Unprepared | Prepared | Ordered | Ended
 class Recipients:
     """The replicas that an update is for, and the state of each.
 
-    They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
+    They are prepared under the fill fence and told to install under the install fence (`decide`), which all outcomes
     carry in the end.
     """
 
@@ -73,7 +73,7 @@ class Recipients:
         self._fill = fill
         self._fence = Fence()
         self._recipients: dict[str, Recipient] = dict.fromkeys(goal.replicas, Unprepared())  # by name
-        self._again = False
+        self._asked_twice = False
         self._unfit: dict[str, Unfit] = {}
         self.cut_off: dict[str, Problem] = {}  # why replicas cannot read the sources; relays may bring them the version
         self.awaited: set[str] = set()  # replicas that are away; nothing is asked of them until they are back
@@ -176,9 +176,9 @@ class Recipients:
     def prepare_again(self, problem: Problem | None) -> bool:
         """Has replicas store what they recorded again if planning failed since this manager lacks a blob. Returns
         whether it does so, only once. A hello may name blobs that its sender stored with a manager that just died."""
-        if problem is None or problem.code != Problem.NOT_FOUND or self._again:
+        if problem is None or problem.code != Problem.NOT_FOUND or self._asked_twice:
             return False
-        self._again = True
+        self._asked_twice = True
         for name in self.prepared():
             replica = self._state.members.replicas.get(name)
             if replica is not None:
@@ -290,7 +290,7 @@ class Recipients:
         """The replicas that are prepared and do not serve this version."""
         return [name for name in self.prepared() if not self._serves(name, identity)]
 
-    def decided(self, fence: Fence, identity: Version, together: frozenset[str] = frozenset()) -> None:
+    def decide(self, fence: Fence, identity: Version, together: frozenset[str] = frozenset()) -> None:
         """Takes the install fence. Replicas that serve this version already are left alone; those of a collective only
         if all of them do. together: the replicas of the collective."""
         apart = frozenset() if all(self._serves(name, identity) for name in together) else together
@@ -299,7 +299,7 @@ class Recipients:
             outcome.fence.CopyFrom(fence.message())
         for name in self.prepared():
             if name not in apart and self._serves(name, identity):
-                self._recipients[name] = Ended(already_there(name, self._fence, identity), self._workers(name))
+                self._recipients[name] = Ended(unchanged_outcome(name, self._fence, identity), self._workers(name))
 
     def waiting_for(self) -> list[str]:
         """The replicas that are prepared and have no outcome."""
@@ -349,7 +349,7 @@ class Recipients:
     def resolve(self, identity: Version) -> None:
         """Sets the outcomes of unresolved replicas that are known by now."""
         for name, session in self.unresolved.items():
-            outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
+            outcome = later_outcome(self._state.members.replicas.get(name), self._fence, identity, session)
             if outcome is not None:
                 self.take_outcome(outcome, name)
 
@@ -357,7 +357,7 @@ class Recipients:
         """Ends the update for a replica without an outcome, and tells the callers. Returns the presumed outcome."""
         replica = self._state.members.replicas.get(name)
         ordered = self.is_ordered(name)
-        outcome = left_out(name, replica, self._fence, problem, is_ordered=ordered)
+        outcome = presumed_outcome(name, replica, self._fence, problem, is_ordered=ordered)
         session = "" if replica is None else replica.session_id
         self._recipients[name] = Ended(outcome, session=session if ordered else None)
         for call in self._goal.calls.values():

@@ -28,7 +28,7 @@ def connected_relays(state: ManagerState) -> list[Holder]:
     return [holder for holder in state.members.connected_holders() if holder.filling is not None]
 
 
-def away(state: ManagerState) -> str:
+def missing_relays(state: ManagerState) -> str:
     """A sentence that names known relays without a session, and what to do; empty: there are none."""
     relays = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
     if not relays:

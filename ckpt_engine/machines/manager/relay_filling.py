@@ -45,7 +45,7 @@ class PlannedFilling:
     session: str = ""  # of the process that answered
     early: manager_pb2.RelayFilled | None = None  # its answer when it had brought what its own sources have
     ahead: bool = False  # it was told to bring only what its own sources have
-    left_out: Problem | None = None  # why it does not count
+    exclusion: Problem | None = None  # why it does not count
 
     @property
     def failed(self) -> bool:
@@ -197,9 +197,9 @@ def reports(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.RelayReport]
 
 def _filled(filling: PlannedFilling) -> manager_pb2.RelayFilled | None:
     """A relay's answer, or why it has none; None: that is unknown, since it may not have been commanded."""
-    if filling.answer is not None or filling.left_out is None:
+    if filling.answer is not None or filling.exclusion is None:
         return filling.answer
-    return manager_pb2.RelayFilled(problem=filling.left_out)
+    return manager_pb2.RelayFilled(problem=filling.exclusion)
 
 
 def blobs_of(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.BlobRef]:
@@ -235,8 +235,8 @@ def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Proble
         pieces = f"{count} piece{'s' * (count != 1)} of the version"
         words.append(f"{filling.relay} lacks {pieces}: {answer.missing[0].message}")
         is_cut_off = code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE)
-    elif filling.left_out is not None:
-        code, message = filling.left_out.code, filling.left_out.message
+    elif filling.exclusion is not None:
+        code, message = filling.exclusion.code, filling.exclusion.message
         words.append(message if filling.relay in message else f"{filling.relay}: {message}")
         is_cut_off = code == Problem.DEADLINE_EXCEEDED
     else:

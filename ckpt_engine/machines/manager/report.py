@@ -29,7 +29,7 @@ COPIED_NAMED = 16
 """The most tensors that are named for each reason."""
 
 
-def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
+def unchanged_outcome(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that serves these weights already, and was left alone."""
     held = identity.message()
     return manager_pb2.ReplicaOutcome(
@@ -37,7 +37,7 @@ def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.Rep
     )
 
 
-def left_out(
+def presumed_outcome(
     name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, is_ordered: bool
 ) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that gave none.
@@ -63,7 +63,7 @@ def left_out(
     return outcome
 
 
-def what_became(
+def later_outcome(
     replica: Replica | None, fence: Fence, identity: Version, session: str
 ) -> manager_pb2.ReplicaOutcome | None:
     """The outcome, as known by now, of a replica that was told to install and lost its agent; None: unknown.
@@ -272,7 +272,7 @@ class Corrections:
         if open_report is None or open_report.session is None:
             return
         report = open_report.report
-        correction = what_became(replica, Fence.of(report.fence), Version.of(report.identity), open_report.session)
+        correction = later_outcome(replica, Fence.of(report.fence), Version.of(report.identity), open_report.session)
         if correction is not None:
             self._correct(open_report, correction)
 

@@ -37,12 +37,12 @@ class Updates:
     """The updates that run, side by side."""
 
     state: ManagerState
-    ended: Callable[[Update], None]  # called with each update that has ended
-    going: list[Update] = field(default_factory=list)  # those that run, in the order in which they began
+    on_end: Callable[[Update], None]  # called with each update that has ended
+    running: list[Update] = field(default_factory=list)  # those that run, in the order in which they began
 
     def all(self) -> list[Update]:
         """A copy of the list of updates that run: it stays as it is when one of them ends."""
-        return list(self.going)
+        return list(self.running)
 
     def lets(self, goal: Goal, call: int | None = None) -> bool:
         """Whether a goal may begin beside what runs, and has its holders. A version that was sealed before needs these
@@ -68,7 +68,7 @@ class Updates:
         """Begins an update that `lets` has let."""
         before = next(iter(self._near(goal)), None)
         update = Update(self.state, goal, self._update_ended, before)
-        self.going.append(update)
+        self.running.append(update)
         self.state.claims.begin(update.number, self.claim(goal), call)
         update.start(now)
 
@@ -79,7 +79,7 @@ class Updates:
 
     def attempts(self) -> list[Update]:
         """The updates that bring up a late replica."""
-        return [update for update in self.going if update.goal.is_attempt]
+        return [update for update in self.running if update.goal.is_attempt]
 
     def in_the_way(self) -> set[int]:
         """The numbers of jobs with holders that updates wait for; attempts wait for one another."""
@@ -89,7 +89,7 @@ class Updates:
     def installs(self, name: str) -> int:
         """The highest install epoch that a replica may be welcomed with. It is below that of an intent which is for the
         replica and is not on the disk yet, even if higher ones were given out since."""
-        updates = [update for update in self.going if name in update.goal.replicas]
+        updates = [update for update in self.running if name in update.goal.replicas]
         intents = [(update.installs, update.phase) for update in updates]
         limits = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
         return min([self.state.installs, *limits])
@@ -146,10 +146,10 @@ class Updates:
             update.planned(task, done, now)
 
     def _near(self, goal: Goal) -> list[Update]:
-        return [update for update in self.going if update.goal.meets(goal)]
+        return [update for update in self.running if update.goal.meets(goal)]
 
     def _update_ended(self, update: Update) -> None:
-        self.going.remove(update)
+        self.running.remove(update)
         self.state.claims.end(update.number)
         refusal = update.refusal
         if update.goal.is_attempt and not update.cut:
@@ -157,7 +157,7 @@ class Updates:
         if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
             notice = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
             self.state.send_to(update.goal.replicas[0], notice)
-        self.ended(update)
+        self.on_end(update)
 
     def _note_failure(self, update: Update) -> None:
         """Stores with a late replica why the attempt for it failed, or that it did not."""

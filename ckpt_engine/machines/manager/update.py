@@ -271,7 +271,7 @@ class CandidateJob(Job):
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
-        parts.recipients.decided(fence, identity, parts.collective.replicas)
+        parts.recipients.decide(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.remaining(now))
@@ -571,14 +571,14 @@ class Update:
         """Gives a lost member some time to come back."""
         if isinstance(member, Holder) and self.relays is not None:
             self.relays.lost(member)
-        if self._parts.absences.concern(member):
+        if self._parts.absences.concerns(member):
             self._parts.absences.lost(member, now)
 
     def note_return(self, member: Member, now: float) -> None:
         """Takes what a member said when it came back or published (a relay counts as filled once its hello names the
         version), and sends it what it may have missed."""
         relay = isinstance(member, Holder) and self.relays is not None and self.relays.note_return(member)
-        if not relay and not self._parts.absences.concern(member):
+        if not relay and not self._parts.absences.concerns(member):
             return
         self._parts.absences.note_return(member)
         if isinstance(member, TrainerRank):
@@ -593,7 +593,7 @@ class Update:
         if isinstance(member, Holder) and self.relays is not None:
             self.relays.drop(member.source, "it left while it was being filled", now)
             self._go_on(now)
-        if not self._parts.absences.concern(member):
+        if not self._parts.absences.concerns(member):
             return
         if isinstance(member, Replica):
             if self.phase in (Phase.PREPARING, Phase.INSTALLING):

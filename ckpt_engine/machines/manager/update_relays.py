@@ -25,7 +25,7 @@ from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry, UpdatePrefetch
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_facts import away, relay_hosts
+from ckpt_engine.machines.manager.relay_facts import missing_relays, relay_hosts
 from ckpt_engine.machines.manager.relay_filling import PlannedFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -44,7 +44,7 @@ class UpdateRelays:
         self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is decided
         self.trainer_gone: weights_pb2.Problem | None = None  # why the trainer must not be read any more; None: it may
         self.late_problem: weights_pb2.Problem | None = None  # why none was filled in time, if others used them
-        self._queued, self._without, self._free = False, False, 0.0
+        self._queued, self._skipped, self._free = False, False, 0.0
         course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
 
     def start(self, compiled: Compiled, before: UpdateRelays | None, now: float) -> bool:
@@ -92,7 +92,7 @@ class UpdateRelays:
     def advance(self, now: float) -> bool:
         """Advances as far as it can: from waiting for relays to filling them, then to plans. Returns whether all is
         done."""
-        if self._without:
+        if self._skipped:
             return True
         if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
             return not self._course.waits
@@ -107,7 +107,7 @@ class UpdateRelays:
         """Ends a phase, `seconds` after the update began: relays that have not answered are left out."""
         if self._course.phase is Phase.QUEUEING:
             if self._may_do_without:
-                self._without = True
+                self._skipped = True
                 self._course.state.claims.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
@@ -133,7 +133,7 @@ class UpdateRelays:
             if name in why:
                 why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
-        if disconnected := away(self._course.state):
+        if disconnected := missing_relays(self._course.state):
             unknown += f"; {disconnected}"
         if self.trainer_gone is not None:
             never, unknown = self.trainer_gone.message, "no relay was filled for it"
@@ -142,7 +142,7 @@ class UpdateRelays:
         why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
         self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
 
-    def alone(self, problem: weights_pb2.Problem) -> bool:
+    def give_up_trainer(self, problem: weights_pb2.Problem) -> bool:
         """Gives up the trainer, which is lost or may change its weights. Returns whether the update goes on without it,
         from relays that hold the version or are being filled. Then the trainer is not read any more."""
         if self._course.phase is Phase.QUEUEING:
@@ -186,7 +186,7 @@ class UpdateRelays:
                 why = f"it lost its session and did not come back within {lease:g} s"
                 self.drop(relay, f"{why}: see whether it runs and reaches this manager", now)
             case RelayRetry(relay):
-                self._prefetch.again(relay)
+                self._prefetch.retry(relay)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """Takes a relay's answer or progress."""
@@ -226,7 +226,7 @@ class RelayGroup:
     fillings: tuple[PlannedFilling, ...]  # of its relays
     pipeline: PlanPipeline
     unfit: dict[str, Problem] = field(default_factory=dict)  # replicas for which no plan can be made
-    out: dict[str, Problem] = field(default_factory=dict)  # relays that failed
+    failures: dict[str, Problem] = field(default_factory=dict)  # why relays failed
     replaced: bool = False  # other groups go on in its place
 
     @property
@@ -254,9 +254,9 @@ class RelayGroup:
         """Its relays that are not read, with the reason."""
         stage = self.pipeline.stage
         if isinstance(stage, Way) or self.replaced:
-            return self.out
+            return self.failures
         why = stage.problem if isinstance(stage, Failed) else next(iter(self.unfit.values()), None)
-        return {} if why is None else dict.fromkeys(self.relays, why) | self.out
+        return {} if why is None else dict.fromkeys(self.relays, why) | self.failures
 
 
 class RelayGroups:
@@ -305,7 +305,7 @@ class RelayGroups:
         for group in tuple(self._groups):
             silent = [source.source for source in group.pipeline.missing()]
             if silent:
-                self._again(group, dict.fromkeys(silent, problem), problem, now)
+                self._restart(group, dict.fromkeys(silent, problem), problem, now)
             elif not group.finished:
                 group.pipeline.stage = Failed(problem)
 
@@ -323,7 +323,7 @@ class RelayGroups:
         problem = unavailable(f"{relay}: {why}").problem
         for group in tuple(self._groups):
             if relay in group.relays and not group.finished:
-                self._again(group, {relay: problem}, problem, now)
+                self._restart(group, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
         """The relays that hold the version and are not read, with the reason."""
@@ -344,12 +344,12 @@ class RelayGroups:
         read_offers = tuple(offer for offer in offers if offer.table.digest in group.tables)
         group.pipeline.run(JoinSources(self._identity, read_offers, self._record, self._course.remaining(now)))
 
-    def _again(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
+    def _restart(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
         """Replaces a group by groups of the relays that did not fail, or of each relay alone if it is unknown which
         failed. The group fails if none is left."""
         rest = [filling for filling in group.fillings if filling.relay not in failed]
         parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
-        group.out |= failed
+        group.failures |= failed
         group.replaced = bool(parts)
         group.pipeline.stage = Failed(why)
         for part in parts:
@@ -359,7 +359,7 @@ class RelayGroups:
         """Begins the next stage of a group's pipeline, if one has ended."""
         match group.pipeline.stage:
             case Failed(problem, sources):
-                self._again(group, dict.fromkeys(sources, problem), problem, now)
+                self._restart(group, dict.fromkeys(sources, problem), problem, now)
             case Joined() as joined:
                 self._plan(group, joined, now)
             case Planned(published, compiled):
@@ -368,7 +368,7 @@ class RelayGroups:
                 group.pipeline.combine(self._course.remaining(now))
 
     def _plan(self, group: RelayGroup, joined: Joined, now: float) -> None:
-        group.out |= joined.refused
+        group.failures |= joined.refused
         if joined.published is None or joined.record is None:
             refused = next(iter(joined.refused.values()), None)
             group.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
