@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ckpt_engine.v1 import manager_pb2
 
-KEPT = 8
-"""Round trips that are remembered; the one with the least error counts."""
+ROUND_TRIPS = 8
+"""How many are remembered; the one with the least error counts."""
 
 DRIFT = 1e-4
 """Seconds in each second by which two clocks may drift apart: twice the tolerance of a quartz."""
@@ -24,7 +24,7 @@ class ManagersClock:
     """The manager's clock as one session knows it. All moments but `manager_time` are seconds of the member's clock."""
 
     def __init__(self) -> None:
-        self._trips: deque[_Trip] = deque(maxlen=KEPT)
+        self._trips: deque[_Trip] = deque(maxlen=ROUND_TRIPS)
 
     def forget(self) -> None:
         """Forgets all round trips: another process may answer from now on."""

@@ -41,7 +41,7 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-NOT_FINITE_TOLD = 16
+NOT_FINITE_NAMED = 16
 """Tensors with NaN or infinity that a Sealed names at most."""
 
 REPUBLISH: Key = ("publish",)
@@ -274,7 +274,7 @@ class OfferingMachine:
             answer.digest_seconds = sealed.digest_seconds
             answer.broken_communicator = sealed.broken
             answer.digested = sealed.digested
-            answer.not_finite.extend(sealed.not_finite[:NOT_FINITE_TOLD])
+            answer.not_finite.extend(sealed.not_finite[:NOT_FINITE_NAMED])
             answer.not_finite_tensors = len(sealed.not_finite)
             answer.span.CopyFrom(self._session.clock.span(self._seal_came, now))
         self._sealed = answer

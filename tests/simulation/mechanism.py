@@ -435,7 +435,7 @@ def _goals(manager: ManagerShell) -> Iterable[Any]:
 def _nobody_can_be_read(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     """It was told so in this session, and no connected holder that is believed holds the version."""
     attempts = manager.machine._catch_up.attempts.get(replica.name)
-    if attempts is None or not attempts.no_source or attempts.no_source_told != (replica.peer, attempts.no_source):
+    if attempts is None or not attempts.no_source or attempts.no_source_notice != (replica.peer, attempts.no_source):
         return False
     joining = manager.machine._holdings.joinings.get((content.identity, False))
     refused = {} if joining is None or joining.joined is None else joining.joined.refused

@@ -35,7 +35,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-SOURCES_TOLD = 64
+TIMELINE_SOURCES = 64
 """The most sources in a timeline, the slowest to seal."""
 
 Work: TypeAlias = JoinSources | CompilePlans | CombineSeals
@@ -221,8 +221,8 @@ def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answer
     of."""
     entries = timeline.sources
     for source in answered:
-        if len(entries) == SOURCES_TOLD:
-            quick = min(range(SOURCES_TOLD), key=lambda place: _seconds(entries[place]))
+        if len(entries) == TIMELINE_SOURCES:
+            quick = min(range(TIMELINE_SOURCES), key=lambda place: _seconds(entries[place]))
             if _seconds(entries[quick]) >= _seconds(body):
                 continue
             del entries[quick]

@@ -57,7 +57,7 @@ class Attempts:
     sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may have what lacks
     count: int = 0
     next: float = 0.0  # the earliest time of the next attempt, monotonic seconds
-    no_source_told: tuple[Peer, str] | None = None  # the session that was told why nothing can be read, and the reason
+    no_source_notice: tuple[Peer, str] | None = None  # the session that was last told why, and the reason
     no_source: str = ""  # why nothing could be read at the last look, for people; empty: something could
 
     def due(self, now: float) -> bool:
@@ -194,8 +194,8 @@ class CatchUp:
 
     def _say_no_source(self, replica: Replica, content: Content, attempts: Attempts) -> None:
         """Tells a replica's session, once, that the version cannot be read."""
-        if attempts.no_source and replica.peer and attempts.no_source_told != (replica.peer, attempts.no_source):
-            attempts.no_source_told = replica.peer, attempts.no_source
+        if attempts.no_source and replica.peer and attempts.no_source_notice != (replica.peer, attempts.no_source):
+            attempts.no_source_notice = replica.peer, attempts.no_source
             self.state.send(
                 replica, manager_pb2.NotBrought(identity=content.identity.message(), reason=attempts.no_source)
             )

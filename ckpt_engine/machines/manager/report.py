@@ -19,10 +19,10 @@ from ckpt_engine.machines.events import CorrectOutcome, Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import ManagerState
-from ckpt_engine.machines.offering import NOT_FINITE_TOLD
+from ckpt_engine.machines.offering import NOT_FINITE_NAMED
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-COPIED_TOLD = 16
+COPIED_REASONS = 16
 """The most reasons for copies, and the most warnings of sources, in a report."""
 
 COPIED_NAMED = 16
@@ -137,7 +137,7 @@ def build_report(
         source_copies=max((source.source_copies for source in goal.published.sources), default=0),
         warnings=[
             *_warnings(identity, goal.before),
-            *_told_by_sources(goal.published),
+            *_source_warnings(goal.published),
             *_cannot_load(sorted_outcomes),
         ],
         copied=_copied(goal.published),
@@ -163,7 +163,7 @@ def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
             total.tensors += entry.tensors
             total.bytes += entry.bytes
             total.ranks += 1
-    return sorted(by_reason.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
+    return sorted(by_reason.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_REASONS]
 
 
 def _warnings(identity: Version, before: Version | None) -> list[str]:
@@ -192,7 +192,7 @@ def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manag
     if not sealed:
         return
     names = sorted({name for answer in sealed.values() for name in answer.not_finite})
-    report.not_finite.extend(names[:NOT_FINITE_TOLD])
+    report.not_finite.extend(names[:NOT_FINITE_NAMED])
     # Ranks may hold parts of one tensor, and each names only some of its own: the number is a lower bound.
     more = max(len(names), *(answer.not_finite_tensors for answer in sealed.values())) - len(names)
     tensors = some([*names, *[""] * more])
@@ -202,9 +202,9 @@ def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manag
     )
 
 
-def _told_by_sources(published: Published) -> list[str]:
+def _source_warnings(published: Published) -> list[str]:
     """The warnings of sources, each once: a report must not grow with the number of ranks."""
-    return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_TOLD]
+    return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_REASONS]
 
 
 def is_verified(worker: manager_pb2.WorkerReport) -> bool:
