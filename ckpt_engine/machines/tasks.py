@@ -143,9 +143,7 @@ class CompilePlans:
     root: bytes = b""
     collective: frozenset[str] = frozenset()  # replicas that get all that they need over a collective
     edges: bool = False  # whether the result is to have edges
-    relays: frozenset[str] = (
-        frozenset()
-    )  # boot ids of hosts on which relays run, for messages about unreachable sources
+    relays: frozenset[str] = frozenset()  # boot ids of hosts on which relays run, for messages about reach
 
 
 @dataclass(frozen=True)
