@@ -45,7 +45,7 @@ class FarSlots:
         self._slots: dict[int, WorkerSlot] = {}
 
     def here(self) -> tuple[bytes, ...]:
-        """What is here, as in NodeTold."""
+        """What is here, as in FollowerMessage."""
         words = self._page.read()
         return tuple(word.boot_id for word in words) if words else (b"",) * MAX_WORKERS
 
@@ -156,7 +156,7 @@ class Followers:
 
     def _heard(self, sender: bytes, message: worker_pb2.NodeMessage) -> None:
         here = () if self._slots is None else self._slots.here()
-        self._loop.feed(events.NodeTold(Peer(sender.hex()), message, here))
+        self._loop.feed(events.FollowerMessage(Peer(sender.hex()), message, here))
 
     async def _answered(self, key: object, event: object) -> None:
         """Feeds an event that the machine answers, in time. Whoever asks the same meanwhile shares the answer."""

@@ -75,7 +75,9 @@ class TaskRunner:
                 return None
             case events.HoldRequests():
                 hold = (
-                    RequestHold(task.epoch, time.monotonic() + task.left, task.closed) if task.epoch else RequestHold()
+                    RequestHold(task.epoch, time.monotonic() + task.hold_seconds, task.closed)
+                    if task.epoch
+                    else RequestHold()
                 )
                 self._page().hold(hold, self._hold_limits)
                 return None

@@ -61,7 +61,7 @@ def hold(
     """
     answer = ask_manager(manager, lambda client: client.hold(name, reason), f"hold of {name}")
     operator_hold = OperatorHold(answer.since, answer.reason)
-    typer.echo(f"replica {name}: {operator_hold.told(name)}")
+    typer.echo(f"replica {name}: {operator_hold.describe(name)}")
 
 
 def release(name: Name, manager: Manager = MANAGER, wait: Wait = False, timeout: Timeout = None) -> None:

@@ -180,7 +180,7 @@ def _drift(replica: manager_pb2.ReplicaStatus) -> str:
 
 def _hold(replica: manager_pb2.ReplicaStatus) -> str:
     """Says that an operator holds the replica, and what waits for its release."""
-    hold = OperatorHold(replica.hold.since, replica.hold.reason).told(replica.name)
+    hold = OperatorHold(replica.hold.since, replica.hold.reason).describe(replica.name)
     waits = f"; it is to serve version {replica.desired.version} of {replica.desired.lineage}"
     return hold + (waits if replica.HasField("drift") else "")
 

@@ -1,6 +1,6 @@
 """Calls that reach the manager and that its machine answers.
 
-Their names can be taken from events.py too.
+events.py exports these names too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RollbackCall:
 
 @dataclass(frozen=True)
 class WaitCall:
-    """Somebody called WaitForUpdate."""
+    """A client called WaitForUpdate."""
 
     call: Call
     request: manager_pb2.WaitForUpdateRequest
@@ -73,6 +73,6 @@ class OperatorCall:
 
 @dataclass(frozen=True)
 class CallCancelled:
-    """The caller went away (or its own deadline passed) before `FinishCall`."""
+    """The caller disconnected, or its own deadline passed, before `FinishCall`."""
 
     call: Call

@@ -1,4 +1,4 @@
-"""How far a member's clock is ahead of its manager's, as the round trips of its session tell. For people only."""
+"""How far a member's clock is ahead of its manager's, estimated from its session's round trips. For people only."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from typing import NamedTuple
 
 from ckpt_engine.v1 import manager_pb2
 
-KEPT = 8
-"""Round trips; the one counts that leaves the least open."""
+ROUND_TRIPS = 8
+"""How many are remembered; the one with the least error counts."""
 
 DRIFT = 1e-4
-"""Seconds in each second by which two clocks may grow apart: twice what a quartz may be wrong."""
+"""Seconds in each second by which two clocks may drift apart: twice the tolerance of a quartz."""
 
 
 class _Trip(NamedTuple):
-    ahead: float
-    error: float
-    at: float
+    ahead: float  # seconds
+    error: float  # of `ahead`, seconds
+    at: float  # when it ended
 
 
 class ManagersClock:
-    """The manager's clock as one session knows it. All moments but `there` are of the member's own clock, seconds."""
+    """The manager's clock as one session knows it. All moments but `manager_time` are seconds of the member's clock."""
 
     def __init__(self) -> None:
-        self._trips: deque[_Trip] = deque(maxlen=KEPT)
+        self._trips: deque[_Trip] = deque(maxlen=ROUND_TRIPS)
 
     def forget(self) -> None:
-        """Another process may answer from now on."""
+        """Forgets all round trips: another process may answer from now on."""
         self._trips.clear()
 
-    def answered(self, asked: float, there: float, now: float) -> None:
-        """What was asked then has been answered now. there: the manager's clock when it answered; 0: it did not say."""
-        if there and now >= asked:
-            self._trips.append(_Trip((asked + now) / 2 - there, (now - asked) / 2, now))
+    def answered(self, sent_at: float, manager_time: float, now: float) -> None:
+        """Notes a round trip that ends now. manager_time: what the manager's clock showed when it answered; 0: it
+        did not say."""
+        if manager_time and now >= sent_at:
+            self._trips.append(_Trip((sent_at + now) / 2 - manager_time, (now - sent_at) / 2, now))
 
     def span(self, begin: float, now: float) -> manager_pb2.Span:
-        """The span from then until now, with what is known of the clocks."""
+        """The span from `begin` until now, with the estimate of the clocks if there is one."""
         span = manager_pb2.Span(begin=begin, seconds=now - begin)
         if self._trips:
             error, ahead = min((trip.error + DRIFT * (now - trip.at), trip.ahead) for trip in self._trips)

@@ -1,4 +1,4 @@
-"""What becomes of the commands of one event: all of them are handed out, or none."""
+"""Hands out the commands of one event: all of them, or none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Command = TypeVar("Command")
 
 
 def commands_of(out: list[Command], decide: Callable[[], None]) -> list[Command]:
-    """What `decide` has put into `out`, which is empty afterwards.
+    """Returns what `decide` puts into `out`, and empties `out`.
 
-    If it raises, which is a defect, nothing of that is left: nobody knows whether the half of it makes sense.
+    If `decide` raises, which is a defect, its commands are dropped: half of them may make no sense.
     """
     try:
         decide()

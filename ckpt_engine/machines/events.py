@@ -1,4 +1,4 @@
-"""What goes into the machines and what comes out of them.
+"""The events that go into the machines, and the commands that come out of them.
 
 A machine decides; a shell does. The whole shell is one loop, on one thread::
 
@@ -19,11 +19,11 @@ What a shell promises
 - Calls: a call gets any number of `EmitEvent` and then one `FinishCall`; after `CallCancelled` it may get more of
   them, which the shell drops.
 
-A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Nobody knows what
-it believes then, so it gets no further event: shell/README.md says what follows, for all machines alike.
+A machine that raises all the same has a defect, and gives none of that event's commands (`deciding`). Its state is
+unknown then, so it gets no further event: shell/README.md says what follows, for all machines alike.
 
-What tasks there are, and what each results in, is in tasks.py and *_tasks.py, and what calls, in calls.py; their
-names can be taken from here too.
+The tasks, and what each results in, are in tasks.py and *_tasks.py, the calls in calls.py; their names can be imported
+from here too.
 """
 
 from __future__ import annotations
@@ -132,10 +132,11 @@ class Message:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A stream ended, could not be opened, or broke. `reason` is for people; code: of the status that it ended with."""
+    """A stream ended, could not be opened, or broke."""
 
     peer: Peer
-    reason: str
+    reason: str  # for people
+    # of the status that it ended with
     code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE
 
 
@@ -146,15 +147,12 @@ class TimerFired:
 
 @dataclass(frozen=True)
 class Done:
-    """A task ended. Exactly one of `result` and `problem` is set, except for tasks without a result.
-
-    answered: False: nobody knows whether it happened, or whether it still goes on (an engine call that timed out).
-    """
+    """A task ended. Exactly one of `result` and `problem` is set, except for tasks without a result."""
 
     key: Key
     result: object = None
     problem: weights_pb2.Problem | None = None
-    answered: bool = True
+    answered: bool = True  # False: it may have been done or still go on (an engine call that timed out)
 
 
 # -------------------------------------------------------------------------------------- commands of all machines
@@ -170,13 +168,10 @@ class Send:
 
 @dataclass(frozen=True)
 class ClosePeer:
-    """End a stream after what was queued on it. The machine has forgotten it already.
-
-    problem: only at the manager: send it as Refused before the end.
-    """
+    """End a stream after what was queued on it. The machine has forgotten it already."""
 
     peer: Peer
-    problem: weights_pb2.Problem | None = None
+    problem: weights_pb2.Problem | None = None  # only at the manager: send it as Refused before the end
 
 
 @dataclass(frozen=True)
@@ -270,17 +265,12 @@ class SessionOpened:
 
 @dataclass(frozen=True)
 class SessionEnded:
-    """The session was lost, refused or stopped. For the log, and for who waits on it.
-
-    final: nothing will be tried again; a trainer's waiting calls fail with the problem, an agent's process ends.
-    evicted: an operator took it out, so nobody shall start it again either.
-    patience: seconds for which a name that somebody else holds is asked for again; 0: it is not that.
-    """
+    """The session was lost, refused or stopped. For the log, and for calls that wait for it."""
 
     problem: weights_pb2.Problem
-    final: bool
-    evicted: bool = False
-    patience: float = 0.0
+    final: bool  # it is not dialled again: a trainer's waiting calls fail with the problem, an agent's process ends
+    evicted: bool = False  # an operator took it out, so it must not be restarted either
+    patience: float = 0.0  # seconds for which it waits for its name, which another process has; 0: it does not
 
 
 MemberCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | OpenStream | SessionOpened | SessionEnded
@@ -291,39 +281,30 @@ MemberCommand: TypeAlias = Send | ClosePeer | SetTimer | CancelTimer | Run | Ope
 
 @dataclass(frozen=True)
 class WorkerAsked:
-    """A request of a worker; a repeated one may come again (the channel answers most of these by itself).
+    """A request of a worker; a repeated one may come again (the channel answers most of these by itself)."""
 
-    request: names the request for `Reply`; made by the shell.
-    """
-
-    request: int
+    request: int  # names the request for `Reply`; made by the shell
     body: worker_pb2.WorkerRequest
 
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine answers and the adapter can drive it. Comes again after each restart.
-
-    world_size: how many workers must be clean for the engine to serve.
-    paused, asleep: as the engine says; None: it does not say, so it may be. marked: what its page says; it counts
-        unless the engine says that it is awake (some call an engine asleep that is only paused).
-    holding: its page says that requests wait, or are refused, for the sake of an update.
-    sleep_levels: those that the engine knows. untested: says that no test has run this version; empty: tests have.
-    """
+    """The engine answers and the adapter can drive it. Comes again after each restart."""
 
     engine: manager_pb2.Engine
-    world_size: int
-    paused: bool | None
-    asleep: bool | None
+    world_size: int  # how many workers must be clean for the engine to serve
+    paused: bool | None  # as the engine says; None: it does not say, so it may be
+    asleep: bool | None  # as `paused`
+    # What its page says. It counts unless the engine says that it is awake: some call a paused engine asleep.
     marked: Sleeping = AWAKE
-    holding: bool = False
-    sleep_levels: frozenset[int] = frozenset({1, 2})
-    untested: str = ""
+    holding: bool = False  # its page has requests wait, or refused, because of an update
+    sleep_levels: frozenset[int] = frozenset({1, 2})  # that the engine knows
+    untested: str = ""  # says that no test has run this version; empty: tests have
 
 
 @dataclass(frozen=True)
 class EngineExited:
-    """The engine's process ended, or does not answer its health route for good. Its workers hold nothing."""
+    """The engine's process ended, or its health route does not answer any more. Its workers hold nothing."""
 
     reason: str
 
@@ -366,17 +347,16 @@ class WithdrawTable:
 
 @dataclass(frozen=True)
 class OfferedVersion:
-    """Weights that a member offers. table: a serialised SourceTable. record: a serialised SealedRecord; empty, as the
-    identity is None, for weights that are not sealed yet."""
+    """Weights that a member offers."""
 
-    table: bytes
-    record: bytes = b""
-    identity: weights_pb2.Identity | None = None
+    table: bytes  # a serialised SourceTable
+    record: bytes = b""  # a serialised SealedRecord; empty: the weights are not sealed yet
+    identity: weights_pb2.Identity | None = None  # None: the weights are not sealed yet
 
 
 @dataclass(frozen=True)
 class HoldVersions:
-    """A holder holds these versions now, and no others. Answered by `PublicationDecided` once all are noted."""
+    """A holder holds these versions now, and no others. Answered by `PublicationDecided` once all are accepted."""
 
     versions: tuple[OfferedVersion, ...]
 
@@ -398,7 +378,7 @@ TrainerEvent: TypeAlias = (
 
 @dataclass(frozen=True)
 class PublicationDecided:
-    """The manager accepted this rank's table (all ranks' tables agree), or refused it. One of both is set.
+    """The manager accepted this rank's table (all ranks' tables agree), or refused it. One of the two is set.
 
     Comes again after each reconnect; a problem may be lifted by a later table of any rank. For a holder the manifest is
     empty, and a problem may still come when what it holds is looked at.
@@ -410,7 +390,7 @@ class PublicationDecided:
 
 @dataclass(frozen=True)
 class Released:
-    """No reader reads the weights of this epoch any more."""
+    """The weights of this epoch are not read any more."""
 
     epoch: int
 

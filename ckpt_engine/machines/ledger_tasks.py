@@ -1,4 +1,4 @@
-"""What the manager's machine asks of its ledger, as tasks.py has it; their names can be taken from events.py too."""
+"""Tasks that the manager's machine has for its ledger (see tasks.py). events.py exports these names too."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class SpendEpoch:
 
 @dataclass(frozen=True)
 class RecordIntent:
-    """Ledger.record_intent. Result: None, once it is on the disk.
-
-    selection: the replicas that are to serve the version from now on, by name, or all of a pool (versions.everybody);
-    none if a replica is only brought to what it was to serve already.
-    """
+    """Ledger.record_intent. Result: None, once it is on the disk."""
 
     epoch: int
     identity: Version
     seconds: float
+    # The replicas that are to serve the version from now on, by name, or all of a pool (versions.everybody). Empty: a
+    # late replica is brought to what it was to serve already.
     selection: tuple[str, ...] = ()
 
 
@@ -42,8 +40,8 @@ class RecordOutcome:
 
 @dataclass(frozen=True)
 class CorrectOutcome:
-    """Ledger.record_outcome, of a report that was recorded before, once it is known what became of a replica; nothing
-    has ended. Result: None. Its failure is logged."""
+    """Ledger.record_outcome, for a recorded report, once the outcome of one of its replicas is known. Result: None. Its
+    failure is logged."""
 
     report: manager_pb2.UpdateReport
     replica: str
@@ -52,13 +50,11 @@ class CorrectOutcome:
 
 @dataclass(frozen=True)
 class Found:
-    """What the ledger knows of updates to one version, those of late replicas aside. epoch: of the last one's intent;
-    None: there was none. report: how that one ended; None: the manager ended before it did. last: the versions of the
-    lineage's last updates, newest first."""
+    """What the ledger knows of updates to one version, except attempts for late replicas."""
 
-    epoch: int | None
-    report: manager_pb2.UpdateReport | None
-    last: tuple[int, ...]
+    epoch: int | None  # of the last one's intent; None: there was none
+    report: manager_pb2.UpdateReport | None  # of that one; None: the manager ended before it did
+    last: tuple[int, ...]  # the versions of the lineage's last updates, newest first
 
 
 @dataclass(frozen=True)
@@ -72,26 +68,26 @@ class FindReport:
 
 @dataclass(frozen=True)
 class ReadCommits:
-    """Ledger.commits, after all that was asked to be written before. Result: versions.Commits."""
+    """Ledger.commits, after all writes that were asked for before. Result: versions.Commits."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class OperatorHold:
-    """That an operator holds a replica: it is left as it is until it is released."""
+    """An operator's hold on a replica: it is left as it is until it is released."""
 
     since: float  # when it was held first, seconds since 1970; for people
     reason: str  # for people; may be empty
 
-    def told(self, name: str) -> str:
-        """Words for people, which follow "it is". name: the replica's."""
+    def describe(self, name: str) -> str:
+        """Describes it to people, in words that follow "it is". name: the replica's."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         why = f" ({self.reason})" if self.reason else ""
         return f"held by an operator since {since}{why}: release it with `ckpt-engine replica release {name}`"
 
     def message(self) -> manager_pb2.OperatorHold:
-        """As it travels."""
+        """It as a protobuf message."""
         return manager_pb2.OperatorHold(since=self.since, reason=self.reason)
 
 
@@ -106,7 +102,7 @@ class RecordHold:
 
 @dataclass(frozen=True)
 class RecordRelease:
-    """Ledger.record_release: nobody holds the replica any more. Result: None, once it is on the disk."""
+    """Ledger.record_release: the replica is not held any more. Result: None, once it is on the disk."""
 
     replica: str
     seconds: float
@@ -114,8 +110,8 @@ class RecordRelease:
 
 @dataclass(frozen=True)
 class RecordForgotten:
-    """Ledger.record_forgotten: no commit of the lineage up to this epoch says any more what is to be served. Result:
-    None, once it is on the disk."""
+    """Ledger.record_forgotten: commits of the lineage up to this epoch do not count any more. Result: None, once it is
+    on the disk."""
 
     lineage: str
     epoch: int

@@ -1,8 +1,8 @@
-"""A member that offers weights: a trainer rank, or whoever holds versions that were sealed.
+"""A member that offers weights: a trainer rank, or a holder of sealed versions.
 
-What all kinds share is written here: connecting, storing what the hello refers to, telling what is offered until the
-manager has decided, sealing in the order of fill fences, answering repetitions, leaving. What differs is data: the
-hello, and what tells a change (`MemberKind`). It decides nothing about weights: its shell seals and digests.
+It decides what all kinds share: connecting, storing what the hello refers to, announcing what is offered until the
+manager has decided, sealing in the order of fill fences, answering repetitions, leaving. The kinds differ in their
+messages only (`MemberKind`). It decides nothing about weights: its shell seals and digests.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ from ckpt_engine.machines.events import (
 from ckpt_engine.machines.session import Session
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-NOT_FINITE_TOLD = 16
-"""Tensors that hold NaN or infinity, of those that are named."""
+NOT_FINITE_NAMED = 16
+"""Tensors with NaN or infinity that a Sealed names at most."""
 
 REPUBLISH: Key = ("publish",)
 
 
 @dataclass(frozen=True)
 class HelloState:
-    """What a hello says of a member's state. cluster: that it last served. epoch: the highest fill fence that it has
-    obeyed. held: what it offers, as stored with the manager."""
+    """What a hello says of a member's state."""
 
-    cluster: str
-    epoch: int
-    held: Sequence[manager_pb2.Held]
+    cluster: str  # that it last served
+    epoch: int  # of the highest fill fence that it has obeyed
+    held: Sequence[manager_pb2.Held]  # what it offers, as stored with the manager
 
 
 @dataclass(frozen=True)
 class MemberKind:
-    """What differs from kind to kind. session: the call of the service. message: the envelope of what it says. hello:
-    makes the first message. changed: makes what tells, on the open stream, that it offers something else now."""
+    """What differs from kind to kind of member."""
 
-    session: str
-    message: type[ProtobufMessage]
-    hello: Callable[[HelloState], ProtobufMessage]
-    changed: Callable[[HelloState], ProtobufMessage]
+    session: str  # the service's call
+    message: type[ProtobufMessage]  # the envelope of what it sends
+    hello: Callable[[HelloState], ProtobufMessage]  # makes the first message
+    changed: Callable[
+        [HelloState], ProtobufMessage
+    ]  # makes the message, on the open stream, that its offer has changed
 
 
 class OfferingMachine:
-    """One process of some kind.
+    """One process that offers weights.
 
-    A Seal with the fence of the last one is answered as before, whatever became of the first answer; if it asks for
-    other digests of what stays sealed, it is a new one. What it offers is stored again before every hello, since the
-    manager may have been restarted without its blobs.
+    A Seal with the fence of the last one is answered as before, but one that asks for other digests of what stays
+    sealed is a new one. What the member offers is stored again before every hello, since the manager may have been
+    restarted without its blobs.
     """
 
     def __init__(self, kind: MemberKind, deadlines: Deadlines | None = None) -> None:
@@ -123,13 +123,13 @@ class OfferingMachine:
 
     def _offer(self, offered: tuple[OfferedVersion, ...]) -> None:
         stored = tuple(zip(self._offered or (), self._held or (), strict=False))
-        left = tuple(held for version, held in stored if version in offered)
-        less = len(left) == len(offered) < len(stored)
+        remaining = tuple(held for version, held in stored if version in offered)
+        less = len(remaining) == len(offered) < len(stored)
         self._offered, self._held, self._decided = offered, None, False
         if less and self._session.welcomed:
-            # Nothing is to be stored, so what is given up is told before anything else happens to it.
+            # Nothing is to be stored, so the manager hears what is given up before anything else happens to it.
             self._puts += 1
-            self._held = left
+            self._held = remaining
             self._undecided()
             self._publish()
         elif self._session.welcomed:
@@ -171,19 +171,19 @@ class OfferingMachine:
             self._publish()
 
     def _undecided(self) -> None:
-        """The manager is to decide on all that is offered."""
+        """Waits for the manager's decision on all that is offered."""
         self._waiting = {held.table.digest for held in self._held or ()}
         self._decided = False
 
     def _obeyed(self) -> int:
-        """The highest fill fence that it has obeyed, whatever that was to do."""
+        """The epoch of the highest fill fence that it has obeyed, of any command."""
         return self._epoch
 
-    def _told(self) -> HelloState:
+    def _hello_state(self) -> HelloState:
         return HelloState(self._session.cluster, self._obeyed(), self._held or ())
 
     def _hello(self) -> ProtobufMessage:
-        return self.kind.hello(self._told())
+        return self.kind.hello(self._hello_state())
 
     def _beat(self, sequence: int) -> manager_pb2.Heartbeat:
         return manager_pb2.Heartbeat(sequence=sequence)
@@ -207,7 +207,7 @@ class OfferingMachine:
                 ):
                     self._session.refused(body.problem, now)
                 elif body.problem.code == weights_pb2.Problem.NOT_FOUND and self._offered is not None:
-                    # The manager that it was stored with is not the one that took the hello.
+                    # What it offers was stored with another manager than the one that took the hello.
                     self._held, self._decided = None, False
                     self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
                 else:
@@ -226,14 +226,14 @@ class OfferingMachine:
                     self._out.append(Released(body.fence.epoch))
 
     def _publish(self) -> None:
-        """Tells what is offered until the manager has decided; it may be waiting for other ranks' tables."""
+        """Announces what is offered until the manager has decided, which may wait for other ranks' tables."""
         if self._decided or not self._session.welcomed:
             return
         if self._held is None:
             if self._offered is not None:
                 self._put()
             return
-        self._session.send(self.kind.changed(self._told()))
+        self._session.send(self.kind.changed(self._hello_state()))
         if self._held:
             self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))
         else:
@@ -274,7 +274,7 @@ class OfferingMachine:
             answer.digest_seconds = sealed.digest_seconds
             answer.broken_communicator = sealed.broken
             answer.digested = sealed.digested
-            answer.not_finite.extend(sealed.not_finite[:NOT_FINITE_TOLD])
+            answer.not_finite.extend(sealed.not_finite[:NOT_FINITE_NAMED])
             answer.not_finite_tensors = len(sealed.not_finite)
             answer.span.CopyFrom(self._session.clock.span(self._seal_came, now))
         self._sealed = answer

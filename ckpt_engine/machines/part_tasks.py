@@ -1,6 +1,6 @@
-"""What collectives are made of: their plan, and a trainer rank's part.
+"""The parts of a collective: its plan, and a trainer rank's task.
 
-Their names can be taken from events.py too.
+events.py exports these names too.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ WorkerKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """The collective of some replicas' workers and all sources. members: in the order of their ranks in the
-    communicator, sources (their ids) first; the first one is the lead. plan: a blob, from which each member makes the
-    same schedule. meeting: where the lead is found, opaque."""
+    """The collective of some replicas' workers and all sources."""
 
-    members: tuple[str | WorkerKey, ...]
-    plan: manager_pb2.BlobRef
-    meeting: bytes = field(repr=False)  # it carries a key
+    members: tuple[str | WorkerKey, ...]  # by their ranks in the communicator, source ids first; the first is the lead
+    plan: manager_pb2.BlobRef  # from which each member makes the same schedule
+    meeting: bytes = field(repr=False)  # where the lead is found; opaque, and it carries a key
 
 
 @dataclass(frozen=True)
 class RunPart:
     """Fetch the collective's plan, join its communicator, vote, and after *go* send what the schedule says. Result:
-    PartTaken. Ends by itself within `seconds`, also in the middle, and whatever became of the manager. On the trainer's
-    own thread, which waits in update_weights; a rank that is not there, or not in the call in which it sealed, votes
-    *no*. sealed: that fill epoch.
+    PartTaken.
+
+    Ends by itself within `seconds`, also in the middle of sending, and without the manager. Runs on the trainer's own
+    thread, which waits in update_weights. A rank that does not wait there, or not in the call in which it sealed, votes
+    *no*.
     """
 
     epoch: int
-    sealed: int
+    sealed: int  # the fill epoch in which the weights were sealed
     collective: manager_pb2.Collective = field(repr=False)
-    member: int
+    member: int  # its index among the collective's members
     seconds: float
 
 
 @dataclass(frozen=True)
 class PartTaken:
-    """What RunPart results in. problem: why it sent nothing, or not all. blamed: of the lead, see Ballot.blamed."""
+    """The result of RunPart."""
 
-    problem: weights_pb2.Problem | None = None
-    blamed: tuple[str, ...] = ()
+    problem: weights_pb2.Problem | None = None  # why it sent nothing, or not all
+    blamed: tuple[str, ...] = ()  # only from the lead, see Ballot.blamed

@@ -1,8 +1,7 @@
-"""A member's way to the manager: dial, say hello, keep the lease, dial again.
+"""A member's session with the manager: dial, say hello, keep the lease, dial again.
 
-Used by the machines of agents and of members that offer weights, which say what a hello contains and what must be
-stored first. Decides when a manager counts as lost; what that means for weights is decided elsewhere, and mostly it
-means nothing.
+It decides when a manager counts as lost, but not what that means for weights (mostly nothing). The machines that use
+it, of agents and of members that offer weights, say what a hello contains and what must be stored before it.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ RECONNECT: Key = ("session", "reconnect")
 BEAT: Key = ("session", "beat")
 
 PATIENCE = 1.25
-"""Leases to wait for a member's name that somebody else holds: if that one is dead, its lease is over by then."""
+"""Leases to wait for a member's name that another process holds: if that one is dead, its lease has ended by then."""
 
 DENIED = frozenset(
     {weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED}
 )
-"""Refusals that no second attempt mends."""
+"""Refusals that a second attempt cannot change."""
 
 SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | SessionOpened | SessionEnded
 
@@ -44,8 +43,8 @@ SessionCommand = Send | ClosePeer | SetTimer | CancelTimer | OpenStream | Sessio
 class Session:
     """One member's session, through any number of streams.
 
-    emit: takes commands. dial: called when a connection is due; answers with `open` once everything that the hello
-    refers to is stored, or with `failed`. hello and beat make the messages when they are sent.
+    emit: takes commands. dial: called when a connection is due; it calls `open` once everything that the hello refers
+    to is stored, or `failed`. hello, beat: make the messages when they are sent.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Session:
         self._streams = 0
         self._failures = 0
         self._sequence = 0
-        self._asked = 0.0  # when the last heartbeat was sent, or the first hello of the stream
+        self._sent_at = 0.0  # when the last heartbeat was sent, or the first hello of the stream
         self._heard = 0.0
         self._taken_since: float | None = None
         self._lease = deadlines.lease
@@ -81,40 +80,40 @@ class Session:
         self._dial(now)
 
     def open(self, now: float) -> None:
-        """Everything that the hello refers to is stored: open a stream and say it."""
+        """Opens a stream and says hello, once everything that the hello refers to is stored."""
         if self.ended or self.peer is not None:
             return
         self._streams += 1
         self.peer = Peer(f"manager-{self._streams}")
         self.welcomed = False
         self._hello_changed = False
-        self._heard = self._asked = now
+        self._heard = self._sent_at = now
         self._emit(OpenStream(self.peer))
         self._emit(Send(self.peer, self._hello()))
         self._emit(SetTimer(BEAT, self._deadlines.resend))
 
     def send(self, body: ProtobufMessage) -> None:
-        """Sends if there is a welcomed stream; what must arrive is sent again by its owner."""
+        """Sends if there is a welcomed stream. The caller repeats what must arrive."""
         if self.peer is not None and self.welcomed:
             self._emit(Send(self.peer, body))
 
     def beat_now(self, now: float) -> None:
         """Sends a heartbeat out of turn."""
         self._sequence += 1
-        self._asked = now
+        self._sent_at = now
         self.send(self._beat(self._sequence))
 
     def hello_again(self) -> None:
-        """Tells on the open stream what has changed in the hello; the manager takes it as a repetition.
+        """Sends the changed hello on the open stream; the manager takes it as a repetition.
 
-        Before the welcome it waits for that: a manager that has not answered the first hello reads no second one.
+        Before the welcome it is put off: a manager that has not answered the first hello reads no second one.
         """
         self._hello_changed = not self.welcomed
         if self.welcomed:
             self.send(self._hello())
 
     def heard(self, peer: Peer, now: float) -> bool:
-        """Whether a message came over the current stream; any message keeps the lease."""
+        """Notes that a message came, which keeps the lease. Returns whether it came over the current stream."""
         if peer != self.peer:
             return False
         self._heard = now
@@ -126,20 +125,20 @@ class Session:
         return self._heard
 
     def echoed(self, beat: manager_pb2.Heartbeat, now: float) -> None:
-        """The manager has answered a heartbeat."""
+        """Takes the answer to a heartbeat."""
         if beat.sequence == self._sequence:
-            self.clock.answered(self._asked, beat.clock, now)
+            self.clock.answered(self._sent_at, beat.clock, now)
 
     def welcome(self, welcome: manager_pb2.Welcome, now: float) -> bool:
-        """Whether this is the first welcome on this stream. A manager that makes other digests is given up and asked
-        again: another release may come in its place."""
+        """Takes a welcome. Returns whether it is the first one on this stream. A manager that makes other digests is
+        left and dialled again: another release may come in its place."""
         if other := other_format("the manager", welcome.digest_format):
             self.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=other), now)
             return False
         first = not self.welcomed
         if first:
             self.clock.forget()
-            self.clock.answered(self._asked, welcome.clock, now)
+            self.clock.answered(self._sent_at, welcome.clock, now)
         self.welcomed = True
         self._taken_since = None
         self._failures = 0
@@ -154,19 +153,19 @@ class Session:
         return first
 
     def refused(self, problem: weights_pb2.Problem, now: float) -> None:
-        """The manager does not want this session.
+        """Takes a refusal, before or after the welcome: dials again, or ends the session for good.
 
-        An unavailable manager is asked again. So is one that took somebody else for this member before it welcomed
-        this one (that may be a dead process whose lease still runs), and one of another cluster: what is served goes on
-        being served until an operator has put the right manager there, or has given it back its grants. Anything else
-        is final; what is refused to a welcomed member in this state of the system is an operator's having taken it out.
+        It dials again if the manager is unavailable, if another process has this member's name (that may be a dead one
+        with a running lease), if the manager is of another cluster, or if a member that was welcomed before has lost
+        its grants. Meanwhile it serves on, until an operator has put the right manager there or has given the grants
+        back. Anything else is final. A welcomed member that is refused with FAILED_PRECONDITION was evicted.
         """
         welcomed = self.welcomed
         self._close()
-        taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
-        if taken and self._taken_since is None:
+        name_taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
+        if name_taken and self._taken_since is None:
             self._taken_since = now
-        patient = taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
+        patient = name_taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
         state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
         elsewhere = state and not welcomed
         if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere or self._lost_its_grants(problem):
@@ -175,7 +174,7 @@ class Session:
             self.end(problem, evicted=state and welcomed)
 
     def not_stored(self, problem: weights_pb2.Problem, now: float) -> None:
-        """What the hello refers to could not be stored with the manager."""
+        """Dials again, or ends, since what the hello refers to could not be stored with the manager."""
         self._failed_with(problem, now)
 
     def _failed_with(self, problem: weights_pb2.Problem, now: float) -> None:
@@ -186,7 +185,7 @@ class Session:
             self.failed(problem.message, now, problem.code if denied else weights_pb2.Problem.UNAVAILABLE)
 
     def _lost_its_grants(self, problem: weights_pb2.Problem) -> bool:
-        """Whether a manager has welcomed this member before and knows it no more, as one with other tokens does."""
+        """Whether a manager has welcomed this member before, and one rejects its credentials now."""
         grants = (weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED)
         return bool(self.cluster) and problem.code in grants
 
@@ -197,8 +196,8 @@ class Session:
         now: float,
         code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
     ) -> bool:
-        """Whether the stream that ended was the current one; then it is dialled again, unless no manager has ever
-        welcomed this member and this one never will."""
+        """Takes the end of a stream. Returns whether it was the current one. Then it dials again, unless no manager has
+        ever welcomed this member and this one never will."""
         if peer != self.peer:
             return False
         self.peer = None
@@ -213,7 +212,7 @@ class Session:
         code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
         patience: float = 0.0,
     ) -> None:
-        """The manager was lost, not reached, or does not want this session now: try again a little later each time."""
+        """Dials again, each time a little later, after the manager was lost, not reached, or refused for now."""
         if self.ended:
             return
         self._emit(CancelTimer(BEAT))
@@ -224,7 +223,7 @@ class Session:
         self._emit(SessionEnded(weights_pb2.Problem(code=code, message=reason), final=False, patience=patience))
 
     def end(self, problem: weights_pb2.Problem, evicted: bool = False) -> None:
-        """No further attempt."""
+        """Ends the session for good."""
         self.ended = True
         self._close()
         self._emit(CancelTimer(BEAT))
@@ -232,13 +231,13 @@ class Session:
         self._emit(SessionEnded(problem, final=True, evicted=evicted))
 
     def stop(self, reason: str) -> None:
-        """Says goodbye and ends; also before the welcome, since the manager may have taken the hello in already."""
+        """Says goodbye and ends, also before the welcome, since the manager may have accepted the hello already."""
         if self.peer is not None:
             self._emit(Send(self.peer, manager_pb2.Goodbye(reason=reason)))
         self.end(weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message=f"stopped: {reason}"))
 
     def timer(self, key: Key, now: float) -> bool:
-        """Whether the timer was the session's."""
+        """Takes a timer. Returns whether it was the session's."""
         if key == RECONNECT:
             if not self.ended and self.peer is None:
                 self._dial(now)

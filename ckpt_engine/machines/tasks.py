@@ -1,9 +1,9 @@
 """The work that machines ask their shells for, and what it results in.
 
-They are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`, and `RelayTask`, which has a file
-of its own, as have those of collectives and of the ledger. Each says which part of the package does it, and what its
-`Done` carries. A task that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by
-then, whatever the work does.
+Tasks are listed by the machine that asks: `ManagerTask`, `AgentTask`, `TrainerTask`. Those of relays, collectives and
+the ledger have files of their own. Each says which part of the package does it, and what its `Done` carries. A task
+that fails carries a Problem and no result. `seconds`: how long it may take; a shell answers by then, whatever the work
+does.
 """
 
 from __future__ import annotations
@@ -25,78 +25,64 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True)
 class SourceOffer:
-    """What the manager's decisions need to know of one source's SourceTable. rank: None if it is no trainer rank. host,
-    ways: where it is, and the transports over which each of its regions is offered, equal ones once. warnings: for the
-    report."""
+    """What the manager's decisions need to know of one source's SourceTable."""
 
-    source: str
-    rank: int | None
+    source: str  # its id
+    rank: int | None  # None: it is not a trainer rank
     table: manager_pb2.BlobRef
     stays_sealed: bool
     source_copies: int
     outlives: bool  # files: readable when the process that offers them is gone
     copied: tuple[weights_pb2.CopiedTensors, ...] = ()
     host: weights_pb2.Host = field(default_factory=weights_pb2.Host)
-    ways: tuple[frozenset[str], ...] = ()
-    warnings: tuple[str, ...] = ()
+    ways: tuple[frozenset[str], ...] = ()  # the transports over which each of its regions is offered, equal ones once
+    warnings: tuple[str, ...] = ()  # for the report
 
 
 @dataclass(frozen=True)
 class Published:
-    """The merged tables of all sources of a lineage. `handle` is the shell's own and comes back in later tasks.
-
-    parts: sets of sources, by their ids, such that the version is made of one source of each.
-    """
+    """The merged tables of all sources of a lineage."""
 
     manifest: manager_pb2.BlobRef
     sources: tuple[SourceOffer, ...]
     tensors: int
     bytes: int
-    handle: object = field(default=None, compare=False, repr=False)
-    parts: frozenset[frozenset[str]] = frozenset()
+    handle: object = field(default=None, compare=False, repr=False)  # the shell's own; comes back in later tasks
+    parts: frozenset[frozenset[str]] = frozenset()  # sets of source ids: one source of each set makes up the version
 
 
 @dataclass(frozen=True)
 class PlanWorker:
-    """A worker that plans are wanted for. shut: what it could not open."""
+    """A worker that plans are to be compiled for."""
 
     key: WorkerKey
     needs: manager_pb2.BlobRef
     host: weights_pb2.Host
     transports: tuple[str, ...]
-    shut: tuple[Shut, ...] = ()
+    shut: tuple[Shut, ...] = ()  # what it could not open
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Plans of all workers, and what each source must digest for them. All of them are stored as blobs. Sources without
-    atoms need not be asked.
-
-    bytes: read by each worker. distances: of the farthest source that each worker reads (core.reach.Distance). handle:
-    the shell's own, comes back in CombineSeals. unfit: replicas for which no plan can be made, and why; there are no
-    plans for their workers. collective: of those that were to be in one, if there are any.
-    """
+    """Plans of all workers, and what each source must digest for them."""
 
     plans: Mapping[WorkerKey, manager_pb2.BlobRef]
-    atoms: Mapping[str, manager_pb2.BlobRef]  # source id -> Atoms
-    bytes: Mapping[WorkerKey, int]
-    handle: object = field(default=None, compare=False, repr=False)
-    unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)
-    distances: Mapping[WorkerKey, int] = field(default_factory=dict)
-    collective: CollectivePlan | None = None
+    atoms: Mapping[str, manager_pb2.BlobRef]  # source id -> Atoms; sources without atoms need not be asked
+    bytes: Mapping[WorkerKey, int]  # that each worker reads
+    handle: object = field(default=None, compare=False, repr=False)  # the shell's own; comes back in CombineSeals
+    unfit: Mapping[str, weights_pb2.Problem] = field(default_factory=dict)  # why replicas have no plans, by name
+    distances: Mapping[WorkerKey, int] = field(default_factory=dict)  # of the farthest source (core.reach.Distance)
+    collective: CollectivePlan | None = None  # of the replicas that were to be in one
     edges: Mapping[WorkerKey, Sequence[manager_pb2.EdgeReport]] = field(default_factory=dict)  # if they were asked for
 
 
 @dataclass(frozen=True)
 class Combined:
-    """What the sealed digests add up to. `expected`: Digests in the order of each worker's needs, stored as blobs.
-
-    record: the SealedRecord of these weights, a blob; None if the plans came from one.
-    """
+    """What the sealed digests add up to."""
 
     root: bytes
-    expected: Mapping[WorkerKey, manager_pb2.BlobRef]
-    record: manager_pb2.BlobRef | None = None
+    expected: Mapping[WorkerKey, manager_pb2.BlobRef]  # Digests, in the order of each worker's needs
+    record: manager_pb2.BlobRef | None = None  # the SealedRecord of these weights; None: the plans came from one
 
 
 @dataclass(frozen=True)
@@ -113,35 +99,33 @@ class MergeTables:
 
 @dataclass(frozen=True)
 class HeldOffer:
-    """What a holder, or a rank, offers of one version. source: its id. record: None if it brings none. rank: None if it
-    is no trainer rank."""
+    """What a holder, or a rank, offers of one version."""
 
-    source: str
+    source: str  # its id
     table: manager_pb2.BlobRef
-    record: manager_pb2.BlobRef | None
-    rank: int | None = None
+    record: manager_pb2.BlobRef | None  # None: it brings none
+    rank: int | None = None  # None: it is not a trainer rank
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Sources of one version, joined. record: one that hashes to the version's root. refused: offers that were left
-    out, by their source. published, record: None if nothing is left."""
+    """Sources of one version, joined."""
 
-    published: Published | None
-    record: manager_pb2.BlobRef | None
-    refused: Mapping[str, weights_pb2.Problem]
+    published: Published | None  # None: all offers were refused
+    record: manager_pb2.BlobRef | None  # one that hashes to the version's root; None: all offers were refused
+    refused: Mapping[str, weights_pb2.Problem]  # why offers were left out, by source
 
 
 @dataclass(frozen=True)
 class JoinSources:
     """Join what holders offer of a version (core.publication.join_sources). Result: Joined.
 
-    record: the manager's own, if it has one. A record counts only if it hashes to the root of `identity`.
+    A record counts only if it hashes to the root of `identity`.
     """
 
     identity: Version
     offers: tuple[HeldOffer, ...]
-    record: manager_pb2.BlobRef | None
+    record: manager_pb2.BlobRef | None  # the manager's own
     seconds: float
 
 
@@ -149,19 +133,17 @@ class JoinSources:
 class CompilePlans:
     """Compile plans (core.plan.compile_plans), from cache if digests are equal, store them. Result: Compiled.
 
-    record: what is known of these weights already; then sources digest only what is finer. Fails with DATA_LOSS unless
-    it hashes to `root`. collective: replicas that get all that they need over a collective. edges: the result is to
-    tell them. relays: boot ids of hosts on which relays run, for what is told of replicas that are out of reach.
+    Fails with DATA_LOSS unless `record` hashes to `root`.
     """
 
     published: Published
     workers: tuple[PlanWorker, ...]
     seconds: float
-    record: manager_pb2.BlobRef | None = None
+    record: manager_pb2.BlobRef | None = None  # of these weights, so that sources digest only what is finer
     root: bytes = b""
-    collective: frozenset[str] = frozenset()
-    edges: bool = False
-    relays: frozenset[str] = frozenset()
+    collective: frozenset[str] = frozenset()  # replicas that get all that they need over a collective
+    edges: bool = False  # whether the result is to have edges
+    relays: frozenset[str] = frozenset()  # boot ids of hosts on which relays run, for messages about reach
 
 
 @dataclass(frozen=True)
@@ -200,18 +182,14 @@ class FetchBlobs:
 
 @dataclass(frozen=True)
 class SealResult:
-    """What sealing one source came to.
+    """The result of sealing one source."""
 
-    digests: stored, in the order of the atoms. broken: a communicator with which nothing more can be begun.
-    digested: when the digest ended, monotonic seconds; 0: not known. not_finite: tensors that hold NaN or infinity.
-    """
-
-    digests: manager_pb2.BlobRef
+    digests: manager_pb2.BlobRef  # in the order of the atoms
     copy_seconds: float
     digest_seconds: float
-    broken: bytes = b""
-    digested: float = 0.0
-    not_finite: tuple[str, ...] = ()
+    broken: bytes = b""  # a communicator that cannot be used any more
+    digested: float = 0.0  # when the digest ended, monotonic seconds; 0: unknown
+    not_finite: tuple[str, ...] = ()  # tensors that hold NaN or infinity
 
 
 # -------------------------------------------------------------------------------------------------------- of the agent
@@ -219,23 +197,20 @@ class SealResult:
 
 @dataclass(frozen=True)
 class Words:
-    """The page as read at one moment: EnginePage.read() as status messages (dead workers as NONE), and its verdict.
+    """The page as read at one moment, and its verdict (words.state.verdict): whether the weights are whole."""
 
-    open, reason, identity: words.state.verdict of the same words: whether the weights are whole.
-    """
-
-    workers: tuple[manager_pb2.WorkerStatus, ...]
-    open: bool
-    reason: str
+    workers: tuple[manager_pb2.WorkerStatus, ...]  # EnginePage.read() as status messages; dead workers as NONE
+    open: bool  # whether the weights are whole
+    reason: str  # why they are not
     identity: weights_pb2.Identity | None
 
 
 @dataclass(frozen=True)
 class ReadWords:
-    """Read the page. Result: Words. Takes no time to speak of."""
+    """Read the page. Result: Words. Takes hardly any time."""
 
     seconds: float = 5.0
-    current: bool = True  # ask for the words of workers on other nodes first; False: those heard last will do
+    current: bool = True  # ask for the words of workers on other nodes first; False: use those heard last
 
 
 @dataclass(frozen=True)
@@ -256,7 +231,7 @@ class ScoreEngine:
 
 @dataclass(frozen=True)
 class FindCheck:
-    """Whether a check of an engine was passed on this host. Result: bool."""
+    """Look whether a check of an engine was passed on this host. Result: bool."""
 
     key: str
     seconds: float = 5.0
@@ -264,7 +239,7 @@ class FindCheck:
 
 @dataclass(frozen=True)
 class KeepCheck:
-    """Keep that a check was passed. Result: None. Its failure costs another check later."""
+    """Store that a check was passed. Result: None. If it fails, the check is only run again."""
 
     key: str
     seconds: float = 5.0
@@ -280,8 +255,8 @@ class PauseEngine:
 
 @dataclass(frozen=True)
 class InstallEngine:
-    """adapter.install(epoch, seconds). Result: None. Epoch 0 is for nothing but to wait until all workers have come
-    back from earlier calls: they get no order."""
+    """adapter.install(epoch, seconds). Result: None. Epoch 0 only waits until all workers have returned from earlier
+    calls: they get no order."""
 
     epoch: int
     seconds: float
@@ -289,7 +264,7 @@ class InstallEngine:
 
 @dataclass(frozen=True)
 class StampEngine:
-    """adapter.stamp(identity, seconds). Result: None. Its failure changes no outcome, which says that it failed."""
+    """adapter.stamp(identity, seconds). Result: None. Its failure is told in the outcome, and changes it no further."""
 
     identity: weights_pb2.Identity
     seconds: float
@@ -319,7 +294,7 @@ class DiscardEngine:
 
 @dataclass(frozen=True)
 class MarkEngine:
-    """Write the engine's mark into its page, where the gate reads it. Result: None. Takes no time to speak of."""
+    """Write the engine's mark into its page, where the gate reads it. Result: None. Takes hardly any time."""
 
     own_weights: bool
     sleeping: Sleeping
@@ -328,15 +303,11 @@ class MarkEngine:
 
 @dataclass(frozen=True)
 class HoldRequests:
-    """Write into the engine's page what the gate does with requests. Result: None. Takes no time to speak of.
+    """Write into the engine's page what the gate does with requests. Result: None. Takes hardly any time."""
 
-    epoch: of the update for whose end they wait, at most `left` seconds from now; 0: they are let in again.
-    closed: nobody waits, and nobody is let in: the engine does not compute although its weights are whole.
-    """
-
-    epoch: int
-    left: float
-    closed: bool = False
+    epoch: int  # of the update that requests wait for; 0: they are let in again
+    hold_seconds: float  # that they wait at most, from now
+    closed: bool = False  # all are refused: the engine does not compute although its weights are whole
     seconds: float = 5.0
 
 
@@ -382,8 +353,8 @@ AgentTask: TypeAlias = (
 class SealSource:
     """Fetch the Atoms, source.check(), source.seal(keep), source.digest(atoms), store the Digests. Result: SealResult.
 
-    keep=False: on the trainer's own thread, which waits in update_weights; a rank that is not there fails with
-    FAILED_PRECONDITION. keep=True: the sealed snapshot is only read, so any thread will do.
+    keep=False: on the trainer's own thread, which waits in update_weights; fails with FAILED_PRECONDITION if the rank
+    does not wait there. keep=True: the sealed snapshot is only read, so any thread will do.
     """
 
     epoch: int

@@ -81,7 +81,7 @@ def _replica(
         watched=watched_replica,
         quarantined=watched_replica.state == manager_pb2.REPLICA_STATE_CLOSED and was_quarantined and drift is not None,
         drift="" if drift is None else drift.reason,
-        hold="" if hold is None else hold.told(replica.name),
+        hold="" if hold is None else hold.describe(replica.name),
         unfit="" if unfit is None else unfit.message,
         host=replica.host.name,
         workers=len(replica.workers),

@@ -29,7 +29,7 @@ def done(task: RelayTask, result: object) -> str:
         case CountSlot(), int(size):
             return f"{_version(task)} is to be brought: {human_bytes(size)}"
         case FillSlot(), SlotFilled():
-            return f"{_version(task)} is held: {filled(result.told)}"
+            return f"{_version(task)} is held: {filled(result.answer)}"
         case _:
             return ""
 

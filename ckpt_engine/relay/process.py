@@ -173,7 +173,7 @@ class _Relay:
         finally:
             self._state.filling = self._state.filling and not fills
         if isinstance(done, SlotFilled) and isinstance(task, FillSlot):
-            self._state.filled(done.told, task.slot, task.more)
+            self._state.filled(done.answer, task.slot, task.more)
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
         if line := narration.done(task, done):
             log.info("%s", line)

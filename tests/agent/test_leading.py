@@ -217,7 +217,7 @@ async def test_an_agent_that_comes_later_has_no_part_in_what_runs(start: Start) 
         second.commands.clear()
         taken = await second.until(lambda command: not command.HasField("refused"))
         assert not taken.run
-        assert leader.followers.trouble() == "the agent of node 1 was started anew"
+        assert leader.followers.trouble() == "the agent of node 1 was restarted"
         # Its words count for nothing: they are of no part of this engine.
         second.tell(workers=clean(), generation=1, running=True)
         await asyncio.sleep(0.3)

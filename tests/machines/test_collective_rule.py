@@ -29,7 +29,7 @@ def test_all_that_can_take_part_if_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "held", "late", "candidates", "why"),
+    ("collective_only", "until_held", "is_late", "candidates", "why"),
     [
         (True, False, True, {"a": CUT_OFF}, "a late replica is brought up without the others"),
         (True, True, False, {"a": CUT_OFF}, "the trainer goes on when relays hold the version"),
@@ -39,5 +39,7 @@ def test_all_that_can_take_part_if_it_is_asked_for() -> None:
         (True, False, False, {}, "no replica lacks the version"),
     ],
 )
-def test_nobody(asked: bool, held: bool, late: bool, candidates: dict[str, CollectiveCandidate], why: str) -> None:
-    assert collective_decision(asked, held, late, candidates) == ((), f"no collective: {why}")
+def test_nobody(
+    collective_only: bool, until_held: bool, is_late: bool, candidates: dict[str, CollectiveCandidate], why: str
+) -> None:
+    assert collective_decision(collective_only, until_held, is_late, candidates) == ((), f"no collective: {why}")

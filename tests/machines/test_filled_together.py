@@ -69,7 +69,7 @@ def test_who_reads_over_another_network_says_so() -> None:
     ucx = replace(ROUTE, transports=("ucx",))
     found = together(A, B, routes={"relay a": ucx, "relay b": ucx})
     assert not found.orders
-    assert found.why["relay b"] == "who reads over ucx passes nothing on meanwhile"
+    assert found.why["relay b"] == "a relay that reads over ucx passes nothing on meanwhile"
 
 
 def slowed(name: str, fillings: int = 2) -> Holder:

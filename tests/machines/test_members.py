@@ -110,7 +110,7 @@ def test_a_hello_tells_what_could_not_be_opened_if_the_outcome_was_lost_and_only
     hello.last_outcome.unopened.add(transport="file", locator=b"there", reason="no", boot_id=b"process")
     hello.last_outcome.unopened.add(transport="file", locator=b"there", reason="no", boot_id=b"one before it")
     replica, _ = members.replica_hello(SECOND, hello, 1.0)
-    assert [each.boot_id for each in replica.shut.told(replica.boot_ids())] == [b"process"]
+    assert [each.boot_id for each in replica.shut.unopened(replica.boot_ids())] == [b"process"]
     assert replica.shut.forget()
     replica, _ = members.replica_hello(FIRST, hello, 2.0)
     assert replica.shut.of(b"process") == (), "it is to be tried again, and has told nothing new"

@@ -15,11 +15,11 @@ from ckpt_engine.machines.nodes.events import (
     Begin,
     EndPart,
     EndParts,
+    FollowerMessage,
     GatherNodes,
     Look,
     Looked,
     NodesMissing,
-    NodeTold,
     PartEnded,
     PartFailed,
     PartsEnded,
@@ -59,7 +59,7 @@ class Leader:
         usual |= {"session_id": session, "sequence": self.sequence, "node_rank": rank, "kind": "small"}
         usual |= {"digest_format": DIGEST_FORMAT, "transports": ["file", "ucx"]}
         message = worker_pb2.NodeMessage(**(usual | fields))
-        return self.feed(NodeTold(Peer(peer), message, (b"n" * 16, b"")))
+        return self.feed(FollowerMessage(Peer(peer), message, (b"n" * 16, b"")))
 
     def begin(self) -> None:
         """All are there, and the engine's parts run."""
@@ -144,7 +144,7 @@ def test_an_order_for_a_node_that_another_agent_has_by_now_does_not_leave() -> N
     leader.now += DEADLINES.lease + 1
     leader.hear(session=b"t" * 16)
     assert leader.feed(Reply(question.request, INSTALL)) == []
-    assert leader.machine.trouble(leader.now) == "the agent of node 1 was started anew"
+    assert leader.machine.trouble(leader.now) == "the agent of node 1 was restarted"
 
 
 def test_a_question_that_got_no_answer_may_be_asked_again() -> None:
@@ -221,7 +221,7 @@ def told(commands: list[Any]) -> worker_pb2.NodeMessage:
     [
         (PartFailed("it exited with status 3"), "it exited with status 3"),
         (TimerFired(("lease",)), "the leader was not heard for 8 s"),
-        (Message(LEADER, worker_pb2.NodeCommand(session_id=b"m" * 16)), "the leader was started anew"),
+        (Message(LEADER, worker_pb2.NodeCommand(session_id=b"m" * 16)), "the leader was restarted"),
         (Message(LEADER, worker_pb2.NodeCommand(session_id=LEADING, generation=1)), "the leader ends the engine"),
         (Stop("the agent was asked to stop"), "the agent was asked to stop"),
     ],

@@ -45,7 +45,7 @@ class Update:
         for identity, table in held:
             hello.held.add(identity=identity.message(), table=manager_pb2.BlobRef(digest=table))
         holder, _ = self.state.members.holder_hello(Peer(f"stream {session}"), hello, 0.0)
-        self.prefetch.back(holder)
+        self.prefetch.note_return(holder)
 
     def answer(self, table: bytes) -> None:
         holder = self.state.members.holders["relay a"]
@@ -113,13 +113,13 @@ def test_another_process_is_told_again_and_the_same_one_is_not(update: Update) -
 def test_one_that_is_back_is_not_gone(update: Update) -> None:
     update.lose()
     update.hello()
-    update.prefetch.gone("relay a", "it did not come back")
+    update.prefetch.drop("relay a", "it did not come back")
     assert update.prefetch.missing()
     update.lose()
-    update.prefetch.gone("relay a", "it did not come back")
+    update.prefetch.drop("relay a", "it did not come back")
     assert not update.prefetch.missing()
     assert not update.prefetch.held()
-    assert "relay a is left out: it did not come back" in update.prefetch.said()
+    assert "relay a is left out: it did not come back" in update.prefetch.describe()
     update.hello((IDENTITY, b"new"))
     update.answer(b"new")
     assert not update.prefetch.held(), "what was left out stays out"

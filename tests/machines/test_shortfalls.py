@@ -17,9 +17,9 @@ def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) 
         "relay down",
         ("one",),
         Route(1, (), ("relay up",)),
-        told=Route(1, (), ("relay up",)),
+        command_route=Route(1, (), ("relay up",)),
         answer=answer,
-        left_out=left_out,
+        exclusion=left_out,
     )
 
 

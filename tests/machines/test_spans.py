@@ -9,7 +9,7 @@ from test_agent_turns import CLUSTER
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
-from ckpt_engine.machines.manager.plan_pipeline import SOURCES_TOLD, note_sealed
+from ckpt_engine.machines.manager.plan_pipeline import TIMELINE_SOURCES, note_sealed
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
@@ -125,13 +125,13 @@ def test_a_worker_of_an_older_version_is_not_placed() -> None:
 def test_the_slowest_ranks_are_told_of_however_many_there_are() -> None:
     """Each with a digest of its own length, in an order in which the slow ones come first, last and in between."""
     timeline = manager_pb2.Timeline()
-    ranks = 3 * SOURCES_TOLD
+    ranks = 3 * TIMELINE_SOURCES
     seconds = {f"rank {rank}": float((rank * 7 + 8) % ranks) for rank in range(ranks)}
     for source, taken in seconds.items():
         offer = events.SourceOffer(source, 0, manager_pb2.BlobRef(), False, 0, False)
         note_sealed(timeline, manager_pb2.Sealed(digest_seconds=taken), [offer])
     told = sorted(source.digest_seconds for source in timeline.sources)
-    assert told == [float(each) for each in range(ranks - SOURCES_TOLD, ranks)]
+    assert told == [float(each) for each in range(ranks - TIMELINE_SOURCES, ranks)]
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,10 @@ def test_what_one_pool_got_is_not_for_another_one() -> None:
 
 def test_a_replica_that_comes_back_in_another_pool_is_to_hold_what_that_one_got() -> None:
     manager = Manager()
-    manager.versions.joined("a", "actor")
+    manager.versions.register("a", "actor")
     manager.install(identity(1, "one"), everybody("actor"))
     manager.install(identity(1, "two"))
     manager.install(identity(2, "one"), "a")  # by its name, later than the other pool's
     assert held(manager.versions)["a"] == ("one", 2)
-    manager.versions.joined("a", "")
+    manager.versions.register("a", "")
     assert held(manager.versions)["a"] == ("two", 1)

@@ -184,7 +184,7 @@ class Mechanism:
         if before is not None and before.epoch != epoch and (manager.generation, before.epoch) not in self._ended:
             raise BrokenPromiseError(f"{name} is told to do {epoch} while {before.epoch} goes on")
         sleep_wake = manager.machine._sleep_wake
-        if sleep_wake is None or sleep_wake.over or sleep_wake.fence.epoch in (0, epoch):
+        if sleep_wake is None or sleep_wake.finished or sleep_wake.fence.epoch in (0, epoch):
             return
         if name in sleep_wake._names and name not in sleep_wake._results:
             raise BrokenPromiseError(f"{name} is told to install {epoch} while it goes to sleep or wakes")
@@ -316,7 +316,7 @@ class Mechanism:
     def check_whatever_waits_holds_nothing(self, manager: ManagerShell) -> None:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
-        jobs, going = machine._state.claims, {update.number for update in machine._updates.going}
+        jobs, going = machine._state.claims, {update.number for update in machine._updates.running}
         asked = {-number for number in machine._turns.rollbacks.waiting}
         left = (jobs.granted.keys() - going) | (jobs.waiting.keys() - going - asked)
         if left:
@@ -336,7 +336,7 @@ class Mechanism:
             for coming in machine._turns.coming():
                 holders = coming.call in turn and machine._updates.claim(coming.goal).meets(granted)
                 if coming.goal.meets(update.goal) or holders:
-                    raise BrokenPromiseError(f"{coming.said} waits for {update.describe()}")
+                    raise BrokenPromiseError(f"{coming.description} waits for {update.describe()}")
 
     def check_tries_have_a_pace_and_an_end(self, manager: ManagerShell) -> None:
         """Workers are tried again when their next try is due, and a replica that serves a few times only."""
@@ -437,13 +437,13 @@ def everybody_in(pool: str) -> str:
 
 def _goals(manager: ManagerShell) -> Iterable[Any]:
     turns = manager.machine._turns
-    return (*(update.goal for update in turns.updates.going), *(coming.goal for coming in turns.coming()))
+    return (*(update.goal for update in turns.updates.running), *(coming.goal for coming in turns.coming()))
 
 
 def _nobody_can_be_read(manager: ManagerShell, replica: Replica, content: Content) -> bool:
     """It was told so in this session, and no connected holder that is believed holds the version."""
     attempts = manager.machine._catch_up.attempts.get(replica.name)
-    if attempts is None or not attempts.no_source or attempts.no_source_told != (replica.peer, attempts.no_source):
+    if attempts is None or not attempts.no_source or attempts.no_source_notice != (replica.peer, attempts.no_source):
         return False
     joining = manager.machine._holdings.joinings.get((content.identity, False))
     refused = {} if joining is None or joining.joined is None else joining.joined.refused
@@ -490,7 +490,7 @@ REASONS: dict[str, Judge] = {
         goal.pool == replica.pool or goal.lineage == content.identity.lineage for goal in _goals(manager)
     ),
     "running: a call to sleep or wake": lambda manager, replica, content: (
-        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.over
+        manager.machine._sleep_wake is not None and not manager.machine._sleep_wake.finished
     ),
     "timer: CatchUpRetry": _due_later,
     "told: it serves, and was tried as often as that allows": _used_up,

@@ -255,7 +255,7 @@ class AgentShell(MemberShell):
 
     def _hold(self, task: events.HoldRequests) -> Steps:
         if self.engine is not None:
-            until = self.world.now + task.left
+            until = self.world.now + task.hold_seconds
             self.engine.hold = state.RequestHold(task.epoch, until, task.closed) if task.epoch else state.RequestHold()
         yield 0.0
 

@@ -143,7 +143,7 @@ class Site:
         self._peers[peer] = follower
 
         def hear() -> None:
-            leader.feed(nodes.NodeTold(peer, worker_pb2.NodeMessage.FromString(data), leader.here()))
+            leader.feed(nodes.FollowerMessage(peer, worker_pb2.NodeMessage.FromString(data), leader.here()))
 
         def arrive() -> None:
             if leader.alive:
@@ -339,7 +339,7 @@ class LeaderShell(Shell):
         self.feed(events.Start())
 
     def here(self) -> tuple[bytes, ...]:
-        """As in NodeTold."""
+        """As in FollowerMessage."""
         return () if self.engine is None else tuple(word.boot_id for word in self.engine.page())
 
     def trouble(self) -> str:

@@ -154,7 +154,7 @@ def a_communicator_is_made_anew_when_anybody_comes_or_goes(patch: Patch) -> None
     """It is named by its members, whatever processes these are."""
 
     def named(self: collective.UpdateCollective, fence: Any, plan: events.CollectivePlan) -> bytes:
-        self._made = "", None, b""
+        self._communicator_entry = "", None, b""
         return "/".join(map(str, plan.members)).encode()
 
     patch.setattr(collective.UpdateCollective, "_communicator", named)
@@ -175,8 +175,10 @@ def late_replicas_never_use_one(patch: Patch) -> None:
     """They are brought up by a collective, too."""
     original = relay_or_collective.collective_decision
 
-    def decision(asked: bool, held: bool, late: bool, candidates: Any) -> relay_or_collective.WayDecision:
-        return original(asked, held, False, candidates)
+    def decision(
+        collective_only: bool, until_held: bool, is_late: bool, candidates: Any
+    ) -> relay_or_collective.WayDecision:
+        return original(collective_only, until_held, False, candidates)
 
     patch.setattr(collective, "collective_decision", decision)
 

@@ -126,7 +126,7 @@ def test_one_failure_after_go_dirties_all_and_the_next_update_mends_it(scene: Sc
     story.wait(20.0)
     (report,) = results[0]
     assert outcomes(report) == {first.name: QUARANTINED, second.name: QUARANTINED}
-    assert "who had begun and is not done, or was lost meanwhile, is closed" in report.collective
+    assert "replicas that had begun and did not end, or were lost meanwhile, are closed" in report.collective
     assert not first.engine.gate_open
     story.engine_again(second)
     assert outcomes(story.trained(group)) == {first.name: NEW, second.name: NEW}

@@ -218,7 +218,7 @@ def an_attempt_that_runs_is_cut_short(patch: Patch) -> None:
 
     def written(self: OperatorHolds, *arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(self.late, "cut_short", lambda *_: None)
+            within.setattr(self.late_replicas, "cut_short", lambda *_: None)
             original(self, *arguments)
 
     patch.setattr(OperatorHolds, "written", written)

@@ -51,14 +51,14 @@ def a_rank_that_leaves_after_the_intent_is_not_read(patch: Patch) -> None:
 
 def a_rank_that_was_cut_off_in_its_call_is_not_read_when_it_is_back(patch: Patch) -> None:
     """One that was not there when it was looked whether it lives counts as dead for good."""
-    original = Ranks.back
+    original = Ranks.note_return
 
-    def back(self: Ranks, trainer: TrainerRank) -> None:
-        left = set(self.left)
+    def note_return(self: Ranks, trainer: TrainerRank) -> None:
+        departed = set(self.departed)
         original(self, trainer)
-        self.left = left
+        self.departed = departed
 
-    patch.setattr(Ranks, "back", back)
+    patch.setattr(Ranks, "note_return", note_return)
 
 
 # ------------------------------------------------------------------------------------------------- commits and attempts

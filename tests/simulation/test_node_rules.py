@@ -39,15 +39,15 @@ def words_from_before_an_order_count_no_more(patch: Patch) -> None:
 
 def a_message_that_was_overtaken_is_dropped(patch: Patch) -> None:
     """What a node told earlier is taken when it comes late."""
-    original = LeaderMachine._told
+    original = LeaderMachine._take_message
 
-    def told(self: LeaderMachine, event: Any, now: float) -> None:
+    def take_message(self: LeaderMachine, event: Any, now: float) -> None:
         node = self._nodes.get(event.message.node_rank)
         if node is not None:
             node.message.sequence = 0
         original(self, event, now)
 
-    patch.setattr(LeaderMachine, "_told", told)
+    patch.setattr(LeaderMachine, "_take_message", take_message)
 
 
 def an_engine_ends_without_one_of_its_nodes(patch: Patch) -> None:
@@ -84,12 +84,12 @@ def a_follower_ends_its_part_without_its_leader(patch: Patch) -> None:
 
 def a_part_is_begun_once(patch: Patch) -> None:
     """One that has failed is started again by itself."""
-    patch.setattr(FollowerMachine, "_wanted", lambda self: self._leads and self._command.run)
+    patch.setattr(FollowerMachine, "_is_part_due", lambda self: self._leads and self._command.run)
 
 
 def a_part_is_of_one_generation(patch: Patch) -> None:
     """What runs goes on, whichever engine the leader wants."""
-    patch.setattr(FollowerMachine, "_over", lambda self: self._failed or self._stopped)
+    patch.setattr(FollowerMachine, "_end_reason", lambda self: self._failed or self._stopped)
 
 
 def a_part_begins_after_the_one_before_has_ended(patch: Patch) -> None:

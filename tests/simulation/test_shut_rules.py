@@ -94,7 +94,7 @@ def test_it_is_known_of_a_process_and_of_memory() -> None:
     assert ways.of(b"\0") == ()
     assert [each.reason for each in ways.of(b"\1")] == ["no"]
     again = [manager_pb2.WorkerStatus(rank=1, boot_id=b"other")]
-    assert ways.told([b"other"]) == []
+    assert ways.unopened([b"other"]) == []
     ways.note(again, [])
     assert ways.of(b"\1") == (), "that process has gone"
     ways.note(again, [told])
@@ -111,7 +111,7 @@ def test_what_a_worker_tells_is_of_its_process_and_stays_told_when_it_is_asked_a
 
     def tell(boot_id: bytes, *told: weights_pb2.Unopened) -> list[bytes]:
         ready = worker_pb2.WorkerReady(unopened=told)
-        readying.asked(worker_pb2.WorkerRequest(rank=1, boot_id=boot_id, ready=ready), {}, 1.0)
+        readying.reply_to(worker_pb2.WorkerRequest(rank=1, boot_id=boot_id, ready=ready), {}, 1.0)
         return [each.boot_id for each in found[1]]
 
     assert tell(b"first", not_opened(b"")) == [b"first"]

@@ -61,7 +61,7 @@ def intents_are_not_written(patch: Patch) -> None:
 
     def advance(self: update.CandidateJob, now: float) -> update.Job:
         fence = self.parts.course.state.next_install()
-        self.parts.recipients.decided(fence, self.version.identity)
+        self.parts.recipients.decide(fence, self.version.identity)
         install = update.InstallJob(self.parts, self.version, fence, now)
         install.begin(now)
         return install

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.machines.clock import DRIFT, KEPT, ManagersClock
+from ckpt_engine.machines.clock import DRIFT, ROUND_TRIPS, ManagersClock
 from ckpt_engine.timeline.clocks import ANSWERED, CONTRADICTED, GUESSED, MEASURED, Window, align, guess
 from ckpt_engine.v1 import manager_pb2
 
@@ -27,7 +27,7 @@ def test_what_was_measured_long_ago_leaves_more_open() -> None:
     clock.answered(0.0, 1.0, 0.002)
     assert clock.span(0.0, 0.002).error == pytest.approx(0.001)
     assert clock.span(0.0, 1000.0).error == pytest.approx(0.001 + 1000 * DRIFT, rel=0.01)
-    for at in range(KEPT):
+    for at in range(ROUND_TRIPS):
         clock.answered(1000.0 + at, 1001.0 + at, 1000.5 + at)
     assert clock.span(0.0, 1010.0).ahead == pytest.approx(-0.75), "only so many are kept"
 

@@ -1,4 +1,4 @@
-"""What an install has to tell: seconds of its stages, pause and sync, progress, and what its workers reported."""
+"""The numbers of one install: seconds of its stages, pause and sync, progress, and its workers' reports."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 @dataclass
 class Account:
-    """The account of one install. All moments are monotonic seconds. clock: of the session. reports, by worker rank,
-    grow as workers tell, and so does unopened: regions that they could not open."""
+    """The account of one install. All moments are monotonic seconds."""
 
-    clock: ManagersClock = field(default_factory=ManagersClock)
-    reports: dict[int, worker_pb2.WorkerInstalled] = field(default_factory=dict)
-    unopened: dict[int, Sequence[weights_pb2.Unopened]] = field(default_factory=dict)
+    clock: ManagersClock = field(default_factory=ManagersClock)  # of the session
+    reports: dict[int, worker_pb2.WorkerInstalled] = field(default_factory=dict)  # by rank, of workers that have ended
+    unopened: dict[int, Sequence[weights_pb2.Unopened]] = field(default_factory=dict)  # by rank, what it could not open
     pause_started: float | None = None
     pause_ended: float | None = None
     _stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
-    _shown: manager_pb2.Stage = manager_pb2.STAGE_PLAN
+    _reported_stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
-    _steps: int = 0  # how often workers have told something
+    _steps: int = 0  # progress messages of all workers
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
     _entered: list[tuple[manager_pb2.Stage, float]] = field(default_factory=list)
     _ordered: dict[int, float] = field(default_factory=dict)
@@ -31,30 +30,30 @@ class Account:
     _stage_started: float = 0.0
 
     def begin(self, now: float) -> None:
-        """The command has come."""
+        """Starts the clock: the command has come."""
         self._started = self._stage_started = now
         self._entered.append((self._stage, now))
 
     def enter(self, stage: manager_pb2.Stage, now: float) -> None:
-        """Another stage goes on from now on."""
+        """Begins another stage."""
         self._count(now)
         self._stage = stage
         self._entered.append((stage, now))
-        self._shown = later(self._shown, stage)
+        self._reported_stage = later(self._reported_stage, stage)
 
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
-        """A worker tells how far it is."""
+        """Takes a worker's progress."""
         self._progress[rank] = progress
         self._steps += 1
-        self._shown = later(self._shown, progress.stage)
+        self._reported_stage = later(self._reported_stage, progress.stage)
 
     def ordered(self, rank: int, now: float) -> None:
-        """A worker is given its order, or is given it again."""
+        """Notes when a worker was first given its order."""
         self._ordered.setdefault(rank, now)
 
     def installed(self, rank: int, installed: worker_pb2.WorkerInstalled, now: float) -> None:
-        """A worker tells how its install ended, and how long it took. For the rest of the time its order and its report
-        were on their way: half of it each, as far as is known here."""
+        """Takes a worker's report. The time that it does not account for is split evenly between the order's way to it
+        and the report's way back."""
         self.reports[rank] = installed
         if rank in self._ordered and installed.seconds > 0:
             way = max(0.0, now - self._ordered[rank] - installed.seconds) / 2
@@ -62,11 +61,11 @@ class Account:
             installed.report.span.CopyFrom(span)
 
     def progress(self, fence: weights_pb2.Fence, goes_back: bool) -> manager_pb2.Progress:
-        """How far all are. goes_back: whether no worker may write any more."""
+        """The progress of all workers together. goes_back: whether no worker may write any more."""
         return manager_pb2.Progress(
             goes_back=goes_back,
             fence=fence,
-            stage=self._shown,
+            stage=self._reported_stage,
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
             steps=self._steps,
@@ -81,7 +80,8 @@ class Account:
         held: tuple[weights_pb2.Identity | None, weights_pb2.Identity | None],
         now: float,
     ) -> manager_pb2.ReplicaOutcome:
-        """What became of the install, with its numbers. held: before and after it. A pause that did not end goes on."""
+        """The outcome of the install, with its numbers. held: the version before and after it. A pause that has not
+        ended counts until now."""
         self._count(now)
         workers = [self.reports[rank].report for rank in sorted(self.reports)]
         answer = manager_pb2.ReplicaOutcome(
@@ -113,7 +113,7 @@ class Account:
         self._stage_started = now
 
     def _stage_seconds(self, workers: list[manager_pb2.WorkerReport]) -> list[manager_pb2.StageSeconds]:
-        """The agent's own steps, and of what workers do side by side the slowest."""
+        """Seconds of the agent's own steps, and of each step that workers do side by side that of the slowest."""
         seconds = dict(self._seconds)
         if workers:
             seconds[manager_pb2.STAGE_TRANSFER] = max(report.transfer_seconds for report in workers)

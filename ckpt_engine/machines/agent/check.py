@@ -1,9 +1,10 @@
-"""The check of an engine's version that no test has run, before its first update.
+"""The check of an engine version that no test has run, before its first update.
 
-It decides the steps: for each round of core/check_verdict.py pause (which empties caches), have every worker load the
-round's weights, resume, ask for log-probabilities. The verdict is check_verdict's, how weights are made and loaded
-install/self_check.py's. It runs while no worker holds a version, so the gate is closed to all others; whatever happens,
-the engine is resumed. A pass is kept on this host, for one version, architecture, quantisation, layout and device.
+It decides the steps. Each round of core/check_verdict.py pauses the engine (which empties caches), has every worker
+load the round's weights, resumes, and asks for log-probabilities. The verdict is check_verdict's; how weights are made
+and loaded is install/self_check.py's. The check runs while no worker holds a version, so the gate is closed to all
+requests. Whatever happens, the engine is resumed. A pass is stored on this host, for one version, architecture,
+quantisation, layout and device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = frozenset({"find check", "check pause", "check load", "check resume", "c
 
 
 class EngineCheck:
-    """One check, as a part of preparing a manifest that all workers have recorded."""
+    """One check, run as a part of preparing a manifest that all workers have recorded."""
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class EngineCheck:
         end: float,
         run: Callable[[str, AgentTask], None],
     ) -> None:
-        """models: what each rank says of its model. end: seconds of the machine's clock. run: starts a task."""
-        self.problem: Problem | None = None  # set when it is over and has failed
+        """models: by rank, what the worker says of its model. end: seconds of the machine's clock. run: starts a
+        task."""
+        self.problem: Problem | None = None  # set when the check has ended and failed
         self._replica, self._fence, self._digest = replica, fence, manifest_digest
         self._end, self._run = end, run
         assert replica.engine is not None
@@ -57,8 +59,8 @@ class EngineCheck:
         self._scores: list[Score] = []
 
     @classmethod
-    def wanted(cls, replica: AgentReplica) -> bool:
-        """Whether the engine is to be checked now. Says in `replica.engine_check` why an untested one is not."""
+    def is_due(cls, replica: AgentReplica) -> bool:
+        """Whether the engine is to be checked now. Writes to `replica.engine_check` why an untested one is not."""
         engine = replica.engine
         if engine is None or replica.checked or replica.mode == manager_pb2.MODE_COLOCATED:
             return False
@@ -73,12 +75,12 @@ class EngineCheck:
         return False
 
     def start(self, now: float) -> None:
-        """Looks for a pass of this very engine on this host."""
+        """Looks for a stored pass of this engine on this host."""
         self._began = now
         self._run("find check", FindCheck(self._key))
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Hands out the round's order, takes the answers."""
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """Answers a worker: hands out the round's order, takes the result. None: the request is for something else."""
         match request.WhichOneof("body"):
             case "want_prepare" if self._loading:
                 each = ROUNDS[len(self._scores)]
@@ -87,7 +89,7 @@ class EngineCheck:
                     manifest_digest=self._digest,
                     seed=each.seed,
                     by_engine=each.by_engine,
-                    deadline_seconds=self._left(now),
+                    deadline_seconds=self._remaining(now),
                 )
                 return worker_pb2.AgentReply(check=order)
             case "checked" if self._loading and Fence.of(request.checked.fence) == self._fence:
@@ -96,7 +98,7 @@ class EngineCheck:
         return None
 
     def done(self, step: str, done: Done, now: float) -> bool:
-        """Takes the step after the one that ended; True: it is over, and `problem` says how."""
+        """Takes the step after the one that ended. True: the check has ended, and `problem` says how."""
         replica = self._replica
         match step:
             case "find check":
@@ -112,7 +114,7 @@ class EngineCheck:
                 else:
                     replica.paused = True
                     self._loading, self._loaded = True, {}
-                    self._run("check load", PrepareEngine(self._left(now)))
+                    self._run("check load", PrepareEngine(self._remaining(now)))
             case "check load":
                 self._loading = False
                 self._take_loaded(done)
@@ -124,7 +126,7 @@ class EngineCheck:
                     self._fail(done.problem.code, done.problem.message)
                 if self.problem is not None:
                     return True
-                self._run("check score", ScoreEngine(PROMPT, CONTINUED, self._left(now)))
+                self._run("check score", ScoreEngine(PROMPT, CONTINUED, self._remaining(now)))
             case "check score":
                 if done.problem is not None:
                     self._fail(done.problem.code, done.problem.message)
@@ -144,10 +146,10 @@ class EngineCheck:
 
     def _pause(self, now: float) -> None:
         self._replica.paused = None
-        self._run("check pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, self._left(now)))
+        self._run("check pause", PauseEngine(manager_pb2.PAUSE_MODE_UNSPECIFIED, self._remaining(now)))
 
     def _resume(self, now: float) -> None:
-        self._run("check resume", ResumeEngine(max(self._left(now), self._replica.deadlines.resume)))
+        self._run("check resume", ResumeEngine(max(self._remaining(now), self._replica.deadlines.resume)))
 
     def _take_loaded(self, done: Done) -> None:
         engine = self._replica.engine
@@ -158,8 +160,8 @@ class EngineCheck:
             how = "its own loader" if ROUNDS[len(self._scores)].by_engine else "an install of ours"
             self._fail(first.code, f"{how} did not bring made weights: {first.message}")
         elif missing:
-            said = done.problem.message if done.problem is not None else f"workers {missing} told nothing"
-            self._fail(Problem.UNAVAILABLE, said)
+            message = done.problem.message if done.problem is not None else f"workers {missing} told nothing"
+            self._fail(Problem.UNAVAILABLE, message)
 
     def _passed(self, how: str) -> None:
         self._replica.checked = True
@@ -167,10 +169,10 @@ class EngineCheck:
         self._replica.out.append(Say(self._replica.engine_check))
 
     def _fail(self, code: Problem.Code, why: str) -> None:
-        """Only a check that ran to its end is a verdict on the engine; what else failed may be tried again."""
-        said = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
-        self._replica.engine_check = said
-        self.problem = self._replica.problem(code, said)
+        """Fails the check. Only one that ran to its end is a verdict on the engine; others may be tried again."""
+        message = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
+        self._replica.engine_check = message
+        self.problem = self._replica.problem(code, message)
 
     def _what(self) -> str:
         engine = self._replica.engine
@@ -180,5 +182,5 @@ class EngineCheck:
             or f"{engine.engine.kind} {engine.engine.version} is a tested version (--check-engine always)"
         )
 
-    def _left(self, now: float) -> float:
+    def _remaining(self, now: float) -> float:
         return max(0.001, self._end - now)

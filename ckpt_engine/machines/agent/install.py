@@ -1,18 +1,18 @@
-"""One install in one replica: pause, let the workers install, look at their state words, resume, say what became of it.
+"""One install in one replica: pause, let the workers install, read their state words, resume, report the outcome.
 
 It needs nothing of the manager once the plans are fetched. Every worker is ready before its engine pauses, or wakes
-for it (ready.py). Up to the moment in which a worker may have written (fetching an order counts as that), every
-failure leads back: resume, old version, OLD_SERVING. After it only the state words count: all workers clean with the
-new version is NEW_SERVING; anything else stays closed, QUARANTINED. Every step has a deadline, and a part of the whole
-is kept back for resuming.
+for the install (ready.py). Until a worker may have written (fetching an order counts as that), every failure leads
+back: resume, old version, OLD_SERVING. After that only the state words count. All workers clean with the new version is
+NEW_SERVING; anything else stays closed, QUARANTINED. Every step has a deadline, and a part of the install's time is
+reserved for resuming.
 
-The gate keeps requests from before the engine is asked to pause (some take new requests in while they pause) until it
-has resumed, or until the deadline of the whole. After a quarantine nobody waits: what was kept is refused.
+The gate holds requests from before the engine is asked to pause (some engines take new requests in while they pause)
+until it has resumed, or until the deadline of the install. After a quarantine the held requests are refused.
 
 Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
 words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
-woken is not put to sleep again. From the moment that weights are awake the mark says that the rest shall follow, so
-the agent, or the one after it, goes on with that as soon as some install has brought whole weights.
+woken is not put to sleep again. Once weights are awake the mark says that the rest is to follow. This agent, or the one
+after it, wakes the rest as soon as some install has brought whole weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Problem = weights_pb2.Problem
 
 
 class Installing(LabellingOperation):
-    """Ends with a ReplicaOutcome in `replica.last_outcome`."""
+    """The install. It ends with a ReplicaOutcome in `replica.last_outcome`."""
 
     kind: ClassVar[str] = "install"
 
@@ -61,7 +61,7 @@ class Installing(LabellingOperation):
     # -- steps
 
     def start(self, now: float) -> None:
-        """Looks at the workers first: what they hold now is what going back means."""
+        """Reads the workers' words first: what they hold now is what a failure goes back to."""
         self._account.begin(now)
         self._end = now + self.install.deadline_seconds
         self._reserve = min(self.replica.deadlines.resume, self.install.deadline_seconds / 4)
@@ -82,7 +82,7 @@ class Installing(LabellingOperation):
             case "fetch":
                 self._fetched(done, now)
             case "ready" if self._readying.asks:
-                self._all_ready(self._readying.ended(done, self._left(now)), now)
+                self._all_ready(self._readying.ended(done, self._remaining(now)), now)
             case "not ready":
                 self._conclude_untouched(now)
             case "hold":
@@ -118,11 +118,11 @@ class Installing(LabellingOperation):
                 self._conclude(manager_pb2.OUTCOME_QUARANTINED, now)
 
     def timer(self, step: str, now: float) -> None:
-        """The engine refused its label, to wake its caches or to resume a moment ago."""
+        """Tries again what the engine refused a moment ago: its label, to wake its caches, or to resume."""
         self._resume(now)
 
     def _fetch(self, now: float) -> None:
-        steps = steps_around(self.replica, self.install, self._left(now))
+        steps = steps_around(self.replica, self.install, self._remaining(now))
         if isinstance(steps, Problem):
             self._fail(steps)
         if self._going_back or isinstance(steps, Problem):
@@ -130,12 +130,12 @@ class Installing(LabellingOperation):
             return
         self._steps = steps
         self._refs = blobs_of(self.install)
-        self.run("fetch", FetchBlobs(tuple(self._refs), min(self.replica.deadlines.blobs, self._left(now))))
+        self.run("fetch", FetchBlobs(tuple(self._refs), min(self.replica.deadlines.blobs, self._remaining(now))))
 
     def _fetched(self, done: Done, now: float) -> None:
         if done.problem is not None:
             self._fail(done.problem)
-        elif self._left(now) <= 0:
+        elif self._remaining(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
             self.run("not ready", ReadWords())  # a worker may have died meanwhile
@@ -143,12 +143,13 @@ class Installing(LabellingOperation):
         self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
         if self._readying.unready():
             self._enter(manager_pb2.STAGE_READY, now)
-            self.run("ready", self._readying.begin(self._left(now)))
+            self.run("ready", self._readying.begin(self._remaining(now)))
         else:
             self._all_ready(None, now)
 
     def _all_ready(self, problem: Problem | None, now: float) -> None:
-        """Or not, and then nothing was paused, and no worker has begun to write: the replica is left as it was."""
+        """Has requests held if all workers are ready. If not, goes back: nothing was paused, and no worker has begun to
+        write."""
         if problem is not None:
             self._fail(problem)
         if self._going_back:
@@ -161,14 +162,14 @@ class Installing(LabellingOperation):
         self.run("hold", self.replica.hold(self.fence.epoch, self._end - now))
 
     def _held(self, now: float) -> None:
-        """Also if it could not be written: then requests are refused, and nothing worse."""
+        """Goes on to wake or pause the engine, even if the hold was not written: the gate then refuses requests."""
         self._enter(manager_pb2.STAGE_QUIESCE, now)
         if self._going_back and not self.replica.accounted:
             self._pause(now)
         elif self._going_back:
             self.run("judge", ReadWords())
         elif SleepStep.WAKE_WEIGHTS in self._steps:
-            self.run("wake", WakeEngine((WEIGHTS,), self._left(now)))
+            self.run("wake", WakeEngine((WEIGHTS,), self._remaining(now)))
         else:
             self._pause(now)
 
@@ -182,7 +183,7 @@ class Installing(LabellingOperation):
 
     def _wake_marked(self, done: Done, now: float) -> None:
         self._take_mark(done)
-        if self._left(now) <= 0:
+        if self._remaining(now) <= 0:
             self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
         if self._going_back:
             self.run("judge", ReadWords())
@@ -190,28 +191,29 @@ class Installing(LabellingOperation):
             self._pause(now)
 
     def _pause(self, now: float) -> None:
-        """Also an engine that slept: some compute again as soon as they are awake. Its caches are gone in any mode."""
+        """Pauses the engine, also one that slept: some compute again as soon as they are awake. The caches of one that
+        slept are lost in any mode."""
         mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self.install.pause_mode
         self._account.pause_started = now
         self.replica.paused = None
-        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._left(now))))
+        self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._remaining(now))))
 
     def _paused(self, done: Done, now: float) -> None:
         if done.problem is not None:
             self._fail(done.problem)
         else:
             self.replica.paused = True
-            if self._left(now) <= 0:
+            if self._remaining(now) <= 0:
                 self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
-        if self._going_back and not self.replica.accounted and self._left(now) > 0:
-            self.run("install", InstallEngine(0, self._left(now)))
+        if self._going_back and not self.replica.accounted and self._remaining(now) > 0:
+            self.run("install", InstallEngine(0, self._remaining(now)))
             return
         if self._going_back:
             self.run("judge", ReadWords())
             return
         self._enter(manager_pb2.STAGE_TRANSFER, now)
         self._giving_orders = True
-        self.run("install", InstallEngine(self.fence.epoch, self._left(now)))
+        self.run("install", InstallEngine(self.fence.epoch, self._remaining(now)))
 
     def _installed(self, done: Done, now: float) -> None:
         self._giving_orders = False
@@ -226,7 +228,7 @@ class Installing(LabellingOperation):
         self.run("judge", ReadWords())
 
     def _judge(self, now: float) -> None:
-        """The state words decide, whatever engine and workers said."""
+        """Decides by the state words, whatever engine and workers said."""
         if self._all_new():
             self._enter(manager_pb2.STAGE_RESUME, now)
             self._resume(now)
@@ -241,27 +243,27 @@ class Installing(LabellingOperation):
         return self.replica.all_hold(self.install.identity, self.fence.epoch)
 
     def _resume(self, now: float) -> None:
-        """Label, caches, resume; called again until each has been done or there is no time left.
+        """Sets the label, wakes the caches, resumes; called again until each is done or no time is left.
 
         The label comes first, since some engines compute as soon as they are awake. An engine that does not take it is
-        resumed all the same: then the outcome says so.
+        resumed all the same, and the outcome says so.
         """
-        left = self._end - now
-        if left <= 0:
+        remaining = self._end - now
+        if remaining <= 0:
             self._quarantine("the engine could not be resumed in time; it is asked again", now)
-        elif self.label(self._reserve, left):
+        elif self.label(self._reserve, remaining):
             return
         elif self.replica.sleeping:
             self.replica.paused = None  # some engines resume by being woken
-            self.run("rouse", WakeEngine((KV_CACHE,), left))
+            self.run("rouse", WakeEngine((KV_CACHE,), remaining))
         else:
-            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, left)))
+            self.run("resume", ResumeEngine(min(self.replica.deadlines.resume, remaining)))
 
     def _roused(self, done: Done, now: float) -> None:
         if done.problem is None:
             self._mark("rouse marked", AWAKE)
         else:
-            self._again(f"the engine does not wake its caches: {done.problem.message}", now)
+            self._retry_later(f"the engine does not wake its caches: {done.problem.message}", now)
 
     def _rouse_marked(self, done: Done, now: float) -> None:
         self._take_mark(done)
@@ -272,13 +274,13 @@ class Installing(LabellingOperation):
 
     def _resumed(self, done: Done, now: float) -> None:
         if done.problem is not None:
-            self._again(f"the engine does not resume: {done.problem.message}", now)
+            self._retry_later(f"the engine does not resume: {done.problem.message}", now)
             return
         self.replica.paused = False
         self._account.pause_ended = now
         self.run("let in", self.replica.hold(0, 0.0))
 
-    def _again(self, reason: str, now: float) -> None:
+    def _retry_later(self, reason: str, now: float) -> None:
         if self._end - now > RETRY_SECONDS:
             self.set_timer("retry", RETRY_SECONDS)
         else:
@@ -287,23 +289,23 @@ class Installing(LabellingOperation):
     # -- what comes from outside
 
     def repeated(self, now: float) -> None:
-        """Tells that the command has arrived."""
+        """Answers a repeated command with the progress, so that the manager knows that it has arrived."""
         self._tell_progress()
 
     def overtaken(self, reason: str, now: float) -> None:
-        """Goes back if no worker has fetched its order yet; the running step still ends by itself, except that nobody
-        waits for workers that get ready: they write nothing, and one that is stopped would not answer."""
+        """Goes back if no worker has fetched its order yet. The running step ends by itself first, unless it gets
+        workers ready: these write nothing, and a stopped one would not answer."""
         if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
             if self._readying.stop():
                 self.run("not ready", ReadWords())
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Orders go out only while the engine installs, so a worker that comes late does nothing."""
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """Answers a worker. Orders go out only while the engine installs, so a worker that asks too late gets none."""
         match request.WhichOneof("body"):
             case "want_prepare" | "ready":
-                return self._readying.asked(request, self._blobs, self._left(now))
+                return self._readying.reply_to(request, self._blobs, self._remaining(now))
             case "want_install":
                 return self._order(request, now)
             case "progress" if Fence.of(request.progress.fence) == self.fence:
@@ -317,7 +319,12 @@ class Installing(LabellingOperation):
 
     def _order(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         worker = next((worker for worker in self.install.workers if worker.rank == request.rank), None)
-        if worker is None or not self._giving_orders or request.rank in self._account.reports or self._left(now) <= 0:
+        if (
+            worker is None
+            or not self._giving_orders
+            or request.rank in self._account.reports
+            or self._remaining(now) <= 0
+        ):
             return None
         self.replica.orders[request.rank] = FetchedOrder(request.boot_id, self.fence.epoch)
         self._account.ordered(request.rank, now)
@@ -327,13 +334,13 @@ class Installing(LabellingOperation):
                 identity=self.install.identity,
                 plan=self._blobs[worker.plan.digest],
                 expected=self._blobs[worker.expected.digest],
-                deadline_seconds=self._left(now),
+                deadline_seconds=self._remaining(now),
                 collective=part_of(self.install, worker, self._blobs),
             )
         )
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """Workers and weights are gone with it, and the page."""
+        """Quarantines: workers, weights and page ended with the engine."""
         self._holding = False
         self._fail(self._issue(Problem.UNAVAILABLE, f"the engine ended during the install: {reason}"))
         self._quarantine(reason, now)
@@ -341,13 +348,13 @@ class Installing(LabellingOperation):
     # -- the end
 
     def _conclude_untouched(self, now: float) -> None:
-        """Ends an untouched install. What was closed before is closed again.
+        """Ends an install that has touched nothing. A replica that was closed before is closed again.
 
         A worker may still carry out an order of an earlier agent: workers are called to an install without orders
         first, since they come to it only when they are done.
         """
         replica = self.replica
-        if not replica.accounted and replica.engine is not None and not replica.sleeping and self._left(now) > 0:
+        if not replica.accounted and replica.engine is not None and not replica.sleeping and self._remaining(now) > 0:
             self._hold(now)
             return
         whole = replica.engine is not None and replica.words.open and replica.untouched()
@@ -357,7 +364,7 @@ class Installing(LabellingOperation):
             self._quarantine(replica.closed_reason() or "it has not resumed since an update before this one", now)
 
     def _conclude_serving(self, now: float) -> None:
-        """The engine was resumed; its workers have been looked at once more."""
+        """Ends after the engine was resumed, by the words that were read since."""
         if self._all_new():
             self._conclude(manager_pb2.OUTCOME_NEW_SERVING, now)
         elif self.replica.words.open and self.replica.untouched():
@@ -384,12 +391,12 @@ class Installing(LabellingOperation):
 
     # -- small things
 
-    def _left(self, now: float) -> float:
-        """Seconds for steps that may write; what is kept back for resuming is not among them."""
+    def _remaining(self, now: float) -> float:
+        """Seconds left for steps that may write; the reserve for resuming is not among them."""
         return self._end - self._reserve - now
 
     def _fail(self, problem: Problem) -> None:
-        """Notes a failure: from now on only the state words lead to the new version. The first reason is kept."""
+        """Notes a failure: from now on only the state words lead to the new version. The first reason stays."""
         self._going_back = True
         if self._problem is None:
             self._problem = problem

@@ -1,8 +1,8 @@
 """Telling an engine which version it serves, for the engine's own responses: its label.
 
-Weights are whole whatever the label says; what a wrong label costs is that tokens of one version are called another's.
-So an engine is told before it computes with other weights, more than once if it does not take it, and if it still does
-not, it computes with a label that is reported as untrusted, and is told again later.
+Weights are whole whatever the label says, but with a wrong one tokens of one version are attributed to another. So an
+engine is told before it computes with other weights, and more than once if it refuses. If it still refuses, it
+computes with a label that is reported as untrusted, and is told again later.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from ckpt_engine.machines.events import Done, ReadWords, StampEngine, Words
 from ckpt_engine.v1 import weights_pb2
 
 ATTEMPTS = 3
-"""How often an operation tells the engine its version before it goes on with a label that nobody trusts."""
+"""How often an operation tells the engine its version before it goes on with an untrusted label."""
 
 RETRY_SECONDS = 0.2
 """Before an engine that refused something is asked again."""
 
 
 class LabellingOperation(Operation):
-    """An operation that tells the engine its version before it lets it compute. The base of all of them."""
+    """Base of the operations that tell the engine its version before they let it compute."""
 
     def __init__(self, replica: AgentReplica, fence: weights_pb2.Fence) -> None:
         super().__init__(replica, fence)
         self._attempts = 0
         self._label: weights_pb2.Identity | None = None
 
-    def label(self, reserve: float, left: float) -> bool:
+    def label(self, reserve: float, remaining: float) -> bool:
         """Starts a `stamp` if the engine may call its tokens by another version than its workers hold.
 
-        False: it does not, or it was tried often enough. All attempts together take about half of `reserve` seconds,
-        which are kept back for resuming; `left` is what there is of them.
+        False: it does not, or it was tried often enough. All attempts together take about half of `reserve`, the
+        seconds reserved for resuming; `remaining` of these are left.
         """
-        wanted = self.replica.words.identity
-        if wanted is None or wanted == self.replica.labelled or self._attempts == ATTEMPTS:
+        identity = self.replica.words.identity
+        if identity is None or identity == self.replica.labelled or self._attempts == ATTEMPTS:
             return False
-        if self._attempts and left < reserve / 2:
+        if self._attempts and remaining < reserve / 2:
             return False
         seconds = reserve / 8 if self._attempts else reserve / 4
         self._attempts += 1
-        self._label, self.replica.labelled = wanted, None
-        self.run("stamp", StampEngine(wanted, min(seconds, left / 2)))
+        self._label, self.replica.labelled = identity, None
+        self.run("stamp", StampEngine(identity, min(seconds, remaining / 2)))
         return True
 
     def labelled(self, done: Done, now: float) -> bool:
-        """Takes what became of a `stamp`. Whether there is nothing more to wait for."""
+        """Takes the result of a `stamp`. Returns whether the operation may go on."""
         if done.problem is None:
             self.replica.labelled, self.replica.label_reason = self._label, ""
             return True
@@ -56,16 +56,16 @@ class LabellingOperation(Operation):
 
 
 class Stamping(LabellingOperation):
-    """The engine computes, and may call its tokens by a wrong version: tells it, once."""
+    """Tells an engine its version once while it computes, since it may call its tokens by another one."""
 
     kind: ClassVar[str] = "stamp"
 
     def start(self, now: float) -> None:
-        """Looks first: what began this may have been read before the last install."""
+        """Reads the words first: those that began this may be older than the last install."""
         self.run("look", ReadWords())
 
     def done(self, step: str, done: Done, now: float) -> None:
-        """Looked, or told."""
+        """Takes the words, then the result of the stamp."""
         if step == "stamp":
             self.labelled(done, now)
         elif done.problem is None:
@@ -76,5 +76,5 @@ class Stamping(LabellingOperation):
         self.replica.end()
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """Nobody is left to be told."""
+        """Ends: there is no engine to tell."""
         self.replica.end()

@@ -54,11 +54,11 @@ class AgentMachine:
     """One agent process.
 
     name: of the replica. session_id: of this process. agent_epoch: from the engine's directory. transports: available
-    on this host. Engine and workers may live longer than the agent: a new one starts from what they say.
+    on this host. Engine and workers may outlive the agent: a new one starts from what they say.
 
     A command that comes during an operation is left unanswered (the manager repeats it). One with a later install fence
-    also turns an install back which no worker has begun. A fill fence (preparing, sealing files) does not: it says
-    nothing about installs, and is compared with fill fences only.
+    also turns back an install that no worker has begun. A fill fence (preparing, sealing files) does not: it is
+    compared with fill fences only.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class AgentMachine:
         self._outcome_received = True
         self._seals: dict[Key, tuple[manager_pb2.SealForReaders, manager_pb2.Sealed | None]] = {}
         self._looking = False
-        self._told: object = None
+        self._reported_state: object = None
 
     @property
     def busy(self) -> bool:
-        """Whether an operation on the engine goes on; a shell that shuts down in good order waits for its end."""
+        """Whether an operation on the engine goes on; an orderly shutdown waits for its end."""
         return self.replica.operation is not None
 
     @property
@@ -116,8 +116,8 @@ class AgentMachine:
                 self._timer(key, now)
             case Done():
                 self._done(event, now)
-            case WorkerAsked(request, asked):
-                self._out.append(Reply(request, self._asked(asked, now)))
+            case WorkerAsked(request, question):
+                self._out.append(Reply(request, self._reply_to(question, now)))
             case EngineReady():
                 self._engine_ready(event, now)
             case EngineExited(reason):
@@ -134,7 +134,7 @@ class AgentMachine:
     # -- session
 
     def _dial(self, now: float) -> None:
-        """Needs are stored before the hello that refers to them: the manager may have been restarted."""
+        """Stores needs before the hello that refers to them: the manager may have been restarted."""
         needs = tuple(self.replica.needs[rank] for rank in sorted(self.replica.prepared))
         if needs:
             self._out.append(Run(("put",), PutBlobs(needs, self._deadlines.blobs)))
@@ -174,12 +174,12 @@ class AgentMachine:
         )
 
     def _tell_changes(self, now: float) -> None:
-        """What changed is told at once: a late replica need not wait for a heartbeat to be brought up."""
+        """Sends a heartbeat at once if the state has changed, so that a late replica is brought up without delay."""
         replica = self.replica
         words, label = replica.words.workers, replica.label_problem()
         state = (words, replica.serving(), replica.asleep, replica.engine is None, label, replica.engine_check)
-        if state != self._told and self._session.welcomed:
-            self._told = state
+        if state != self._reported_state and self._session.welcomed:
+            self._reported_state = state
             self._session.beat_now(now)
 
     # -- messages
@@ -189,7 +189,7 @@ class AgentMachine:
             case manager_pb2.Welcome():
                 if self._session.welcome(body, now):
                     self._highest = max(self._highest, body.fence.epoch)
-                    self._told = None
+                    self._reported_state = None
                     self._send_outcome()
             case manager_pb2.Refused():
                 self._session.refused(body.problem, now)
@@ -214,8 +214,8 @@ class AgentMachine:
                 self._seal(body)
 
     def _abandon(self, body: manager_pb2.Abandon, now: float) -> None:
-        """Turns an install back, if no byte was written. Of one whose command was lost it tells the same outcome, and
-        obeys the command no more."""
+        """Turns an install back if no byte was written. If its command was lost, reports the same outcome, and does not
+        obey the command any more."""
         fence, operation = Fence.of(body.fence), self.replica.operation
         if operation is None and self._installs(fence, now):
             unheard = manager_pb2.Install(fence=body.fence, deadline_seconds=self._deadlines.words)
@@ -225,7 +225,7 @@ class AgentMachine:
             operation.overtaken(body.reason, now)
 
     def _fills(self, fence: Fence) -> bool:
-        """Whether a fill fence is obeyed."""
+        """Whether a fill fence is obeyed; notes it if so."""
         if fence.cluster != self._session.cluster or fence.epoch < self._filled:
             return False
         self._filled = fence.epoch
@@ -243,7 +243,7 @@ class AgentMachine:
         return True
 
     def _command(self, kind: str, fence: Fence, make: Callable[[], Operation], now: float) -> None:
-        """Begins the operation that a command asks for, or answers a repetition, or leaves it unanswered."""
+        """Begins the operation that a command asks for, answers a repetition, or leaves the command unanswered."""
         operation = self.replica.operation
         if operation is not None:
             if operation.kind == kind and operation.fence == fence:
@@ -259,7 +259,7 @@ class AgentMachine:
             self.replica.begin(make(), now)
 
     def _ended(self, operation: Operation, now: float) -> None:
-        """Tells what became of an operation, until it is known that it arrived."""
+        """Reports the result of an operation; an outcome is sent again until its arrival is confirmed."""
         if isinstance(operation, Installing):
             self._outcome_received = False
             self._send_outcome()
@@ -283,8 +283,8 @@ class AgentMachine:
         self.replica.engine_reason = ""
         self.replica.checked, self.replica.engine_check = False, event.untested
         self.replica.labelled, self.replica.label_reason, self.replica.label_again = None, "", now
-        # Also an engine that runs may still have a pause before it, which an earlier agent asked for. But that agent
-        # gave no orders yet: those go out only after a pause has been answered.
+        # A pause that an earlier agent asked for may still be ahead of an engine that runs. That agent gave no orders
+        # yet: those go out only after a pause has been answered.
         self.replica.paused = True if event.paused else None
         self.replica.accounted = event.paused is False
         if self.replica.mode == manager_pb2.MODE_COLOCATED:
@@ -317,8 +317,8 @@ class AgentMachine:
             self._out.append(Run(LOOK, ReadWords(current=False)))
 
     def _reconcile(self, now: float) -> None:
-        """An engine whose workers are whole, and none of which may begin to write, has no reason to be paused, to be
-        half asleep if it is to be awake, or to have requests wait. And it is to name its version as the workers do."""
+        """Resumes the engine if its workers are whole and may not begin to write: it has no reason to be paused, half
+        asleep, or to have requests wait. If it may name a wrong version, tells it the right one."""
         replica = self.replica
         if replica.operation is not None or replica.engine is None:
             return
@@ -332,12 +332,12 @@ class AgentMachine:
         elif replica.mislabelled and now >= replica.label_again:
             replica.begin(Stamping(replica, weights_pb2.Fence()), now)
 
-    def _asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+    def _reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         replica = self.replica
         kind = request.WhichOneof("body")
         if kind == "installed":
             replica.account_for(request.rank, request.boot_id, request.installed.fence.epoch)
-        reply = None if replica.operation is None else replica.operation.asked(request, now)
+        reply = None if replica.operation is None else replica.operation.reply_to(request, now)
         if reply is not None:
             return reply
         return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
@@ -389,7 +389,7 @@ class AgentMachine:
             if answer is not None:
                 self._session.send(answer)
             return
-        self._seals = {other: said for other, said in self._seals.items() if said[0].fence.epoch == seal.fence.epoch}
+        self._seals = {other: entry for other, entry in self._seals.items() if entry[0].fence.epoch == seal.fence.epoch}
         self._seals[key] = (seal, None)
         task = SealDirectory(seal.table, seal.atoms, seal.deadline_seconds)
         self._out.append(Run(key, task))

@@ -1,4 +1,4 @@
-"""The agent's smaller operations: recording a loader, and resuming what needs not be paused."""
+"""The agent's smaller operations: recording a loader, and resuming what need not be paused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Preparing(Operation):
         self._recorded: dict[int, tuple[bytes, worker_pb2.WorkerPrepared]] = {}
 
     def start(self, now: float) -> None:
-        """Looks which workers there are now."""
+        """Reads which workers there are now."""
         self._end = now + self._prepare.deadline_seconds
         self.run("look", ReadWords())
 
@@ -74,10 +74,10 @@ class Preparing(Operation):
             case "put":
                 self._stored(cast(tuple[manager_pb2.BlobRef, ...], done.result), now)
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Hands out the manifest, takes needs."""
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """Answers a worker: hands out the manifest, takes needs."""
         if self._check is not None:
-            return self._check.asked(request, now)
+            return self._check.reply_to(request, now)
         match request.WhichOneof("body"):
             case "want_prepare" if self._giving_orders:
                 return worker_pb2.AgentReply(
@@ -91,7 +91,7 @@ class Preparing(Operation):
         return None
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """There is nothing to record with."""
+        """Answers that there is no engine to record with."""
         self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
 
     def _look(self, now: float) -> None:
@@ -101,14 +101,14 @@ class Preparing(Operation):
             return
         boots = {status.rank: status.boot_id for status in replica.words.workers}
         ranks = range(replica.engine.world_size)
-        known = all(
+        recorded = all(
             rank in boots
             and rank in replica.prepared
             and replica.prepared[rank].boot_id == boots[rank]
             and replica.prepared[rank].manifest_digest == self._prepare.manifest.digest
             for rank in ranks
         )
-        if known:
+        if recorded:
             # Their needs are stored again: the manager that asks may have been restarted without them.
             self._recorded = {}
             self.run("put", PutBlobs(tuple(replica.needs[rank] for rank in ranks), self._seconds(now)))
@@ -125,17 +125,19 @@ class Preparing(Operation):
         missing = [rank for rank in range(engine.world_size) if rank not in self._recorded]
         unknown = sorted(rank for rank in self._recorded if rank >= engine.world_size)
         if first is not None:
-            named = weights_pb2.Problem()
-            named.CopyFrom(first)
-            named.replica = self.replica.name
+            replica_problem = weights_pb2.Problem()
+            replica_problem.CopyFrom(first)
+            replica_problem.replica = self.replica.name
             for problem in failed if first.kept else ():
-                named.kept.update(problem.kept)
-            self._answer(named)
+                replica_problem.kept.update(problem.kept)
+            self._answer(replica_problem)
         elif other:
             self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))
         elif unknown:
-            said = f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
-            self._answer(self.replica.problem(Problem.INTERNAL, said))
+            message = (
+                f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
+            )
+            self._answer(self.replica.problem(Problem.INTERNAL, message))
         elif missing and done.problem is not None:
             self._answer(done.problem)
         elif missing:
@@ -149,7 +151,8 @@ class Preparing(Operation):
             self.run("put", PutBlobs(needs, self._seconds(now)))
 
     def _other_format(self, rank: int) -> str:
-        """Why a worker's engine must be started again: it may have loaded another release than its agent."""
+        """Why a worker's engine must be restarted: it may have loaded another release than its agent. Empty: it need
+        not."""
         return other_format(f"worker {rank} of replica {self.replica.name!r}", self._recorded[rank][1].digest_format)
 
     def _stored(self, refs: tuple[manager_pb2.BlobRef, ...], now: float) -> None:
@@ -163,7 +166,7 @@ class Preparing(Operation):
             )
             self.replica.needs[rank] = recorded.needs
             self.replica.models[rank] = recorded.model
-        if EngineCheck.wanted(self.replica):
+        if EngineCheck.is_due(self.replica):
             manifest, models = self._prepare.manifest.digest, self.replica.models
             self._check = EngineCheck(self.replica, self.fence, manifest, models, self._end, self.run)
             self._check.start(now)
@@ -186,21 +189,21 @@ class Preparing(Operation):
 
 
 class Resuming(LabellingOperation):
-    """The engine is, or may be, paused or half asleep although its workers are whole, or its gate keeps requests for an
-    update that is over: resume it, and let them in. Asks again at the next look.
+    """Resumes an engine that is, or may be, paused or half asleep although its workers are whole, and lets in requests
+    that its gate holds for an update that has ended. What fails is tried again at the next look.
 
-    If an earlier agent may have given out orders, the workers are called to an install first for which there is no
-    order: an engine calls its workers for one thing after the other, so none of them acts on an old order afterwards.
+    If an earlier agent may have given out orders, the workers are first called to an install for which there is no
+    order. An engine calls its workers for one thing at a time, so none of them acts on an old order afterwards.
     """
 
     kind: ClassVar[str] = "resume"
 
     def start(self, now: float) -> None:
-        """Looks once more: what began this may have been read before the last install."""
+        """Reads the words once more: those that began this may be older than the last install."""
         self.run("look", ReadWords())
 
     def done(self, step: str, done: Done, now: float) -> None:
-        """Goes on if that is still right; then it runs, or it is tried again later."""
+        """Takes the step after the one that ended. Ends if a step failed, or if there is nothing to resume any more."""
         replica = self.replica
         quiesce = replica.deadlines.quiesce
         if step == "stamp":
@@ -245,11 +248,11 @@ class Resuming(LabellingOperation):
         replica.end()
 
     def timer(self, step: str, now: float) -> None:
-        """The engine refused its label a moment ago."""
+        """Tries again after the engine refused its label."""
         self._resume()
 
     def _resume(self) -> None:
-        """Label, caches, resume: as after an install."""
+        """Sets the label, wakes the caches, resumes, as after an install."""
         replica = self.replica
         reserve = replica.deadlines.resume
         if self.label(reserve, reserve):

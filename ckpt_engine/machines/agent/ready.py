@@ -1,8 +1,8 @@
-"""What has to be so before an engine pauses: the install fits the engine, and every worker is ready for its plan.
+"""What must hold before an engine pauses: the install fits the engine, and every worker is ready for its plan.
 
-A worker that is ready has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. What
-each has ready it tells itself; who is known to be ready is not asked again, since to some engines even a question is a
-short pause.
+A ready worker has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. Workers report
+what they have ready. One that is known to be ready is not asked again, since a question is a short pause of some
+engines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 Problem = weights_pb2.Problem
 
 
-def steps_around(replica: AgentReplica, install: manager_pb2.Install, left: float) -> tuple[SleepStep, ...] | Problem:
-    """What an install does around an engine that may sleep, or why it cannot begin. left: seconds for it."""
+def steps_around(
+    replica: AgentReplica, install: manager_pb2.Install, remaining: float
+) -> tuple[SleepStep, ...] | Problem:
+    """The steps of an install around an engine that may sleep, or why it cannot begin. remaining: seconds for it."""
     engine = replica.engine
     if engine is None:
         return replica.problem(Problem.UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
@@ -37,13 +39,13 @@ def steps_around(replica: AgentReplica, install: manager_pb2.Install, left: floa
             Problem.FAILED_PRECONDITION,
             f"the plan is for workers {ranks}, but the engine has workers 0 to {engine.world_size - 1}",
         )
-    if left <= 0:
+    if remaining <= 0:
         return replica.problem(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin")
     return steps
 
 
 def blobs_of(install: manager_pb2.Install) -> list[manager_pb2.BlobRef]:
-    """What an agent fetches to carry out an install, each blob once."""
+    """The blobs that an agent fetches to carry out an install, each once."""
     refs = [ref for worker in install.workers for ref in (worker.plan, worker.expected)]
     refs += [install.collective.plan] if install.HasField("collective") else []
     return list({ref.digest: ref for ref in refs}.values())
@@ -52,7 +54,7 @@ def blobs_of(install: manager_pb2.Install) -> list[manager_pb2.BlobRef]:
 def part_of(
     install: manager_pb2.Install, worker: manager_pb2.WorkerInstall, blobs: Mapping[bytes, bytes]
 ) -> worker_pb2.CollectiveOrder | None:
-    """A worker's part in the collective of an install, if there is one."""
+    """A worker's order for the collective of an install; None: there is no collective."""
     if not install.HasField("collective"):
         return None
     collective = install.collective
@@ -67,12 +69,12 @@ def part_of(
 
 
 class Readying:
-    """The workers of one install on their way to being ready."""
+    """Gets the workers of one install ready."""
 
     def __init__(
         self, replica: AgentReplica, install: manager_pb2.Install, unopened: dict[int, Sequence[weights_pb2.Unopened]]
     ) -> None:
-        """unopened: takes, by rank, what workers tell of regions that they could not open."""
+        """unopened: filled, by rank, with the regions that workers could not open."""
         self._unopened = unopened
         self._replica = replica
         self._install = install
@@ -81,26 +83,27 @@ class Readying:
         self._giving = False
 
     def unready(self) -> list[int]:
-        """The workers of which nobody knows that they are ready."""
+        """The ranks of workers that are not known to be ready."""
         boots = {status.rank: status.boot_id for status in self._replica.words.workers}
-        known, communicator = self._replica.ready, self._install.collective.communicator
+        ready, communicator = self._replica.ready, self._install.collective.communicator
         return [
             rank
             for rank, worker in sorted(self._workers.items())
-            if rank not in known
-            or known[rank].boot_id != boots.get(rank)
-            or not known[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
+            if rank not in ready
+            or ready[rank].boot_id != boots.get(rank)
+            or not ready[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
-        """The task that has the engine call its workers; from now on each that asks gets its order."""
+        """Lets each worker that asks have its order. Returns the task that has the engine call its workers."""
         self._giving = True
         return PrepareEngine(seconds)
 
-    def asked(
+    def reply_to(
         self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], seconds: float
     ) -> worker_pb2.AgentReply | None:
-        """Hands out orders, takes answers. None: a worker asks for something else. seconds: that are left."""
+        """Answers a worker: hands out its order, takes its report. None: the request is for something else. seconds:
+        that are left."""
         match request.WhichOneof("body"):
             case "want_prepare" if self._giving and seconds > 0 and request.rank in self._workers:
                 self._replica.ready.pop(request.rank, None)  # it may let go of something, and its answer may not come
@@ -124,15 +127,15 @@ class Readying:
         return None
 
     def _take_unopened(self, request: worker_pb2.WorkerRequest) -> None:
-        """Adds to what this process told before: one that is asked again opens only what is not open yet."""
+        """Adds to what this process reported before: when asked again it opens only what is not open yet."""
         before = [each for each in self._unopened.get(request.rank, ()) if each.boot_id == request.boot_id]
-        found = {(each.transport, each.locator): each for each in before}
+        regions = {(each.transport, each.locator): each for each in before}
         for each in request.ready.unopened:
-            told = weights_pb2.Unopened()
-            told.CopyFrom(each)
-            told.boot_id = request.boot_id
-            found[each.transport, each.locator] = told
-        self._unopened[request.rank] = list(found.values())
+            region = weights_pb2.Unopened()
+            region.CopyFrom(each)
+            region.boot_id = request.boot_id
+            regions[each.transport, each.locator] = region
+        self._unopened[request.rank] = list(regions.values())
 
     @property
     def asks(self) -> bool:
@@ -144,24 +147,24 @@ class Readying:
         before, self._giving = self._giving, False
         return before
 
-    def ended(self, done: Done, left: float) -> Problem | None:
-        """The engine says that its workers were asked, or that they were not. Why the install cannot go on.
+    def ended(self, done: Done, remaining: float) -> Problem | None:
+        """Takes the engine's answer to `begin`. Returns why the install cannot go on; None: all workers are ready.
 
-        left: seconds for it.
+        remaining: seconds for it.
         """
         self._giving = False
         if self._problems:
-            named = Problem()
-            named.CopyFrom(self._problems[min(self._problems)])
-            named.replica = self._replica.name
-            return named
+            problem = Problem()
+            problem.CopyFrom(self._problems[min(self._problems)])
+            problem.replica = self._replica.name
+            return problem
         missing = self.unready()
         if missing and done.problem is not None:
             return done.problem
         if missing:
-            said = f"the engine says that it made its workers ready, but workers {missing} are not"
-            return self._replica.problem(Problem.INTERNAL, said)
-        if left <= 0:
-            said = "getting the workers ready took all the time there was"
-            return self._replica.problem(Problem.DEADLINE_EXCEEDED, said)
+            message = f"the engine says that it made its workers ready, but workers {missing} are not"
+            return self._replica.problem(Problem.INTERNAL, message)
+        if remaining <= 0:
+            message = "getting the workers ready took all the time there was"
+            return self._replica.problem(Problem.DEADLINE_EXCEEDED, message)
         return None

@@ -1,4 +1,4 @@
-"""Putting one engine to sleep and waking it, as core/sleeping.py says: one step after the other, each marked.
+"""Putting one engine to sleep and waking it, by the steps of core/sleeping.py, each of them marked.
 
 The mark in the engine's page closes the gate before the first step of going to sleep, and opens it after the last one
 of waking. A step that the engine refuses leads back to the mark of what it still has; a step without an answer leaves
@@ -42,7 +42,7 @@ class SleepingOrWaking(Operation):
         self._end = 0.0
 
     def start(self, now: float) -> None:
-        """Looks at the workers: what they hold now decides what waking means."""
+        """Reads the workers' words: what they hold now decides what waking means."""
         self._end = now + self._command.deadline_seconds
         self.run("look", ReadWords())
 
@@ -77,7 +77,7 @@ class SleepingOrWaking(Operation):
             self._next(now)
 
     def engine_exited(self, reason: str, now: float) -> None:
-        """There is nothing left that could sleep."""
+        """Answers that there is no engine to put to sleep or to wake."""
         self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
 
     def _plan(self, now: float) -> None:
@@ -132,18 +132,19 @@ class SleepingOrWaking(Operation):
                 return WakeEngine((KV_CACHE,), seconds)
 
     def _discarded(self) -> bool:
-        """Whether no worker calls weights clean any more; else it goes back."""
-        left = [status.rank for status in self.replica.words.workers if status.state == CLEAN]
-        if left:
+        """Whether no worker calls its weights clean any more. If one does, begins to go back."""
+        clean_ranks = [status.rank for status in self.replica.words.workers if status.state == CLEAN]
+        if clean_ranks:
             self._problem = self.replica.problem(
                 Problem.INTERNAL,
-                f"workers {left} still call their weights clean: nothing was discarded, and the replica stays awake",
+                f"workers {clean_ranks} still call their weights clean: nothing was discarded, and the replica stays "
+                "awake",
             )
             self._undo()
-        return not left
+        return not clean_ranks
 
     def _failed(self, step: str, done: Done) -> None:
-        """What the engine refused it has not done; what it did not answer it may have."""
+        """Goes back if the engine has refused the step. A step without an answer may have been done."""
         self._problem = done.problem
         unknown = step in ("SLEEP", "WAKE_WEIGHTS", "WAKE_KV_CACHE") and not done.answered
         if unknown or self._command.wake or step in ("look", "mark"):

@@ -1,7 +1,7 @@
-"""What an agent knows of its replica, and what one operation on the engine is.
+"""What an agent knows of its replica, and the base of operations on the engine.
 
 The engine is asked one thing at a time, so there is at most one operation: preparing, installing, resuming, or going
-to sleep and waking. Sealing a directory for readers asks nothing of the engine and runs beside them.
+to sleep and waking. Sealing a directory for readers asks nothing of the engine and runs beside any of them.
 """
 
 from __future__ import annotations
@@ -42,56 +42,43 @@ class FetchedOrder:
 
 @dataclass(frozen=True)
 class ReadyWorker:
-    """What a worker says that it keeps ready. plans: their digests."""
+    """What a worker says that it has ready."""
 
     boot_id: bytes
-    plans: frozenset[bytes]
+    plans: frozenset[bytes]  # their digests
 
 
 @dataclass
 class AgentReplica:
-    """One replica as its agent sees it.
-
-    engine: None while there is none; then `engine_reason` says why. words: the workers' state, as last read.
-    paused: None: unknown, since a call that would tell had no answer. sleeping: as marked in the engine's page, and so
-    what the gate believes. holding: its page says that requests wait for the end of an update, or are refused since
-    the engine has not resumed after one. orders: by worker rank, see FetchedOrder.
-    accounted: False: an agent before this one may have given out orders that no worker has accounted for.
-    prepared, needs: what the workers last recorded, and the blobs of it, by rank. ready: which plans they keep ready.
-    models: what they say of their models, as a passed check is kept by it.
-    labelled: what the engine has agreed to call its tokens by; None: nobody knows. label_reason: why it did not agree
-    when it was told last; label_again: when it is told again while nothing else goes on.
-    check_engine: "auto", "always" or "never" (`--check-engine`). checked: whether this start of the engine has passed.
-    engine_check: what people are told of it.
-    """
+    """One replica as its agent sees it. Dictionaries are by worker rank."""
 
     name: str
     mode: manager_pb2.Mode
     deadlines: Deadlines
-    out: list[AgentCommand]
+    out: list[AgentCommand]  # commands of the event that is being taken
     session: Session = field(init=False)
     engine: EngineReady | None = None
-    engine_reason: str = "the engine has not started"
-    words: Words = NO_WORDS
-    paused: bool | None = None
-    sleeping: Sleeping = AWAKE
-    holding: bool = False
+    engine_reason: str = "the engine has not started"  # why there is no engine
+    words: Words = NO_WORDS  # the workers' state, as last read
+    paused: bool | None = None  # None: unknown, since the call that would tell had no answer
+    sleeping: Sleeping = AWAKE  # as marked in the engine's page, which the gate reads
+    holding: bool = False  # its page has requests wait for an update, or refused since the engine has not resumed
     orders: dict[int, FetchedOrder] = field(default_factory=dict)
-    accounted: bool = False
-    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
-    needs: dict[int, bytes] = field(default_factory=dict)
+    accounted: bool = False  # False: an agent before this one may have given out orders that still count
+    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)  # what workers recorded last
+    needs: dict[int, bytes] = field(default_factory=dict)  # the blobs of `prepared`
     ready: dict[int, ReadyWorker] = field(default_factory=dict)
-    models: dict[int, str] = field(default_factory=dict)
+    models: dict[int, str] = field(default_factory=dict)  # what workers say of their models, as a part of a check's key
     last_outcome: manager_pb2.ReplicaOutcome | None = None
-    labelled: weights_pb2.Identity | None = None
-    label_reason: str = ""
-    label_again: float = 0.0
-    check_engine: str = "auto"
-    checked: bool = False
-    engine_check: str = ""
+    labelled: weights_pb2.Identity | None = None  # the version that the engine agreed to name; None: unknown
+    label_reason: str = ""  # why it did not agree when it was told last
+    label_again: float = 0.0  # when it is told again, if no operation goes on; monotonic seconds
+    check_engine: str = "auto"  # --check-engine: "auto", "always" or "never"
+    checked: bool = False  # whether this start of the engine has passed
+    engine_check: str = ""  # the check's state, for people
     operation: Operation | None = None
-    operations: int = 0
-    ended: list[Operation] = field(default_factory=list)
+    operations: int = 0  # how many were begun
+    ended: list[Operation] = field(default_factory=list)  # of the event that is being taken
 
     def begin(self, operation: Operation, now: float) -> None:
         """Starts an operation; there must be none."""
@@ -102,29 +89,29 @@ class AgentReplica:
         operation.start(now)
 
     def end(self) -> None:
-        """The operation is over. What its tasks and timers still bring is ignored."""
+        """Ends the operation. What its tasks and timers still bring is ignored."""
         if self.operation is not None:
             self.ended.append(self.operation)
         self.operation = None
 
     def take_words(self, words: Words) -> None:
-        """Keeps what the page says, and strikes out orders that can no longer begin to write."""
+        """Stores what the page says, and drops orders that can no longer begin to write."""
         self.words = words
         by_rank = {status.rank: status for status in words.workers}
         for rank, order in list(self.orders.items()):
             status = by_rank.get(rank)
-            gone = status is None or status.boot_id != order.boot_id
-            if gone or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
+            departed = status is None or status.boot_id != order.boot_id
+            if departed or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
                 del self.orders[rank]
 
     def account_for(self, rank: int, boot_id: bytes, epoch: int) -> None:
-        """A worker has told what became of an order, so it will not act on it any more."""
+        """Drops an order that a worker has reported on: it will not act on it any more."""
         order = self.orders.get(rank)
         if order is not None and order.boot_id == boot_id and order.epoch <= epoch:
             del self.orders[rank]
 
     def ordered(self, epoch: int) -> bool:
-        """Whether a worker may still write what an order of this epoch tells it."""
+        """Whether a worker may still act on an order of this epoch."""
         return any(order.epoch == epoch for order in self.orders.values())
 
     def all_hold(self, identity: weights_pb2.Identity, epoch: int) -> bool:
@@ -145,17 +132,17 @@ class AgentReplica:
 
     @property
     def asleep(self) -> bool:
-        """What the manager is told: that nobody may bring it up without being asked to."""
+        """Whether it sleeps on purpose, so that the manager does not bring it up unasked."""
         return self.sleeping.resting
 
     def mark(self, sleeping: Sleeping) -> MarkEngine:
-        """The task that writes a mark; `sleeping` is set once it is done, or before it if that is the careful side."""
+        """The task that writes a mark. Callers set `sleeping` once it is done, or before if that is the safe side."""
         return MarkEngine(self.mode == manager_pb2.MODE_COLOCATED, sleeping)
 
-    def hold(self, epoch: int, left: float, closed: bool = False) -> HoldRequests:
-        """The task that has requests wait, or not; `holding` is cleared once letting them in is done."""
+    def hold(self, epoch: int, hold_seconds: float, closed: bool = False) -> HoldRequests:
+        """The task that has requests wait `hold_seconds`, or lets them in; callers clear `holding` once they are in."""
         self.holding = True
-        return HoldRequests(epoch, left, closed)
+        return HoldRequests(epoch, hold_seconds, closed)
 
     def serving(self) -> bool:
         """Whether requests are answered now."""
@@ -183,7 +170,7 @@ class AgentReplica:
         return self.engine is not None and self.words.identity not in (None, self.labelled)
 
     def label_problem(self) -> str:
-        """Why tokens made now may be called by another version than that of their weights; empty: they are not."""
+        """Why tokens made now may be attributed to another version than that of their weights; empty: they are not."""
         held = self.words.identity
         if held is None or not self.mislabelled or not self.serving():
             return ""
@@ -199,7 +186,7 @@ class AgentReplica:
 
 
 class Operation(ABC):
-    """Something that takes several steps with the engine. The base of all of them."""
+    """Base of what takes several steps with the engine."""
 
     kind: ClassVar[str] = ""
 
@@ -209,11 +196,11 @@ class Operation(ABC):
         self.number = 0
 
     def run(self, step: str, task: AgentTask) -> None:
-        """Starts a task; its end comes back to `done` under this step."""
+        """Starts a task; `done` is called with this step when it ends."""
         self.replica.out.append(Run(("operation", self.number, step), task))
 
     def set_timer(self, step: str, seconds: float) -> None:
-        """Sets a timer whose end comes back to `timer` under this step, if the operation still goes on."""
+        """Sets a timer; `timer` is called with this step when it fires, if the operation still goes on."""
         self.replica.out.append(SetTimer(("operation", self.number, step), seconds))
 
     @abstractmethod
@@ -222,26 +209,26 @@ class Operation(ABC):
 
     @abstractmethod
     def done(self, step: str, done: Done, now: float) -> None:
-        """A task of this operation ended."""
+        """Goes on after a task of this operation has ended."""
 
     @abstractmethod
     def engine_exited(self, reason: str, now: float) -> None:
-        """There is no engine any more: end."""
+        """Ends, since there is no engine any more."""
 
     def timer(self, step: str, now: float) -> None:
-        """A timer of this operation fired."""
+        """Goes on after a timer of this operation has fired."""
         return
 
     def repeated(self, now: float) -> None:
-        """The command that began it came again; it will be answered at the end."""
+        """Takes a repetition of the command that began it; the answer comes at the end."""
         return
 
     def overtaken(self, reason: str, now: float) -> None:
-        """The manager wants something else by now: go back if that is possible."""
+        """Goes back if that is possible, since the manager wants something else by now."""
         return
 
-    def asked(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """A worker asks. None: this operation has nothing for it."""
+    def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
+        """The answer to a worker. None: this operation has nothing for it."""
         return None
 
 
@@ -257,5 +244,5 @@ def no_order(replica: AgentReplica) -> worker_pb2.AgentReply:
 
 
 def refusal(problem: weights_pb2.Problem) -> worker_pb2.AgentReply:
-    """The answer that the worker shall do nothing."""
+    """The answer that tells the worker to do nothing."""
     return worker_pb2.AgentReply(refused=problem)

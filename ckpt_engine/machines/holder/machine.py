@@ -1,6 +1,6 @@
-"""The machine of a member that holds versions which were sealed, and is no trainer rank: a relay, a directory's keeper.
+"""The machine of a member that holds sealed versions and is not a trainer rank: a relay, a directory's keeper.
 
-What it is called is data: the manager treats all kinds alike. Everything that it decides is in `offering`.
+The manager treats all kinds of holders alike. Everything that the machine decides is in `offering`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class HolderMachine(OfferingMachine):
-    """One holder. kind, name: what it is, and which one of its kind. session_id: of this process; survives reconnects.
-    filling: what it has for being filled, if it can be; read anew for each hello.
+    """One holder. Its tables have no rank, and the id that `offers.holder_id` gives.
 
-    Its tables have no rank, and the id that `offers.holder_id` gives.
+    kind, name: what it is, and which one of its kind. session_id: of this process; survives reconnects. filling: what
+    it can be filled with, read for each hello; None: it cannot be filled.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class HolderMachine(OfferingMachine):
         deadlines: Deadlines | None = None,
         filling: manager_pb2.Filling | None = None,
     ) -> None:
-        def hello(told: HelloState) -> manager_pb2.HolderHello:
+        def hello(state: HelloState) -> manager_pb2.HolderHello:
             return manager_pb2.HolderHello(
-                cluster=told.cluster,
+                cluster=state.cluster,
                 kind=kind,
                 name=name,
                 session_id=session_id,
                 host=host,
-                epoch=told.epoch,
-                held=told.held,
+                epoch=state.epoch,
+                held=state.held,
                 filling=filling,
                 digest_format=DIGEST_FORMAT,
             )

@@ -1,13 +1,13 @@
-"""What becomes of an update while members that it is for, or that it reads, are away, and when they are gone.
+"""Decides how long an update waits for members that are away, and how it goes on without them.
 
-A rank that is lost during the update gets a lease to come back. So does a replica, counted from when it was heard last,
-also if that was before the update began; but never more than half of the time that the update has left. A replica is
+A rank that is lost during the update gets a lease to come back. So does a replica, counted from when it was last heard,
+even if that was before the update began, but never more than half of the time that the update has left. A replica is
 back when its agent is connected and has found the engine. One that stays away is left out, with a reason.
 
-When a rank is gone, leaves its call, or offers other weights before the intent, its weights may change from then on.
-Before relays are filled that refuses the update. Afterwards the sealed record and the relays suffice: the update goes
-on with what these hold or are still being filled with, and none reads the trainer any more. Replicas that were to
-read it keep what they serve, with the reason.
+When a rank does not come back, leaves its call, or offers other weights before the intent, its weights may change from
+then on. Before relays are filled that refuses the update. Afterwards the sealed record and the relays suffice: the
+update goes on with what relays hold or are still being filled with, and the trainer is not read any more. Replicas
+that were to read it keep what they serve, with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import weights_pb2
 
 LEFT_SECONDS = 0.5
-"""After a call was cancelled: a rank that has died has lost its session by then, too."""
+"""Wait after a call was cancelled: a rank that has died has lost its session by then, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class MemberAbsent:
 
 @dataclass(frozen=True, slots=True)
 class CallerAbsent:
-    """The timer of an update after which it is looked whether a rank whose call was cancelled lives."""
+    """The timer of an update after which it checks whether a rank lives that has cancelled its call."""
 
     rank: int
 
 
 class Absences:
-    """The absences during one update. timer, cancel: set and forget a timer of the update, by its step."""
+    """The absences during one update. timer, cancel: set and cancel a timer of the update, by its step."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ class Absences:
         self._recipients = recipients
         self._timer = timer
         self._cancel = cancel
-        self._overdue: set[str] = set()  # replicas that are waited for no more
+        self._overdue: set[str] = set()  # replicas that it does not wait for any more
 
-    def concern(self, member: Member) -> bool:
-        """Whether it takes part in the update."""
+    def concerns(self, member: Member) -> bool:
+        """Whether a member takes part in the update."""
         if isinstance(member, Replica):
             return member.name in self._goal.replicas
         sources = self._goal.published.sources
         if isinstance(member, Holder):
             return any(source.source == member.source for source in sources)
-        read = self._goal.sealed is None or any(source.rank == member.rank for source in sources)
-        return member.lineage == self._goal.lineage and read
+        is_read = self._goal.sealed is None or any(source.rank == member.rank for source in sources)
+        return member.lineage == self._goal.lineage and is_read
 
     def lost(self, member: Member, now: float) -> None:
-        """Gives a replica whose stream has just ended some time to come back."""
+        """Gives a member some time to come back, since its stream has just ended."""
         if isinstance(member, Replica):
             self._wait_for(member, self._patience(member, now))
         else:
             self._timer(MemberAbsent(member_id(member)), self._state.deadlines.lease)
 
-    def back(self, member: Member) -> None:
+    def note_return(self, member: Member) -> None:
         """Notes that a member is connected again."""
         if not isinstance(member, Replica) or member.engine is not None:
             self._cancel(MemberAbsent(member_id(member)))
@@ -87,7 +87,7 @@ class Absences:
             self._overdue.discard(member.name)
 
     def overdue(self, absent: MemberAbsent) -> Member | None:
-        """The member that has stayed away until its timer fired; None: it is there, or forgotten."""
+        """The member that has stayed away until its timer fired; None: it is back, or forgotten."""
         member = self._state.members.get(absent.member)
         if member is None or _is_there(member):
             return None
@@ -96,8 +96,7 @@ class Absences:
         return member
 
     def begin(self, names: Iterable[str], now: float) -> None:
-        """Waits for those of these replicas that may come back, and leaves out those that have been away for too
-        long."""
+        """Waits for replicas that may come back, and leaves out those that have been away for too long."""
         for name in names:
             replica = self._state.members.replicas.get(name)
             if replica is None:
@@ -110,7 +109,7 @@ class Absences:
                     self._recipients.leave_out(name, not_there(replica, now).problem)
 
     def leave_out(self, replica: Replica, now: float) -> None:
-        """Leaves out a replica that did not come back in time, or will not; nothing if it has an outcome already."""
+        """Leaves out a replica that did not come back in time, or will not, unless it has an outcome already."""
         if self._recipients.outcome(replica.name) is None:
             problem = not_there(replica, now).problem
             if self._recipients.is_ordered(replica.name):
@@ -122,7 +121,7 @@ class Absences:
         self._timer(MemberAbsent(member_id(replica)), seconds)
 
     def _patience(self, replica: Replica, now: float) -> float:
-        """For how long it may still come back; not positive: no more."""
+        """Seconds in which it may still come back; not positive: none."""
         return min(replica.heard + self._state.deadlines.lease - now, (self._goal.end - now) / 2)
 
 
@@ -131,7 +130,7 @@ def _is_there(member: Member) -> bool:
 
 
 def not_there(replica: Replica, now: float) -> CkptEngineError:
-    """What is said of a registered replica whose agent is not connected, or has not found its engine again."""
+    """The problem of a registered replica without a connected agent, or with one that has not found its engine."""
     if replica.peer is not None:
         return unavailable("its agent is connected, and has not found its engine yet", replica=replica.name)
     identity = replica.identity
@@ -151,24 +150,25 @@ class Ranks:
         self._goal = course.goal
         self._refuse = refuse
         self.relays: UpdateRelays | None = None
-        self.undecided: set[int] = set()  # whose call was cancelled, and of which it is not known whether they live:
-        # no intent is recorded meanwhile
-        self.left: set[int] = set()  # that left their call after the intent, and live: their weights may change
+        # Ranks that cancelled their call and may be dead: no intent is recorded meanwhile.
+        self.undecided: set[int] = set()
+        # Ranks that live and left their call after the intent: their weights may change.
+        self.departed: set[int] = set()
 
     def caller_left(self, rank: int) -> None:
-        """A rank's call was cancelled. Whether it has died or does not want the update is known a little later. A
-        caller of a version that was sealed before is not a rank: no source that is read has died."""
+        """Takes a cancelled call. Whether its rank has died or does not want the update is known a little later. The
+        caller of a version that was sealed before is not a rank: no source has died."""
         del self._goal.calls[rank]
         if self._goal.sealed is not None:
             if self._course.refusable:
                 self._refuse(unavailable("the call was cancelled").problem)
-        elif not self._course.refusable or self._without(_cancelled(rank)):
+        elif not self._course.refusable or self._drop_trainer(_cancelled(rank)):
             self.undecided |= {rank} if self._course.refusable else set()
             self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
     def timer(self, rank: int) -> None:
-        """A rank's call was cancelled some time ago. If its process is connected, that was meant, and its weights may
-        change from now on; those of a dead one do not. One that was only cut off comes back."""
+        """Decides about a rank some time after its call was cancelled. If its process is connected it meant to leave,
+        and its weights may change from now on. Those of a dead one do not, and one that was only cut off comes back."""
         self.undecided.discard(rank)
         trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
         if trainer is None or trainer.peer is None:
@@ -178,35 +178,35 @@ class Ranks:
         else:
             self._leaves(trainer)
 
-    def back(self, trainer: TrainerRank) -> None:
-        """A rank said hello, or published."""
+    def note_return(self, trainer: TrainerRank) -> None:
+        """Takes a rank's hello, or what it has published: it may have left its call, or offer other weights."""
         if not self._course.refusable and trainer.rank not in self._goal.calls:
             self._leaves(trainer)
         tables = {source.rank: source.table for source in self._goal.published.sources}
         if self._goal.sealed is None and trainer.table != tables.get(trainer.rank):
             did = "took back what it had published" if trainer.table is None else "published another table"
-            self._without(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
+            self._drop_trainer(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
-    def gone(self, member: TrainerRank | Holder, alive: bool) -> None:
-        """Goes on, or refuses, without a source that is read and will not come back. alive: it was connected, and said
-        so itself or was sent away."""
+    def drop(self, member: TrainerRank | Holder, alive: bool) -> None:
+        """Goes on, or refuses, without a source that will not come back. alive: it was connected, and said goodbye or
+        was evicted."""
         if alive and isinstance(member, TrainerRank) and not self._course.refusable:
             self._leaves(member)
-        self._without(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
+        self._drop_trainer(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
     def _leaves(self, trainer: TrainerRank) -> None:
-        """A rank lives, and waits for the update no more: its weights may change."""
+        """Notes that a rank lives and does not wait for the update any more: its weights may change."""
         if self._goal.sealed is None and trainer.session_id == self._course.sessions.get(trainer.rank):
-            self.left.add(trainer.rank)
+            self.departed.add(trainer.rank)
 
-    def _without(self, problem: weights_pb2.Problem) -> bool:
-        """Whether the update goes on, without the trainer."""
+    def _drop_trainer(self, problem: weights_pb2.Problem) -> bool:
+        """Goes on without the trainer if relays suffice, else refuses the update. Returns whether it goes on."""
         if not self._course.refusable:
             return False
-        alone = self.relays is not None and self.relays.alone(problem)
-        if not alone:
+        goes_on = self.relays is not None and self.relays.give_up_trainer(problem)
+        if not goes_on:
             self._refuse(problem)
-        return alone
+        return goes_on
 
 
 def _cancelled(rank: int) -> weights_pb2.Problem:

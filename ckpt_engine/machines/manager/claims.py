@@ -1,10 +1,10 @@
-"""Claims on holders that several jobs want at a time: relays to fill, and those that a version is read from.
+"""Claims of jobs on holders: relays to fill, and those that a version is read from.
 
-Decides which job may go on and which waits; a job is an update, or an attempt for one replica. It claims all that it
-needs of holders at once, and waits with nothing in its hands, so no jobs wait for each other in a circle. It keeps the
-ticket of its first claim, passes only jobs with which it shares nothing, and is not passed by others.
+Decides which job may go on and which waits; a job is an update, or an attempt for one replica. A job claims all that it
+needs of holders at once, and holds nothing while it waits, so jobs never wait for each other in a circle. It keeps the
+ticket of its first claim, overtakes only jobs with which it shares nothing, and is not overtaken by others.
 
-Two claims meet in these ways only:
+Two claims conflict in these ways only:
 - A holder obeys rising fill fences, and a relay fills one slot at a time, so one job at a time gives orders to it.
 - A relay has room for two versions. Filling it overwrites the one that it is not told to keep, which must not be read.
 
@@ -20,30 +20,30 @@ from itertools import count
 from ckpt_engine.core.version import Version
 
 NEVER = 1 << 62
-"""The ticket of a job that has asked for nothing yet: all that wait go before it."""
+"""The ticket of a job that has not asked for anything yet: all that wait go before it."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one job needs of holders; these are named by the ids of what they offer."""
+    """What one job needs of holders, which are named by the ids of what they offer."""
 
-    orders: frozenset[str] = frozenset()  # that it tells something: to fill a slot, or to digest what they hold
-    fills: frozenset[str] = frozenset()  # of these, relays of which it has a slot overwritten
-    keeps: Version | None = None  # what those go on holding; None: nothing
-    reads: Version | None = None  # what it reads
-    sources: frozenset[str] = frozenset()  # from which
-    doubles: frozenset[str] = frozenset()  # of these, relays that hold it twice: filling them overwrites one of the two
+    orders: frozenset[str] = frozenset()  # holders that it orders to fill a slot, or to digest what they hold
+    fills: frozenset[str] = frozenset()  # relays among `orders` of which it overwrites a slot
+    keeps: Version | None = None  # what the relays in `fills` go on holding; None: nothing
+    reads: Version | None = None  # the version that it reads
+    sources: frozenset[str] = frozenset()  # holders from which it reads that
+    doubles: frozenset[str] = frozenset()  # relays among `sources` that hold it twice: filling overwrites one of them
 
     def meets(self, other: Claim) -> bool:
-        """Whether one of the two has to wait for the other one."""
+        """Whether one of the two claims has to wait for the other."""
         return bool(self.orders & other.orders) or self._overwrites(other) or other._overwrites(self)
 
     def reading(self) -> Claim:
-        """What is left of it once the job tells holders nothing any more."""
+        """The claim of the same job once it gives no more orders to holders."""
         return replace(self, orders=frozenset(), fills=frozenset())
 
     def extended(self, names: frozenset[str]) -> Claim:
-        """The same for more relays to fill and to read."""
+        """The claim with more relays to fill and to read."""
         orders, fills, sources = self.orders | names, self.fills | names, self.sources | names
         return replace(self, orders=orders, fills=fills, sources=sources)
 
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass
 class Claims:
-    """The claims of all jobs, by their numbers; those of calls that have not begun have numbers below 0."""
+    """The claims of all jobs, by number; calls that have not begun have numbers below 0."""
 
     granted: dict[int, Claim] = field(default_factory=dict)
     waiting: dict[int, Claim] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class Claims:
     _counter: Iterable[int] = field(default_factory=count)
 
     def lets(self, claim: Claim, call: int | None = None) -> bool:
-        """Whether a job may begin that needs this from its beginning. call: its number while it waits, if it does."""
+        """Whether a job may begin that needs this from its beginning. call: its number, if it waits."""
         ticket = NEVER if call is None else self._tickets.get(call, NEVER)
         return not self._ahead(claim, ticket)
 
     def reserve(self, calls: Mapping[int, Claim]) -> None:
-        """Takes tickets for calls that have not begun and lack nothing else; those of others that have not begun are
-        given back."""
+        """Takes tickets for calls that have not begun and lack nothing else, and drops those of all other calls that
+        have not begun."""
         for number in [number for number in self.waiting if number < 0 and number not in calls]:
             self.end(number)
         for number, claim in calls.items():
@@ -77,7 +77,7 @@ class Claims:
             self.waiting[number] = claim
 
     def begin(self, number: int, claim: Claim, call: int | None = None) -> None:
-        """A job begins that `lets` has let: its orders carry its number as their fence. call: see `lets`."""
+        """Begins a job that `lets` has let: its orders carry its number as their fence. call: see `lets`."""
         if call is not None and call in self._tickets:
             self._tickets[number] = self._tickets.pop(call)
             self.waiting.pop(call, None)
@@ -87,7 +87,7 @@ class Claims:
         self.fences |= dict.fromkeys(claim.orders, number)
 
     def ask(self, number: int, claim: Claim) -> bool:
-        """Whether a job has this from now on, in place of what it had; else it has nothing, and asks again."""
+        """Replaces what a job has by this claim. False: others are in the way; the job has nothing, and asks again."""
         self.granted[number], self.waiting[number] = Claim(), claim
         if self._ahead(claim, self._ticket(number), number):
             return False
@@ -95,40 +95,40 @@ class Claims:
         return True
 
     def in_the_way(self, number: int) -> list[int]:
-        """The jobs for which one waits, whether they have what it needs or have asked for it before."""
+        """The jobs that a job waits for: they have what it needs, or asked for it before."""
         claim = self.waiting.get(number)
         return [] if claim is None else self._ahead(claim, self._tickets[number], number)
 
     def blocked(self, number: int, keeps: Version | None) -> set[str]:
-        """Holders that a job cannot fill and read besides, while it keeps this version there."""
-        found: set[str] = set()
+        """Holders that a job cannot fill and read in addition, while it keeps this version there."""
+        holders: set[str] = set()
         for other, claim in self.granted.items():
             if other != number:
-                found |= claim.orders | (claim.doubles if claim.reads == keeps else claim.sources)
-        return found
+                holders |= claim.orders | (claim.doubles if claim.reads == keeps else claim.sources)
+        return holders
 
     def extend(self, number: int, names: frozenset[str], fence: int) -> None:
-        """Lets a job fill and read these too: none of them is `blocked`. fence: that of its orders."""
+        """Lets a job fill and read these holders too, of which none is `blocked`. fence: that of its orders."""
         self.granted[number] = self.granted[number].extended(names)
         self.fences |= dict.fromkeys(names, fence)
 
     def only_reads(self, number: int) -> None:
-        """A job tells holders nothing any more."""
+        """Notes that a job gives no more orders to holders."""
         self.granted[number] = self.granted[number].reading()
 
     def withdraw(self, number: int) -> None:
-        """A job does without what it waits for."""
+        """Notes that a job goes on without what it waits for."""
         self.waiting.pop(number, None)
 
     def end(self, number: int) -> None:
-        """A job, or a call that has not begun, is over."""
-        for known in (self.granted, self.waiting, self._tickets):
-            known.pop(number, None)
+        """Ends a job, or a call that has not begun."""
+        for by_number in (self.granted, self.waiting, self._tickets):
+            by_number.pop(number, None)
         if not self.granted:
-            self.fences.clear()  # the fence of whatever begins now is above all of these
+            self.fences.clear()  # the fence of the next job is above all of these
 
     def obeyed(self, names: Iterable[str]) -> int:
-        """The highest fill fence that one of these holders was told; 0: none."""
+        """The highest fill fence that one of these holders was given; 0: none."""
         return max((self.fences.get(name, 0) for name in names), default=0)
 
     def _ticket(self, number: int) -> int:
@@ -138,6 +138,6 @@ class Claims:
 
     def _ahead(self, claim: Claim, ticket: int, number: int | None = None) -> list[int]:
         """The jobs that have what meets this claim, then those that wait for it with an earlier ticket."""
-        found = [other for other, held in self.granted.items() if other != number and claim.meets(held)]
+        jobs = [other for other, held in self.granted.items() if other != number and claim.meets(held)]
         earlier = (other for other in self.waiting if other != number and self._tickets[other] < ticket)
-        return found + [other for other in earlier if claim.meets(self.waiting[other])]
+        return jobs + [other for other in earlier if claim.meets(self.waiting[other])]

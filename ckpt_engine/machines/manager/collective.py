@@ -1,8 +1,8 @@
 """The part of an update in which replicas get their weights by a collective: the members, and what each is told.
 
 The manager chooses the members before the intent and tells them after it. It decides nothing else: members vote in the
-lead's ballot (`core/arming.py`), and from then on nothing needs the manager. A replica because of which several
-collectives in a row ended badly is left out of the next one.
+lead's ballot (`core/arming.py`), and from then on the manager is not needed. A replica that was blamed for several
+failed collectives in a row is left out of the next one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 NEW = manager_pb2.OUTCOME_NEW_SERVING
 
 BLAMES = 2
-"""Collectives in a row that end badly because of one replica before it is left out: the next update mends what one
-failure has left dirty, and a replica that is broken for good does not keep all others from their weights."""
+"""Failed collectives in a row for which a replica is blamed before it is left out. The next update mends what one
+failure has left dirty; a replica that is broken for good must not keep all others from their weights."""
 
 
 def name_of(member: str | WorkerKey) -> str:
-    """What messages call it: a source's id says what it is already."""
+    """A member's name for messages: a source's id says what it is already."""
     return member if isinstance(member, str) else f"{member[0]}, worker {member[1]}"
 
 
 class UpdateCollective:
-    """The collective of one update. replicas: those that take part; none: there is no collective. why: a sentence for
-    people."""
+    """The collective of one update."""
 
     def __init__(self, course: Course, recipients: Recipients) -> None:
         self._course = course
@@ -44,20 +43,21 @@ class UpdateCollective:
         self._ranks: dict[int, int] = {}  # trainer ranks: their index
         self._workers: dict[WorkerKey, int] = {}
         self._took: dict[int, manager_pb2.TookPart] = {}
-        self._gone: set[int] = set()
+        self._absent_ranks: set[int] = set()
         self._candidates: dict[str, CollectiveCandidate] = {}
-        self._asked = self._published = False
-        self.replicas: frozenset[str] = frozenset()
-        self.why = ""
+        self._collective_only = self._published = False
+        self.replicas: frozenset[str] = frozenset()  # that take part; empty: there is no collective
+        self.why = ""  # there is one or none, a sentence for people
 
     # -- the members
 
     def choose(self, compiled: Compiled, near_relays: Collection[str]) -> bool:
-        """Whether plans are to be compiled once more, now with a collective. near_relays: replicas that reach one."""
+        """Chooses the members. Returns whether plans are to be compiled again, now with a collective. near_relays:
+        replicas that reach a relay."""
         goal, first = self._course.goal, self._compiled is None
         self._compiled = compiled
         if not first:
-            self._without(compiled.unfit)
+            self._drop_unplanned(compiled.unfit)
             return False
         sources = goal.published.sources
         transport = collective_transport()
@@ -73,7 +73,7 @@ class UpdateCollective:
                 unable = f"cannot use {transport}"
             candidates[name] = CollectiveCandidate(name not in compiled.unfit, name in near_relays, unable)
         self._published = any(transport in way for way in ways)
-        self._asked = offered and all(way == {transport} for way in ways)
+        self._collective_only = offered and all(way == {transport} for way in ways)
         if goal.sealed is None:
             self._leave_out(candidates)
         self._candidates = candidates
@@ -81,33 +81,33 @@ class UpdateCollective:
         return bool(self.replicas)
 
     def _decide(self) -> None:
-        held, late = self._course.goal.until == manager_pb2.UNTIL_HELD, self._course.goal.sealed is not None
-        decision = collective_decision(self._asked, held, late, self._candidates)
+        until_held, is_late = self._course.goal.until == manager_pb2.UNTIL_HELD, self._course.goal.sealed is not None
+        decision = collective_decision(self._collective_only, until_held, is_late, self._candidates)
         self.replicas, self.why = frozenset(decision.replicas), decision.why
 
-    def _without(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
+    def _drop_unplanned(self, unfit: Mapping[str, weights_pb2.Problem]) -> None:
         """Leaves out the chosen replicas that cannot be planned for."""
-        lost = self.replicas & unfit.keys()
-        for name in lost:
+        unplanned = self.replicas & unfit.keys()
+        for name in unplanned:
             why = f"takes no part: {unfit[name].message}"
             self._candidates[name] = self._candidates[name]._replace(unable=why)
-        if lost:
+        if unplanned:
             self._decide()
 
     def explained(self, unfit: Mapping[str, weights_pb2.Problem]) -> Mapping[str, weights_pb2.Problem]:
-        """Why no plans can be made for these, with why they get the weights by no collective, if there could be one."""
+        """Adds to why no plans can be made for these replicas why no collective brings them the weights."""
         if not self._published:
             return unfit
-        return {name: with_words(problem, self._not_together(name, problem)) for name, problem in unfit.items()}
+        return {name: with_words(problem, self._reason_apart(name, problem)) for name, problem in unfit.items()}
 
-    def _not_together(self, name: str, problem: weights_pb2.Problem) -> str:
+    def _reason_apart(self, name: str, problem: weights_pb2.Problem) -> str:
         own = self._candidates[name].unable if name in self._candidates else ""
-        said = f"{name} {own}" if own else ("" if self.replicas else self.why)
-        return "" if problem.message in said else said
+        reason = f"{name} {own}" if own else ("" if self.replicas else self.why)
+        return "" if problem.message in reason else reason
 
     def _leave_out(self, candidates: dict[str, CollectiveCandidate]) -> None:
-        """Leaves out those because of which several in a row ended badly, unless nobody else is left; they are tried
-        again in the next one."""
+        """Leaves out replicas that were blamed for several failures in a row, unless no others are left. The next
+        collective tries them again."""
         blames = self._state.blames
         able = {name for name, each in candidates.items() if not each.unable}
         bad = {name for name in able if blames.get(name, 0) >= BLAMES}
@@ -117,15 +117,15 @@ class UpdateCollective:
             candidates[name] = candidates[name]._replace(unable=why)
 
     def begin(self, fence: Fence) -> None:
-        """The intent is on the disk: from now on `install` and `send` tell which take part."""
+        """Forms the collective, once the intent is on the disk: from now on `install` and `send` tell the members."""
         plan = None if self._compiled is None else self._compiled.collective
         if plan is None:
             return
         replicas = {member[0] for member in plan.members if not isinstance(member, str)}
-        there = replicas & set(self._recipients.waiting_for())
-        if there != replicas:
-            for name in there:  # before anything is paused for a vote that cannot be complete
-                message = f"its collective needs {', '.join(sorted(replicas - there))}, which is not in this update"
+        present = replicas & set(self._recipients.waiting_for())
+        if present != replicas:
+            for name in present:  # before anything is paused for a vote that cannot be complete
+                message = f"its collective needs {', '.join(sorted(replicas - present))}, which is not in this update"
                 self._recipients.leave_out(name, unavailable(message, replica=name).problem)
             return
         ranks = {source.source: source.rank for source in self._course.goal.published.sources}
@@ -143,34 +143,34 @@ class UpdateCollective:
         )
 
     def _communicator(self, fence: Fence, plan: CollectivePlan) -> bytes:
-        """That of the update before if its plan and its members' processes are the same and all ended well, else
-        another."""
+        """The communicator of the update before, if its plan and its members' processes are the same and all ended
+        well; else a new one."""
         lineage = self._course.goal.lineage
         processes = [trainer.session_id.encode() for trainer in self._trainers().values()]
         for name in sorted(self.replicas):
             replica = self._state.members.replicas.get(name)
             processes += [] if replica is None else replica.boot_ids()
         makeup = (plan, tuple(processes))
-        known = self._state.communicators.pop(lineage, None)
-        named = known[1] if known is not None and known[0] == makeup else str(fence).encode()
-        self._made = lineage, makeup, named
-        return named
+        last = self._state.communicators.pop(lineage, None)
+        communicator = last[1] if last is not None and last[0] == makeup else str(fence).encode()
+        self._communicator_entry = lineage, makeup, communicator
+        return communicator
 
     # -- telling them
 
     def install(self, name: str, command: manager_pb2.Install) -> None:
-        """Adds to a replica's command what it has to know."""
+        """Adds the collective to a replica's command, if the replica takes part."""
         if name in self.replicas and self._part.members:
             command.collective.CopyFrom(self._part)
             for worker in command.workers:
                 worker.member = self._workers[name, worker.rank]
 
     def send(self, fence: Fence, seconds: float) -> None:
-        """Tells, again, every rank that has not answered."""
+        """Sends the command, again, to every rank that has not answered."""
         trainers = self._trainers()
         for rank in self.waiting_for():
             if rank in trainers and trainers[rank].session_id != self._course.sessions.get(rank):
-                self._gone.add(rank)  # another process, which has sealed nothing of this
+                self._absent_ranks.add(rank)  # another process, which has sealed nothing of this
             elif rank in trainers:
                 part = manager_pb2.TakePart(
                     fence=fence.message(),
@@ -182,23 +182,23 @@ class UpdateCollective:
                 self._state.send(trainers[rank], part)
 
     def waiting_for(self) -> list[int]:
-        """Ranks whose part has not ended, as far as is known."""
-        return sorted(self._ranks.keys() - self._took.keys() - self._gone)
+        """Ranks that take part and are not known to have ended."""
+        return sorted(self._ranks.keys() - self._took.keys() - self._absent_ranks)
 
     def answered(self, trainer: TrainerRank, body: manager_pb2.TookPart) -> None:
-        """A rank's part has ended."""
+        """Takes a rank's answer: its part has ended."""
         self._took.setdefault(trainer.rank, body)
 
-    def gone(self, trainer: TrainerRank) -> None:
-        """A rank will not come back."""
-        self._gone.add(trainer.rank)
+    def drop(self, trainer: TrainerRank) -> None:
+        """Waits no more for a rank that will not come back."""
+        self._absent_ranks.add(trainer.rank)
 
     def out_of_time(self) -> None:
-        """Waits for none any more."""
-        self._gone.update(self.waiting_for())
+        """Stops waiting for ranks."""
+        self._absent_ranks.update(self.waiting_for())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
-        """What members fetch."""
+        """Blobs that members fetch."""
         plan = None if self._compiled is None else self._compiled.collective
         return [] if plan is None else [plan.plan]
 
@@ -207,15 +207,15 @@ class UpdateCollective:
 
     # -- the end
 
-    def over(self) -> None:
-        """Every replica has an outcome: keeps the communicator if all went well, else leaves the blamed out."""
+    def conclude(self) -> None:
+        """Ends it, once every replica has an outcome: keeps the communicator if all went well, and counts blames."""
         if not self._ranks:
             return
-        well = not self._gone and not self.waiting_for()
-        well = well and not any(body.HasField("problem") for body in self._took.values())
-        if well and all(self._ended(name) == NEW for name in self.replicas):
-            lineage, makeup, named = self._made
-            self._state.communicators[lineage] = makeup, named
+        all_well = not self._absent_ranks and not self.waiting_for()
+        all_well = all_well and not any(body.HasField("problem") for body in self._took.values())
+        if all_well and all(self._ended(name) == NEW for name in self.replicas):
+            lineage, makeup, communicator = self._communicator_entry
+            self._state.communicators[lineage] = makeup, communicator
         members = {name for body in self._took.values() for name in body.blamed}
         blamed = {key[0] for key, index in self._workers.items() if self._part.members[index] in members}
         for name in self.replicas:
@@ -227,16 +227,16 @@ class UpdateCollective:
         outcome = self._recipients.outcome(name)
         return manager_pb2.OUTCOME_UNSPECIFIED if outcome is None else outcome.outcome
 
-    def said(self) -> str:
-        """What the report says of the collective."""
+    def describe(self) -> str:
+        """The report's sentence about the collective."""
         dirty = [name for name in sorted(self.replicas) if self._ended(name) == manager_pb2.OUTCOME_QUARANTINED]
         problems = [body.problem.message for _, body in sorted(self._took.items()) if body.HasField("problem")]
-        said = self.why
+        text = self.why
         if problems:
-            said += f"; it did not end well: {problems[0]}"
+            text += f"; it did not end well: {problems[0]}"
         if dirty:
-            said += (
-                f"; who had begun and is not done, or was lost meanwhile, is closed ({', '.join(dirty)}): the next "
-                "update mends them"
+            text += (
+                f"; replicas that had begun and did not end, or were lost meanwhile, are closed ({', '.join(dirty)}): "
+                "the next update mends them"
             )
-        return said
+        return text

@@ -27,7 +27,7 @@ class Phase(StrEnum):
     FILLING = auto()  # of relays
     JOINING = auto()  # of what relays hold, until there are plans that read from them
     WAITING = auto()  # for the update before it
-    LEAVING = auto()  # of a caller: does it live?
+    LEAVING = auto()  # of a caller, which may be dead
     RECORDING = auto()  # the intent
     INSTALLING = auto()
     REPORTING = auto()
@@ -38,15 +38,15 @@ REFUSABLE = frozenset(Phase) - {Phase.RECORDING, Phase.INSTALLING, Phase.REPORTI
 """Phases in which nothing was touched. While the intent is being recorded only the ledger can still refuse: the intent
 may be on the disk already."""
 
-SAID = {
+ACTIVITIES = {
     Phase.QUEUEING: "waiting for relays that an update of another pool uses",
     Phase.WAITING: "waiting for the installs of the update before it",
     Phase.LEAVING: "looking whether a caller that has left is alive",
 }
-"""What phases are called whose names do not say it."""
+"""Words for phases with names that do not say enough."""
 
 TIMED = frozenset({Phase.PREPARING, Phase.SEALING, Phase.QUEUEING, Phase.FILLING, Phase.JOINING})
-"""Phases in which others are waited for, so that a timer ends them."""
+"""Phases that wait for members, so that a timer ends them."""
 
 
 class CourseTimer(Enum):
@@ -55,7 +55,7 @@ class CourseTimer(Enum):
     END = auto()  # of its time
     HALF = auto()  # of its time for preparing
     RESEND = auto()  # of what was not answered
-    SILENCE = auto()  # of installs: it begins again with everything new that one tells
+    SILENCE = auto()  # of installs; set again by each message that tells something new
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class Course:
         self.started = 0.0  # monotonic seconds
         self.cut = ""  # why it was cut short, for people; empty: it was not
         self.released = False  # its callers have returned, and its installs go on without them
-        self.awaited: dict[Phase, Callable[[], list[str]]] = {}  # names those that a phase waits for, for people
-        self.timeline = manager_pb2.Timeline()  # what is known by now of when what happened
+        self.awaited: dict[Phase, Callable[[], list[str]]] = {}  # the names of what a phase waits for, for people
+        self.timeline = manager_pb2.Timeline()  # of what has happened until now
         self.not_finite: dict[str, manager_pb2.Sealed] = {}  # by source, answers that named NaN or infinity
         self._phase_end = 0.0
 
@@ -107,22 +107,22 @@ class Course:
         return self.phase in REFUSABLE
 
     @property
-    def said(self) -> str:
-        """What it does, for people."""
-        return SAID.get(self.phase, self.phase)
+    def activity(self) -> str:
+        """What it does now, for people."""
+        return ACTIVITIES.get(self.phase, self.phase)
 
     def waiting_for(self) -> list[str]:
-        """What it waits for now, as people call it; empty: nothing, or only a task of the manager's own."""
+        """The members that it waits for now, named for people; empty: none, or only a task of the manager's own."""
         return self.awaited[self.phase]() if self.phase in self.awaited else []
 
     def describe(self, fence: Fence) -> str:
-        """What runs, for those that must wait for it."""
+        """One line for blocked callers: what runs, and what it does now. fence: under which people know it."""
         goal = self.goal
         what = "rollback" if goal.is_rollback else "update"
         what = f"dry run of {what}" if goal.dry_run else what
         what = f"bringing up {goal.replicas[0]}: update" if goal.is_attempt else what
         where = f", {in_pool(goal.pool)}" if goal.pool else ""
-        return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.said}"
+        return f"{what} {fence.epoch} (version {goal.version} of lineage {goal.lineage!r}{where}): {self.activity}"
 
     def refusal(self, identity: Version, now: float) -> weights_pb2.Problem | None:
         """Why the weights cannot be installed as this version: it cannot be that one, or no time is left."""
@@ -135,7 +135,7 @@ class Course:
         return None
 
     def start(self, now: float) -> None:
-        """The first phase, and the timers of the whole."""
+        """Begins the first phase, and sets the timers of the whole update."""
         self.started = self.timeline.began = now
         if self.goal.called is not None:
             self.note("gathering", self.goal.called)
@@ -144,7 +144,7 @@ class Course:
         self.begin(Phase.PREPARING, self.state.deadlines.prepare, now)
 
     def begin(self, phase: Phase, seconds: float, now: float) -> None:
-        """The next phase, which may take so long, and no longer than the goal."""
+        """Begins the next phase, which may take `seconds`, and no longer than the goal."""
         self.phase = phase
         self.note(phase, now)
         end = self.goal.end - self.state.deadlines.report
@@ -153,10 +153,10 @@ class Course:
             self.timer(PhaseEnd(phase), self._phase_end - now)
         if phase is Phase.PREPARING:
             self.timer(CourseTimer.HALF, (self.goal.end - now) / 2)
-        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.STAGE_PLAN, message=self.said))
+        self.tell(manager_pb2.UpdateProgress(stage=manager_pb2.STAGE_PLAN, message=self.activity))
 
     def claim(self, claim: Claim) -> bool:
-        """Whether it has this of holders from now on, to tell them so under `relay_fence`; else it asks again later."""
+        """Claims holders, to give them orders under `relay_fence`. False: others have them; it asks again later."""
         claims = self.state.claims
         if not claims.ask(self.number, claim):
             return False
@@ -169,35 +169,35 @@ class Course:
 
     @property
     def waits(self) -> bool:
-        """Whether others have what it has claimed."""
+        """Whether it waits for holders that other jobs have."""
         return bool(self.state.claims.in_the_way(self.number))
 
     def extend_claim(self, relays: frozenset[str]) -> None:
-        """Fills and reads these relays, too: none of them is `blocked`."""
+        """Extends the claim to these relays, of which none is `blocked`."""
         self.state.claims.extend(self.number, relays, self.relay_fence.epoch)
 
     def blocked(self, keeps: Version | None) -> set[str]:
-        """Relays that it cannot fill besides: another job has them, or they obey a higher fence by now."""
+        """Relays that it cannot fill in addition: another job has them, or they obey a higher fence by now."""
         claims = self.state.claims
         higher = {name for name, fence in claims.fences.items() if fence > self.relay_fence.epoch}
         return claims.blocked(self.number, keeps) | higher
 
     def note(self, phase: str, now: float) -> None:
-        """Notes a phase for the timeline: it began then, and what went on before has ended."""
+        """Adds a phase to the timeline: it began at `now`, and the phase before it has ended."""
         self.timeline.phases.add(name=phase, after=now - self.started)
 
-    def left(self, now: float) -> float:
-        """Seconds for a task of this phase."""
+    def remaining(self, now: float) -> float:
+        """Seconds left for a task of this phase."""
         return max(SHORTEST_SECONDS, self._phase_end - now)
 
-    def over(self) -> None:
+    def end(self) -> None:
         """Ends the course: nothing is left to do."""
         self.phase = Phase.OVER
         for step in (*CourseTimer, *map(PhaseEnd, TIMED)):
             self.cancel(step)
 
     def answer(self, report: manager_pb2.UpdateReport) -> None:
-        """Gives all callers their report; no caller is left."""
+        """Ends all calls with the report."""
         for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(report=report))
             self.state.finish(call)
@@ -212,23 +212,22 @@ class Course:
         self.goal.calls.clear()
 
     def release(self) -> None:
-        """Trainers may change their weights; what was sealed before held none of them up. Does nothing a second
-        time."""
+        """Tells trainers that they may change their weights, once; what was sealed before held none of them up."""
         ranks = self.state.members.ranks(self.goal.lineage).values() if self.goal.held is None else ()
         for trainer in () if self.released else ranks:
             self.state.send(trainer, manager_pb2.Release(fence=self.fence.message()))
         self.released = True
 
-    def progress(self, name: str, said: manager_pb2.Progress) -> None:
+    def progress(self, name: str, progress: manager_pb2.Progress) -> None:
         """Tells all callers how far a replica is."""
         self.tell(
             manager_pb2.UpdateProgress(
-                replica=name, stage=said.stage, bytes_done=said.bytes_done, bytes_total=said.bytes_total
+                replica=name, stage=progress.stage, bytes_done=progress.bytes_done, bytes_total=progress.bytes_total
             )
         )
 
     def tell(self, progress: manager_pb2.UpdateProgress) -> None:
-        """Tells all callers."""
+        """Sends progress to all callers."""
         for call in self.goal.calls.values():
             self.state.emit(call, manager_pb2.UpdateEvent(progress=progress))
 
@@ -241,5 +240,5 @@ class Course:
         self.state.set_timer(UpdateTimer(self.number, step), seconds)
 
     def cancel(self, step: Key) -> None:
-        """Forgets it."""
+        """Cancels a timer of this update."""
         self.state.cancel_timer(UpdateTimer(self.number, step))

@@ -1,7 +1,7 @@
-"""What a dry run tells: which replicas an update would be for, over which edges, and why the others are left out.
+"""The report of a dry run: which replicas an update would be for, over which edges, and why the others are left out.
 
-It goes as far as the plans. What an update decides later is not known: whether relays are filled is decided when the
-weights are sealed.
+A dry run goes as far as the plans. It does not tell what is decided when the weights are sealed, such as whether relays
+are filled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 UNDECIDED = "whether relays are filled is decided when the weights are sealed; edges are those without relays"
 
 
-def foreseen(
+def forecast(
     fence: Fence,
     goal: Goal,
     recipients: Recipients,
@@ -24,8 +24,8 @@ def foreseen(
     seconds: float,
     refusal: weights_pb2.Problem | None,
 ) -> manager_pb2.UpdateReport:
-    """The report. fence: for preparing. compiled: None: the update would be refused before there are plans. seconds:
-    since the dry run began. refusal: why the update would be refused; None: it would not."""
+    """The report. fence: for preparing. compiled: the plans; None: the update would be refused before there are any.
+    seconds: since the dry run began. refusal: why the update would be refused; None: it would not."""
     report = manager_pb2.UpdateReport(
         fence=fence.message(),
         identity=weights_pb2.Identity(lineage=goal.lineage, version=goal.version),
@@ -53,7 +53,8 @@ def foreseen(
 def _planned(
     name: str, fence: Fence, compiled: Compiled | None, cut_off: weights_pb2.Problem | None
 ) -> manager_pb2.ReplicaOutcome:
-    """cut_off: why it cannot read the sources, so that only relays near it can bring it the version."""
+    """The outcome of a replica that would be installed. cut_off: why it cannot read the sources, so that only relays
+    near it can bring it the version; None: it can."""
     planned = manager_pb2.ReplicaOutcome(replica=name, outcome=manager_pb2.OUTCOME_PLANNED)
     if cut_off is not None:
         planned.problem.CopyFrom(cut_off)

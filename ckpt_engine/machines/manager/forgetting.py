@@ -1,25 +1,24 @@
-"""When a member that does not say goodbye is forgotten, and with it what it holds of the manager's memory.
+"""Decides when a member that does not say goodbye is forgotten, and with it what it holds of the manager's memory.
 
 A rank that says goodbye is forgotten at once. One that was killed only loses its session, so it is forgotten
 - `forget` seconds after that, if it has not come back (that costs nothing: a hello brings all of it again);
-- as soon as no rank of its run is connected and updates of other runs have taken over every replica that its own were
-  for;
+- as soon as no rank of its run is connected and updates of other runs have taken over every replica that it was for;
 - when an operator evicts its run.
-So is a holder that was killed, `forget` seconds later, and a replica that no update ever reached. A replica that was
-prepared for a version, or holds one, stays until it is evicted: it may go on serving that one.
+A holder that was killed, and a replica that no update ever reached, are forgotten `forget` seconds later. A replica
+that was prepared for a version, or holds one, stays until it is evicted: it may go on serving that version.
 
-Names cost nothing to make, so a stranger must not leave any. A member that has brought nothing is forgotten as soon as
-its session ends: a replica that never had a worker, a holder that holds nothing and can hold nothing, a rank of a
-lineage without a version that has published nothing. Of the other replicas that no update reached, `MOST_LOST` wait
-for `forget`; beyond that the one that was lost first goes. What a member says of itself is believed: one that lies
-about what it holds is kept out by tokens only.
+Names cost nothing to make, so a stranger must not leave any behind. A member that has brought nothing is forgotten as
+soon as its session ends: a replica that never had a worker, a holder that holds nothing and can hold nothing, a rank
+that has published nothing in a lineage without a version. Of the other replicas that no update reached, `MOST_LOST`
+wait for `forget`; beyond that the one that was lost first is forgotten. A member's word about itself is believed: only
+tokens keep out one that lies about what it holds.
 
-What the run published goes with its last rank, unless it can be read without it (files) and there is a replica that is
-to hold it: then it stays for late ones, until other updates have taken over the last of them.
+What a run published is forgotten with its last rank, unless it can be read without the run (files) and some replica is
+to hold it. Then it stays for late replicas, until other updates have taken over the last of them.
 
-A lineage that has no rank, of which nothing is to be read, and which no replica holds or is to serve, is forgotten
-between `forget` and twice that later, or when an operator says so: newcomers are not brought to it any more. That is
-durable. Its numbers stay taken: no version of that lineage gets one again with another root.
+A lineage is unused if it has no rank, nothing of it can be read, and no replica holds it or is to serve it. An unused
+lineage is forgotten between `forget` and twice that later, or when an operator says so: newcomers are not brought to it
+any more. That is durable. Its numbers stay taken: none is used again for a version with another root.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from ckpt_engine.machines.manager.versions import selected
 from ckpt_engine.v1 import manager_pb2
 
 MOST_LOST = 1024
-"""Replicas without a session that have workers and were never prepared for a version: far more than an outage takes
-before a first update."""
+"""Replicas that are remembered without a session, have workers and were never prepared for a version: far more than an
+outage disconnects before a first update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +58,20 @@ class ForgottenWrite:
 
     lineage: str
     call: Call | None  # that waits for it
-    effects: tuple[str, ...]  # that the call is told
+    effects: tuple[str, ...]  # for the call's answer
 
 
 @dataclass
 class Forgetting:
-    """Says which members are to be forgotten; the manager's machine then tells all that must know. Forgets lineages."""
+    """Says which members are to be forgotten; the manager's machine forgets them. Forgets lineages itself."""
 
     state: ManagerState
-    unused: frozenset[str] = frozenset()  # lineages that nothing used when that was looked last
-    unreached: dict[str, None] = field(
-        default_factory=dict
-    )  # lost replicas that no update reached; the first one first
+    unused: frozenset[str] = frozenset()  # lineages that were unused at the last look
+    unreached: dict[str, None] = field(default_factory=dict)  # lost replicas that no update reached, oldest first
 
     def lost(self, member: Member) -> Member | None:
-        """Notes that its session ended without a goodbye. Returns a member that is to be forgotten at once."""
-        if not self._brought(member):
+        """Notes that a session ended without a goodbye. Returns a member that is to be forgotten at once."""
+        if not self._holds_anything(member):
             return member
         if isinstance(member, Replica):
             if _reached(member):
@@ -85,19 +82,19 @@ class Forgetting:
             return self.state.members.replicas.get(next(iter(self.unreached)))
         return None
 
-    def back(self, member: Member) -> None:
-        """Notes that a member said hello again, or will not."""
+    def cancel(self, member: Member) -> None:
+        """Stops waiting for a member: it said hello again, or is forgotten already."""
         if isinstance(member, Replica):
             self.unreached.pop(member.name, None)
         self.state.cancel_timer(ForgetTimer(member_id(member)))
 
     def due(self, key: ForgetTimer) -> Member | None:
-        """The member whose time is over; None: it is connected, or gone."""
+        """The member to forget now; None: it is connected, or forgotten already."""
         member = self.state.members.get(key.member)
         return member if member is not None and member.peer is None else None
 
-    def _brought(self, member: Member) -> bool:
-        """Whether something is lost with it, or may be."""
+    def _holds_anything(self, member: Member) -> bool:
+        """Whether something would be lost with the member, or may be."""
         if isinstance(member, Replica):
             return bool(member.workers) or _reached(member)
         if isinstance(member, Holder):
@@ -105,14 +102,14 @@ class Forgetting:
         return member.table is not None or member.lineage in self.state.versions.last
 
     def taken_over(self) -> list[TrainerRank]:
-        """Ranks of runs that are gone and whose replicas all belong to others now."""
+        """Ranks of runs without a connected rank, of which other runs have taken over all replicas."""
         versions, trainers = self.state.versions, self.state.members.trainers.values()
-        over = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.served_lineages()
-        over -= {trainer.lineage for trainer in trainers if trainer.peer is not None}
-        return [trainer for trainer in trainers if trainer.lineage in over]
+        ended_runs = {trainer.lineage for trainer in trainers} & versions.last.keys() - versions.served_lineages()
+        ended_runs -= {trainer.lineage for trainer in trainers if trainer.peer is not None}
+        return [trainer for trainer in trainers if trainer.lineage in ended_runs]
 
     def look(self) -> None:
-        """Forgets the lineages that nothing used at the look before this one either; another one comes."""
+        """Forgets lineages that were unused at the last look, too, and sets the timer of the next look."""
         self.state.set_timer(LineagesLook(), self.state.deadlines.forget)
         unused = frozenset(each.name for each in lineages(self.state).values() if self._unused(each))
         for name in sorted(unused & self.unused):
@@ -120,12 +117,12 @@ class Forgetting:
         self.unused = unused - self.unused
 
     def _unused(self, lineage: Lineage) -> bool:
-        """Whether it may be forgotten: what the ledger did not answer about may be of it."""
+        """Whether a lineage may be forgotten: none may while the ledger is silent about a commit."""
         return not lineage.used and not self.state.versions.doubtful
 
-    def asked(self, call: Call, request: manager_pb2.ForgetLineageRequest) -> None:
-        """An operator has a lineage forgotten: the answer comes when that is on the disk. Refused while ranks or
-        replicas use it."""
+    def join(self, call: Call, request: manager_pb2.ForgetLineageRequest) -> None:
+        """Takes an operator's call to forget a lineage. The answer comes when that is on the disk. Refused while ranks
+        or replicas use the lineage."""
         try:
             lineage = known_lineage(lineages(self.state), request.lineage)
             _check_free(lineage)
@@ -142,8 +139,8 @@ class Forgetting:
             self._forget(lineage.name, call, effects)
 
     def written(self, key: ForgottenWrite, done: Done) -> None:
-        """The ledger has written that a lineage is forgotten, or could not: then a manager that is started again knows
-        it again, and it is forgotten again."""
+        """Answers the call once the ledger has written, or could not. In that case a restarted manager knows the
+        lineage again, and forgets it again."""
         if key.call is not None:
             response = None if done.problem is not None else manager_pb2.ForgetLineageResponse(effects=key.effects)
             self.state.out.append(FinishCall(key.call, done.problem, response))
@@ -155,39 +152,39 @@ class Forgetting:
         self.state.run(ForgottenWrite(name, call, effects), task)
 
     def _effects(self, lineage: Lineage) -> list[str]:
-        """What comes of forgetting a lineage that no rank and no replica uses."""
+        """Sentences for people: the effects of forgetting a lineage that no rank and no replica uses."""
         versions = self.state.versions
-        said = [
+        effects = [
             f"{selected(key)} is not brought to version {commit.identity.number} any more"
             for key, commit in sorted(versions.desired.items())
             if commit.identity.lineage == lineage.name
         ]
         if FILES in lineage.sources:
-            said.append("its files are not read any more for replicas that start late")
+            effects.append("its files are not read any more for replicas that start late")
         stays = "goes on holding a version of it until it is filled with others; it is listed until then"
-        return [*said, *(f"{source} {stays}" for source in sorted(lineage.sources - {FILES}))]
+        return [*effects, *(f"{source} {stays}" for source in sorted(lineage.sources - {FILES}))]
 
     def prune(self) -> None:
-        """Lets go of what runs without ranks have published, and of versions that only replicas which have left were to
-        serve, if it is of no use any more."""
+        """Drops publications that are of no use any more: those of runs without ranks, and those of versions that only
+        departed replicas were to serve."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
-        wanted, needed = self.state.versions.served_lineages(), self.state.versions.needed(self.state.members.replicas)
+        served, needed = self.state.versions.served_lineages(), self.state.versions.needed(self.state.members.replicas)
         for content in self.state.versions.contents.values():
             lineage, published = content.identity.lineage, content.published
-            gone = published is not None and lineage not in alive
+            orphaned = published is not None and lineage not in alive
             files = published is not None and all(source.outlives for source in published.sources)
-            if content.identity not in needed or (gone and not (files and lineage in wanted)):
+            if content.identity not in needed or (orphaned and not (files and lineage in served)):
                 content.published = content.record = None
 
 
 def _reached(replica: Replica) -> bool:
-    """Whether a version is, or may be, in its workers: it is prepared before it is told to install."""
+    """Whether an update has reached a replica, so that its workers may hold a version: preparing comes first."""
     holds = any(Version.or_none(worker.identity) for worker in replica.workers)
     return holds or bool(replica.prepared) or replica.last_outcome is not None
 
 
 def _check_free(lineage: Lineage) -> None:
-    """Raises FAILED_PRECONDITION if ranks or replicas use it."""
+    """Raises FAILED_PRECONDITION if ranks or replicas use a lineage."""
     name = lineage.name
     if lineage.ranks:
         count, connected = len(lineage.ranks), sum(rank.peer is not None for rank in lineage.ranks)

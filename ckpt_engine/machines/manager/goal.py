@@ -1,4 +1,4 @@
-"""What an update is to do, and which updates take turns."""
+"""The goal of an update, and which goals take turns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class HeldVersion:
 
 @dataclass
 class Goal:
-    """What an update is to do: to bring replicas to a version that ranks seal in it, or that was sealed before.
+    """The goal of an update: to bring replicas to a version that ranks seal in it, or that was sealed before.
 
-    It commits the version for a selection of replicas, by their names or as `everybody` in their pool. An *attempt* is
-    for one replica, and carries out a commit that there is; nothing has called for it.
+    An update commits the version for a selection of replicas, by their names or as `everybody` in their pool. An
+    *attempt* is for one replica, and carries out an earlier commit; no call asked for it.
     """
 
     lineage: str
@@ -47,7 +47,7 @@ class Goal:
 
     @property
     def is_attempt(self) -> bool:
-        """Whether it carries out a commit that there is."""
+        """Whether it carries out an earlier commit."""
         return not self.selection
 
     @property
@@ -66,8 +66,8 @@ class Goal:
         return frozenset(source.source for source in self.published.sources if source.rank is None)
 
     def meets(self, other: Goal) -> bool:
-        """Whether the two take turns: they are for one replica, for one pool, or of one lineage. Attempts for late
-        replicas go on side by side, and beside other pools' updates of their lineage unless they read its ranks."""
+        """Whether the two take turns: they are for one replica, for one pool, or of one lineage. Attempts for different
+        replicas run side by side, and beside other pools' updates of their lineage unless both read its ranks."""
         if not set(self.replicas).isdisjoint(other.replicas):
             return True
         attempts = self.is_attempt + other.is_attempt
@@ -83,14 +83,14 @@ class Goal:
 
     @property
     def least(self) -> int:
-        """The fewest replicas that can be updated with which it is not refused."""
+        """The least number of replicas that must be able to be updated; with fewer it is refused."""
         return 1 if self.min_replicas is None else self.min_replicas
 
 
 class QueuedGoal(NamedTuple):
-    """What was called and lacks nothing any more."""
+    """A call that waits only for its turn."""
 
-    said: str  # what it is, for people
+    description: str  # what it is, for people
     goal: Goal
     dequeue: Callable[[], None]  # takes it out of the calls that wait; to be called before its update is started
     call: int | None = None  # its number among those that wait for holders, below 0; None: it needs none to begin

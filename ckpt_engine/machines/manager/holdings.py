@@ -1,14 +1,14 @@
-"""What holds a version: what a late replica, or a rollback, is brought up from, and where a non-member can read it.
+"""The sources of a version: for a late replica, for a rollback, and for a non-member that wants to read it.
 
-Ranks that stay sealed hold the version that they sealed last, and holders what they say. What the sealed record tells
-need not be hashed again: of what holders hold, and of what ranks hold that were not told to seal another version since.
+Ranks that stay sealed hold the version that they sealed last, and holders what they say. What the sealed record covers
+need not be hashed again: what holders hold, and what ranks hold that were not told to seal another version since.
 
-All connected holders of one version are joined, and ranks that hold it still; each may have other boxes of it. A record
-counts only if it hashes to the root by which the ledger, or the words of workers, know the version. One that brings
-another one, or a table that does not fit, is told so and left out; the others are read.
+All connected holders of one version, and ranks that still hold it, are joined; each may have other boxes of it. A
+record counts only if it hashes to the root by which the ledger, or the words of workers, know the version. A holder
+with another record, or with a table that does not fit, is told so and left out; the others are read.
 
-A non-member can read versions that connected holders hold under such a root, and those that were
-committed last as long as all of their sources stay sealed. Saying where changes nothing and reserves nothing.
+A non-member can read versions that connected holders hold under such a root, and those that were committed last as
+long as all of their sources stay sealed. Telling it where changes nothing and reserves nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class JoinRetry:
-    """Key of the timer after which what failed to be joined is joined again."""
+    """Key of the timer after which a failed join is repeated."""
 
     pipeline: int  # the number of the one that failed
 
@@ -46,7 +46,7 @@ class Joining:
 
     @property
     def joined(self) -> Joined | None:
-        """What it came to; None while it goes on, or if it failed."""
+        """The result; None while the join goes on, or if it failed."""
         return self.pipeline.stage if isinstance(self.pipeline.stage, Joined) else None
 
 
@@ -56,16 +56,16 @@ class Holdings:
 
     state: ManagerState
     publications: Publications
-    # What was joined last, by version and whether a call asks for it: attempts read ranks, too.
+    # The last joins, by version and whether a call asks for it: attempts join ranks, too.
     joinings: dict[tuple[Version, bool], Joining] = field(default_factory=dict)
-    called: frozenset[Version] = frozenset()  # that calls ask for
+    called: frozenset[Version] = frozenset()  # versions that calls ask for
 
     def supply(self, content: Content, attempt: int = 0) -> tuple[Published, manager_pb2.BlobRef | None] | None:
-        """Where a version's bytes lie, if they stay there, and its record, if that tells what is there; None: nowhere,
-        or that is not known yet (`looking`, `failure`). attempt: how many failed before.
+        """The sources from which a version can be read, and its record if it covers what they hold. None: there are
+        none, or that is not known yet (`looking`, `failure`). attempt: how many failed before.
 
         What ranks and holders hold is joined, so that each worker reads the nearest of them. Ranks that were told to
-        seal another version since must digest all again, so they are no part of that: every second attempt reads them.
+        seal another version since must digest all again, so they are not joined: every second attempt reads them alone.
         """
         offered = self.offered(content)
         if (
@@ -74,32 +74,32 @@ class Holdings:
             or any(self._taken_back(content, source) for source in offered.sources)
         ):
             return self.of(content)
-        there = all(_is_there(self.state, content, source) for source in offered.sources)
-        told = offered == content.published and not content.sealed_since and content.record is not None
-        ranks = offered.sources if there and told else ()
+        present = all(_is_there(self.state, content, source) for source in offered.sources)
+        recorded = offered == content.published and not content.sealed_since and content.record is not None
+        ranks = offered.sources if present and recorded else ()
         held = self.of(content, [HeldOffer(each.source, each.table, None, each.rank) for each in ranks])
-        if held is not None and (told or not there or attempt % 2 == 0):
+        if held is not None and (recorded or not present or attempt % 2 == 0):
             return held
-        if there and self.looking(content):
+        if present and self.looking(content):
             return None
-        return offered, content.record if there and told else None
+        return offered, content.record if present and recorded else None
 
     def offered(self, content: Content) -> Published | None:
-        """What the ranks of a version published. After a rollback they have published another one since."""
+        """What the ranks of a version have published; None: they have published another one since, or nothing."""
         identity = content.identity
         if content.published is not None or self.state.versions.highest.get(identity.lineage) != identity:
             return content.published
         return self.publications.get(identity.lineage).published
 
     def _taken_back(self, content: Content, source: SourceOffer) -> bool:
-        """Whether nothing is to be hoped for of it: its rank is there and offers something else, or nothing."""
+        """Whether a source is lost for good: its rank is connected and offers something else, or nothing."""
         if source.outlives or source.rank is None:
             return False
         rank = self.state.members.trainers.get((content.identity.lineage, source.rank))
         return rank is not None and rank.peer is not None and rank.table != source.table
 
-    def told(self, holder: Holder) -> None:
-        """A holder says what it has. What was joined without it is joined again."""
+    def note_held(self, holder: Holder) -> None:
+        """Takes what a holder says that it holds. Joins that refused it are forgotten, so that they are repeated."""
         for held in holder.held:
             self.state.send(holder, manager_pb2.PublicationAccepted(table=held.table))
         for key, joining in list(self.joinings.items()):
@@ -107,45 +107,46 @@ class Holdings:
                 del self.joinings[key]
 
     def looking(self, content: Content) -> bool:
-        """Whether that will be known soon."""
-        known = self.joinings.get((content.identity, False))
-        return known is not None and isinstance(known.pipeline.stage, JoinSources)
+        """Whether a join for a version goes on, so that its sources are known soon."""
+        joining = self.joinings.get((content.identity, False))
+        return joining is not None and isinstance(joining.pipeline.stage, JoinSources)
 
     def failure(self, content: Content) -> weights_pb2.Problem | None:
-        """Why what is held of it could not be joined; None: it was, or nothing was tried. A failed join is repeated."""
-        known = self.joinings.get((content.identity, False))
-        stage = None if known is None else known.pipeline.stage
+        """Why the last join for a version failed; None: it did not, or none was tried. A failed join is repeated."""
+        joining = self.joinings.get((content.identity, False))
+        stage = None if joining is None else joining.pipeline.stage
         return stage.problem if isinstance(stage, Failed) else None
 
     def of(
         self, content: Content, ranks: Iterable[HeldOffer] = (), called: bool = False
     ) -> tuple[Published, manager_pb2.BlobRef] | None:
-        """Where a version lies and its record; None if nothing holds it, or while that is not known. ranks: what is
-        known of trainer ranks that hold it too; equally near, holders are read before them. called: a call asks."""
+        """The joined sources of a version and its record; None if nothing holds it, or while that is not known. ranks:
+        offers of trainer ranks that hold it too; holders that are as near are read before them. called: whether a call
+        asks for it."""
         identity, key = content.identity, (content.identity, called)
         offers = self.state.members.offers(identity)
         if not offers:
             self.joinings.pop(key, None)
             return None
         offers = (*offers, *ranks)
-        known = self.joinings.get(key)
-        if known is None or known.offers != offers:
+        joining = self.joinings.get(key)
+        if joining is None or joining.offers != offers:
             self._forget()
-            known = self.joinings[key] = Joining(offers, PlanPipeline(self.state))
-            known.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
-        joined = known.joined
+            joining = self.joinings[key] = Joining(offers, PlanPipeline(self.state))
+            joining.pipeline.run(JoinSources(identity, offers, content.record, self.state.deadlines.merge))
+        joined = joining.joined
         if joined is None or joined.published is None or joined.record is None:
             return None
         return joined.published, joined.record
 
     def _forget(self) -> None:
-        """Forgets what was joined of versions that are asked for no more."""
-        wanted = {True: self.called, False: self.state.versions.contents.keys()}
-        self.joinings = {key: each for key, each in self.joinings.items() if key[0] in wanted[key[1]]}
+        """Forgets joins of versions that nothing asks for any more."""
+        in_use = {True: self.called, False: self.state.versions.contents.keys()}
+        self.joinings = {key: each for key, each in self.joinings.items() if key[0] in in_use[key[1]]}
 
     def planned(self, task: PlanTask, done: Done) -> None:
-        """A task of a pipeline ended, which may be of these: tells those that were left out. What failed altogether is
-        joined again a little later."""
+        """Takes the end of a pipeline's task, which may be of a join. Tells holders that were left out. A join that
+        failed altogether is repeated a little later."""
         for joining in self.joinings.values():
             if not joining.pipeline.done(task, done):
                 continue
@@ -156,10 +157,10 @@ class Holdings:
                 if problem is not None:
                     self.state.send(holder, manager_pb2.Refused(problem=problem))
 
-    def again(self, retry: JoinRetry) -> None:
-        """Forgets what failed a moment ago, so that it is joined when it is asked for."""
+    def retry(self, failed: JoinRetry) -> None:
+        """Forgets a failed join, so that it is repeated when the version is asked for."""
         for key, joining in list(self.joinings.items()):
-            if joining.pipeline.number == retry.pipeline:
+            if joining.pipeline.number == failed.pipeline:
                 del self.joinings[key]
 
     def blobs(self) -> dict[str, list[manager_pb2.BlobRef]]:
@@ -183,7 +184,7 @@ class _Readable:
 
 
 def stays_sealed(published: Published) -> bool:
-    """Whether it may be read outside the call in which it was sealed: no rank changes it before it seals again."""
+    """Whether it may be read after the call in which it was sealed: ranks do not change it before they seal again."""
     return all(source.stays_sealed for source in published.sources)
 
 
@@ -192,8 +193,8 @@ def _is_there(state: ManagerState, content: Content, source: SourceOffer) -> boo
 
 
 def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
-    """Where a version can be read. Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if several lineages
-    are meant."""
+    """Where a version can be read. Raises NOT_FOUND, naming what can be read, and INVALID_ARGUMENT if the lineage is
+    ambiguous."""
     readable = _readable(state)
     lineages = sorted({lineage for lineage, _ in readable})
     if not request.lineage and len(lineages) > 1:
@@ -204,43 +205,43 @@ def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> m
     if number is None:
         highest = max((each for of, each in readable if of == lineage), default=None)
         number = highest if last is None else last.identity.number
-    found = None if number is None else readable.get((lineage, number))
-    if found is None:
+    version = None if number is None else readable.get((lineage, number))
+    if version is None:
         what = "any version" if number is None else f"version {number}"
         of = f" of lineage {lineage!r}" if lineage else ""
-        named = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
+        newest = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
         raise not_found(
-            f"nobody who can be read holds {what}{of}; can be read: {', '.join(named) or 'none'}. Relays keep the last "
+            f"no readable source holds {what}{of}; can be read: {', '.join(newest) or 'none'}. Relays keep the last "
             "two versions; a trainer keeps one readable that it published with snapshot=True, or from a directory"
         )
     return manager_pb2.LocateVersionResponse(
-        identity=found.identity.message(), record=found.record, tables=found.tables
+        identity=version.identity.message(), record=version.record, tables=version.tables
     )
 
 
 def _readable(state: ManagerState) -> dict[tuple[str, int], _Readable]:
     """The readable versions, by lineage and number. Holders come first: they are nearer, or as near."""
-    found: dict[tuple[str, int], _Readable] = {}
+    readable: dict[tuple[str, int], _Readable] = {}
     for holder in state.members.connected_holders():
         for held in holder.held:
             identity = held.identity
             if held.record is not None and held.record.digest and state.versions.knows(identity):
-                each = found.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
+                each = readable.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
                 each.tables.append(held.table)
     for content in state.versions.contents.values():
         identity, tables = content.identity, _sealed_tables(state, content)
         if content.record is not None:
             key = identity.lineage, identity.number
-            if tables and key not in found:
-                found[key] = _Readable(identity, content.record)
-            if key in found:
-                found[key].record = content.record  # its own
-                found[key].tables += tables
-    return found
+            if tables and key not in readable:
+                readable[key] = _Readable(identity, content.record)
+            if key in readable:
+                readable[key].record = content.record  # the manager's own
+                readable[key].tables += tables
+    return readable
 
 
 def _sealed_tables(state: ManagerState, content: Content) -> list[manager_pb2.BlobRef]:
-    """Tables of the ranks, or files, that still have the very weights that were sealed."""
+    """Tables of the ranks, or files, that still have the weights that were sealed."""
     if content.published is None or content.sealed_since:
         return []
     return [

@@ -1,8 +1,8 @@
-"""Which lineages there are, and what uses each: its ranks, replicas that hold a version of it or are to serve one, and
-what can be read of it. Status, page and commands show these and no others.
+"""The lineages that exist, and what uses each: its ranks, replicas that hold a version of it or are to serve one, and
+sources that can be read. Status, page and commands show these and no others.
 
-Decides nothing about when one is forgotten (forgetting.py), and keeps nothing: it is asked of what is known of members
-and versions.
+Does not decide when a lineage is forgotten (forgetting.py), and stores nothing: all is derived from members and
+versions.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2
 
 FILES = "files"
-"""The source of a version that is read in place, without any process that offers it."""
+"""The source of a version that is read from files, without any process that offers it."""
 
 
 @dataclass
 class Lineage:
-    """One line of versions, and what there is of it."""
+    """One line of versions, and what uses it."""
 
     name: str
-    latest: Version | None = None  # that was committed last; None: none was, or it is forgotten
+    latest: Version | None = None  # committed last; None: none was, or it is forgotten
     ranks: list[TrainerRank] = field(default_factory=list)  # also those that lost their session and may come back
     replicas: set[str] = field(default_factory=set)  # that hold a version of it, or are to serve one
-    sources: set[str] = field(default_factory=set)  # that have a version of it to read: holders, FILES
+    sources: set[str] = field(default_factory=set)  # from which a version of it can be read: holders, FILES
 
     @property
     def used(self) -> bool:
-        """Whether anything would miss it."""
+        """Whether anything uses it."""
         return bool(self.ranks or self.replicas or self.sources)
 
     def message(self) -> manager_pb2.LineageStatus:
-        """It as GetStatus tells it."""
+        """It as a protobuf message, for GetStatus."""
         return manager_pb2.LineageStatus(
             lineage=self.name,
             latest=None if self.latest is None else self.latest.message(),
@@ -50,11 +50,11 @@ class Lineage:
 
 
 def lineages(state: ManagerState) -> dict[str, Lineage]:
-    """All of them by name, in the order of their names."""
-    found: dict[str, Lineage] = {}
+    """All lineages by name, in the order of their names."""
+    by_name: dict[str, Lineage] = {}
 
     def of(name: str) -> Lineage:
-        return found.setdefault(name, Lineage(name))
+        return by_name.setdefault(name, Lineage(name))
 
     versions, members = state.versions, state.members
     for name, commit in versions.last.items():
@@ -72,11 +72,11 @@ def lineages(state: ManagerState) -> dict[str, Lineage]:
     for content in versions.contents.values():
         if content.published is not None and all(source.outlives for source in content.published.sources):
             of(content.identity.lineage).sources.add(FILES)
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def known_lineage(known: Mapping[str, Lineage], name: str) -> Lineage:
-    """The one of this name. Raises NOT_FOUND, naming those that there are."""
+    """The lineage of this name. Raises NOT_FOUND, naming the known ones."""
     if name not in known:
         raise not_found(f"there is no lineage {name!r} ({some(list(known)) or 'none is known'})")
     return known[name]

@@ -5,10 +5,10 @@ Decides which members may join, which call begins an update, and what waits for 
   side by side (`updates`). Meanwhile the ranks of other lineages gather, side by side, and take turns (`gathers`);
   another call of the lineage that is being updated is ABORTED, naming the update.
 - A rollback waits for what runs in its pool, and goes before updates that are gathered.
-- So do Sleep and Wake; what was called meanwhile for that pool waits for their end.
-- When no update goes on in a pool, its late replicas are brought up, a few at a time. An update whose turn has come, or
-  that waits for holders which one of these has, cuts that one short: before its install begins at once, afterwards when
-  the replica's outcome has come.
+- Sleep and Wake are ABORTED while their replicas are in use; calls for their pool that come later wait for their end.
+- When no update goes on in a pool, its late replicas are brought up by attempts, a few at a time. An update that is
+  next, or that waits for holders of an attempt, cuts the attempt short: at once before its install begins, afterwards
+  when the replica's outcome has come.
 - A manager that was restarted waits a moment before its first update, so that all members can dial in again.
 """
 
@@ -64,23 +64,22 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnd:
-    """Key of the timer that ends a stream of which nothing is heard."""
+    """Key of the timer that ends a silent stream."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class SettleEnd:
-    """Key of the timer after which a manager that was restarted waits for members no more."""
+    """Key of the timer that ends a restarted manager's wait for its members."""
 
 
 class ManagerMachine:
     """Decides everything that the manager does.
 
-    cluster, epoch: from the ledger, as are commits, highest, each lineage's highest number, identities, all versions
-    that it knows, and holds, those of operators (`Ledger` has a method of each name).
-
-    changes: how many events were taken that may have changed what it shows or does.
+    All of this is from the ledger (`Ledger` has a method of each name). cluster: its id. epoch: the last one that it
+    spent. commits: what replicas are to serve. highest: each lineage's highest version. identities: all versions that
+    it knows. holds: of operators, by replica.
     """
 
     def __init__(
@@ -106,23 +105,23 @@ class ManagerMachine:
         self._forgetting = Forgetting(self._state)
         self._turns = Turns(self._state, self._publications, self._holdings)
         self._updates = self._turns.updates
-        self._late = LateReplicas(self._state, self._catch_up, self._turns)
+        self._late_replicas = LateReplicas(self._state, self._catch_up, self._turns)
         self._state.holds |= holds or {}
-        self._holds = OperatorHolds(self._state, self._catch_up, self._late)
+        self._holds = OperatorHolds(self._state, self._catch_up, self._late_replicas)
         self._sleep_wake: SleepWakeCall | None = None
         self._restarted = epoch > 0
         self._settled = False
-        self._begun = False
+        self._started = False
         self._news = False
         self._now = 0.0  # of the last event
-        self.changes = 0
+        self.changes = 0  # events taken that may have changed what it shows or does
 
     def handle(self, event: ManagerEvent, now: float) -> list[ManagerCommand]:
         """Takes one event and says what is to be done."""
         return commands_of(self._state.out, lambda: self._take(event, now))
 
     def _take(self, event: ManagerEvent, now: float) -> None:
-        if not self._begun:
+        if not self._started:
             self._begin()
         self._news = not tells_nothing(event, self._members)
         self._now = now
@@ -150,7 +149,7 @@ class ManagerMachine:
             self._next(now)
 
     def status(self, *, replicas: bool = True) -> manager_pb2.GetStatusResponse:
-        """What GetStatus answers. replicas: False leaves them out, which are nearly all of the work."""
+        """The answer to GetStatus. replicas: False leaves them out, which are nearly all of the work."""
         warnings, holdings = [*self._recovery.warnings(), *self._holds.warnings()], self.blobs_in_use()
         drifts = self.drifts() if replicas else None
         answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts)
@@ -162,23 +161,23 @@ class ManagerMachine:
         return self._drifts.all(self._updates.all(), self._now)
 
     def holds(self) -> Mapping[str, OperatorHold]:
-        """The replicas that operators hold, by name. To be read only, and at once."""
+        """Operators' holds by replica. For reading only, and at once."""
         return self._state.holds
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All of them by name, as they were heard of last. To be read only, and at once."""
+        """All replicas by name, as they were last heard of. For reading only, and at once."""
         return self._members.replicas
 
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
-        """What LocateVersion answers. Raises CkptEngineError."""
+        """The answer to LocateVersion. Raises CkptEngineError."""
         return located(self._state, request)
 
     def watched(self) -> Watched:
-        """What WatchReplicas tells."""
+        """The state that WatchReplicas tells."""
         return watched(self._state, self._updates.all(), self._settled or not self._restarted)
 
     def blobs_in_use(self) -> dict[str, list[manager_pb2.BlobRef]]:
-        """Blobs that must stay, by what needs them; for BlobStore.pin. Owners that are not named need nothing."""
+        """Blobs that must stay, by what needs them, for BlobStore.pin. Owners that are not named need none."""
         return blobs_in_use(self._state, self._publications, self._holdings, self._updates.all())
 
     def _phase(self) -> str:
@@ -203,7 +202,7 @@ class ManagerMachine:
                 self._state.send(member, manager_pb2.Heartbeat(sequence=body.sequence, clock=now))
             case manager_pb2.Publish() if isinstance(member, TrainerRank):
                 self._publications.publish(member, body)
-                self._updates.back(member, now)
+                self._updates.note_return(member, now)
             case manager_pb2.ReplicaHeartbeat() if isinstance(member, Replica):
                 take_beat(member, body)
                 if self._recovery.learn_epochs(member):
@@ -240,14 +239,14 @@ class ManagerMachine:
             session = self._session_of(known)
             member, before = self._members.hello(peer, hello, now)
         except CkptEngineError as error:
-            self._lost(peer, now)  # if the stream spoke for a member, it does no more
+            self._lost(peer, now)  # if the stream spoke for a member, it does not any more
             self._state.out.append(ClosePeer(peer, error.problem))
             return
         if before is not None and before != peer:
             self._state.cancel_timer(LeaseEnd(before))
             self._state.out.append(ClosePeer(before, aborted("another stream speaks for this member now").problem))
         if isinstance(member, Replica):
-            self._state.versions.joined(member.name, member.pool)
+            self._state.versions.register(member.name, member.pool)
         if self._recovery.learn(hello):
             self._updates.outrun()
         fence = self._state.fence(self._installs(member)).message()
@@ -255,20 +254,20 @@ class ManagerMachine:
         welcome.lease_seconds, welcome.heartbeat_seconds = self._deadlines.lease, self._deadlines.heartbeat
         self._state.send(member, welcome)
         self._state.set_timer(LeaseEnd(peer), self._deadlines.lease)
-        self._forgetting.back(member)
+        self._forgetting.cancel(member)
         if not isinstance(member, Replica) and session not in ("", member.session_id):
-            self._updates.gone(member, now, alive=False)
+            self._updates.drop_member(member, now, alive=False)
         if isinstance(member, TrainerRank):
             self._publications.taken_back(known, member.table)
             self._publications.offered(member)
         elif isinstance(member, Holder):
-            self._holdings.told(member)
-        self._updates.back(member, now)
+            self._holdings.note_held(member)
+        self._updates.note_return(member, now)
         if self._sleep_wake is not None:
             self._sleep_wake.send_missing(now)
 
     def _installs(self, member: Member) -> int:
-        """The install fence that it is welcomed with: what is on its way to it is not below that."""
+        """The epoch of the install fence that a member is welcomed with: commands on their way to it are not below."""
         if not isinstance(member, Replica):
             return self._state.installs
         asleep = self._state.installs if self._sleep_wake is None else self._sleep_wake.installs(member.name)
@@ -282,14 +281,14 @@ class ManagerMachine:
         if peer is not None:
             self._state.cancel_timer(LeaseEnd(peer))
             self._state.out.append(ClosePeer(peer, problem))
-        self._forgetting.back(member)
+        self._forgetting.cancel(member)
         self._members.forget(member)
         if isinstance(member, Replica):
-            self._state.versions.left(member.name)
+            self._state.versions.unregister(member.name)
             self._drifts.since.pop(member.name, None)
         member.peer = None
-        self._gone(member, now)
-        self._updates.gone(member, now, alive=peer is not None)
+        self._notify_sleep_wake(member, now)
+        self._updates.drop_member(member, now, alive=peer is not None)
         self._publications.taken_back(member, None)
         self._publications.prune()
         self._forgetting.prune()
@@ -299,13 +298,13 @@ class ManagerMachine:
         if member is None:
             return
         self._state.cancel_timer(LeaseEnd(peer))
-        self._gone(member, now)
+        self._notify_sleep_wake(member, now)
         self._updates.lost(member, now)
         forgotten = self._forgetting.lost(member)
         if forgotten is not None:
             self._goodbye(forgotten, None, now)
 
-    def _gone(self, member: Member, now: float) -> None:
+    def _notify_sleep_wake(self, member: Member, now: float) -> None:
         if self._sleep_wake is not None and isinstance(member, Replica):
             self._sleep_wake.lost(member.name)
 
@@ -326,7 +325,7 @@ class ManagerMachine:
     def _sleep_call(self, event: SleepCall | WakeCall, now: float) -> None:
         try:
             sleep_wake = SleepWakeCall(self._state, event, now)
-            self._late.cut_short(sleep_wake.meets, "a call to sleep or wake came", now)
+            self._late_replicas.cut_short(sleep_wake.meets, "a call to sleep or wake came", now)
             orders = [update.goal for update in self._updates.all()]
             orders += [coming.goal for coming in self._turns.coming()]
             if self._sleep_wake or any(map(sleep_wake.meets, orders)):
@@ -342,7 +341,7 @@ class ManagerMachine:
             self._holds.join(call, request)
             return
         if isinstance(request, manager_pb2.ForgetLineageRequest):
-            self._forgetting.asked(call, request)
+            self._forgetting.join(call, request)
             return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
@@ -360,7 +359,7 @@ class ManagerMachine:
     # -- what comes next
 
     def _begin(self) -> None:
-        self._begun = True
+        self._started = True
         self._state.spend_ahead()
         self._forgetting.look()
         if self._restarted:
@@ -369,26 +368,26 @@ class ManagerMachine:
             self._settled = True
 
     def _next(self, now: float) -> None:
-        """Goes on with what waited, and begins what can begin. Called after every event that may have changed
-        something."""
-        if self._sleep_wake is not None and self._sleep_wake.over:
+        """Goes on with what waited, and begins what can begin. Called after every event that may change something."""
+        if self._sleep_wake is not None and self._sleep_wake.finished:
             self._sleep_wake = None
         if self._sleep_wake is not None:
             self._sleep_wake.start(now)
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
-        self._late.give_way(now)
+        self._late_replicas.give_way(now)
         while self._state.epoch_ready():
             if self._turns.begin(self._may_begin, now):
                 continue
-            goal = self._late.next_goal(self._may_begin, now) if self._settled else None
+            goal = self._late_replicas.next_goal(self._may_begin, now) if self._settled else None
             if goal is None:
                 return
             self._updates.start(goal, now)
 
     def _may_begin(self, goal: Goal) -> bool:
-        """Whether no call to sleep or wake is in its way, and it is known what its replicas are to serve."""
+        """Whether no call to sleep or wake is in a goal's way, and the ledger is certain of what its replicas are to
+        serve."""
         awake = self._sleep_wake is None or not self._sleep_wake.meets(goal)
         return awake and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
 
@@ -409,7 +408,7 @@ class ManagerMachine:
             case LineagesLook():
                 self._forgetting.look()
             case JoinRetry():
-                self._holdings.again(key)
+                self._holdings.retry(key)
             case SettleEnd():
                 self._settled = True
             case EpochRetry():
@@ -441,7 +440,7 @@ class ManagerMachine:
             case Correction():
                 pass
             case CommitsRead():
-                self._recovery.was_read(done)
+                self._recovery.take_commits(done)
             case EpochSpending():
                 self._state.spend_ended(done.problem)
             case _:

@@ -1,7 +1,7 @@
 """The members: trainer ranks, holders and replicas; what is known of each, and which stream speaks for it.
 
-Decides which hello is accepted, and which heartbeats tell nothing. A member that lost its stream is remembered until it
-says goodbye or is replaced.
+Decides which hello is accepted, and which heartbeats tell nothing new. A member that lost its stream is remembered
+until it says goodbye, is replaced or is forgotten.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MOST_HELD = 64
 """Versions that one holder may hold, far more than fit into a host."""
 
 MOST_RANKS = 1 << 16
-"""Far more than any run has: missing ranks are looked for one by one, so a number that cannot be must not be taken."""
+"""Far more than any run has: missing ranks are listed one by one, so an absurd number must not be accepted."""
 
 MOST_SHUT = 256
-"""Ways that are remembered of one replica, the newest: far more than it has sources, since one is told for each."""
+"""Shut ways that are remembered of one replica, the newest: far more than its sources, of which each has one."""
 
 
 @dataclass
 class TrainerRank:
-    """One trainer rank. peer: None while its session is lost."""
+    """One trainer rank."""
 
     lineage: str
     rank: int
     world_size: int
     session_id: str
     host: weights_pb2.Host
-    peer: Peer | None
-    heard: float
-    table: manager_pb2.BlobRef | None = None
+    peer: Peer | None  # None while its session is lost
+    heard: float  # when it was heard last, monotonic seconds
+    table: manager_pb2.BlobRef | None = None  # None: it offers nothing
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,20 @@ class Holding:
 
     @classmethod
     def of(cls, held: manager_pb2.Held) -> Holding:
-        """As its hello says."""
+        """From what a hello says."""
         return cls(Version.of(held.identity), held.table, held.record if held.HasField("record") else None)
 
 
 @dataclass
 class RelayWords:
-    """What one relay has said of its fillings.
+    """What one relay has said of its fillings."""
 
-    last_filled, progress: what it said of the last filling that ended, and of the one that goes on. measured: how
-    fast its network was in its last fillings.
-    """
-
-    last_filled: manager_pb2.RelayFilled | None = None
-    progress: manager_pb2.RelayProgress | None = None
-    measured: Measured = field(default_factory=Measured)
+    last_filled: manager_pb2.RelayFilled | None = None  # of the last one that ended
+    progress: manager_pb2.RelayProgress | None = None  # of the one that goes on
+    measured: Measured = field(default_factory=Measured)  # how fast its network was in its last fillings
 
     def note(self, body: object) -> None:
-        """Remembers what it says."""
+        """Remembers what a message says; others than about fillings are ignored."""
         match body:
             case manager_pb2.RelayProgress():
                 self.progress = body
@@ -87,107 +83,99 @@ class RelayWords:
 
 
 def _rate(body: manager_pb2.RelayFilled | manager_pb2.RelayPassedOn, name: str) -> Rate | None:
-    """What cannot have been measured counts for nothing."""
+    """The rate in a field of the message; None: it has none, or one that cannot have been measured."""
     if not body.HasField(name):
         return None
-    said: manager_pb2.Rate = getattr(body, name)
-    fits = 0 < said.bytes_per_second < float("inf") and 0 < said.seconds < float("inf")
-    return Rate(said.bytes_per_second, said.seconds) if fits else None
+    rate: manager_pb2.Rate = getattr(body, name)
+    fits = 0 < rate.bytes_per_second < float("inf") and 0 < rate.seconds < float("inf")
+    return Rate(rate.bytes_per_second, rate.seconds) if fits else None
 
 
 @dataclass
 class Holder:
-    """A member that holds sealed versions and is not a trainer rank. kind: for people. source: the id of what it
-    offers. peer: None while its session is lost. filling: what it can be filled with, if it can. words: what it said
-    last of that."""
+    """A member that holds sealed versions and is not a trainer rank."""
 
-    kind: str
+    kind: str  # for people
     name: str
     session_id: str
     host: weights_pb2.Host
-    peer: Peer | None
-    heard: float
+    peer: Peer | None  # None while its session is lost
+    heard: float  # when it was heard last, monotonic seconds
     held: tuple[Holding, ...] = ()
-    filling: manager_pb2.Filling | None = None
+    filling: manager_pb2.Filling | None = None  # what it can be filled with; None: it cannot be filled
     words: RelayWords = field(default_factory=RelayWords)
 
     @property
     def source(self) -> str:
-        """No other holder and no rank has it."""
+        """The id of what it offers, which no other holder and no rank has."""
         return holder_id(self.kind, self.name)
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why a replica's engine could not take a version. workers: their boot ids. manifest: what it can never load,
-    whoever publishes it; empty: another try may work."""
+    """Why a replica's engine could not take a version."""
 
     problem: weights_pb2.Problem
-    workers: tuple[bytes, ...]
-    manifest: bytes = b""
+    workers: tuple[bytes, ...]  # their boot ids
+    manifest: bytes = b""  # digest of a manifest that it can never load; empty: another try may work
 
 
 @dataclass
 class ShutWays:
     """What the workers of one replica could not open, by worker process, transport and region."""
 
-    _told: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
+    _unopened: dict[tuple[bytes, str, bytes], weights_pb2.Unopened] = field(default_factory=dict)
 
-    def note(self, workers: Sequence[manager_pb2.WorkerStatus], told: Iterable[weights_pb2.Unopened]) -> None:
-        """Takes in what workers tell. workers: those that there are now; what others could not open is forgotten,
-        unless it is told now: these may be known here a little later than what they tell."""
-        new = {(each.boot_id, each.transport, each.locator): each for each in told if each.boot_id}
+    def note(self, workers: Sequence[manager_pb2.WorkerStatus], unopened: Iterable[weights_pb2.Unopened]) -> None:
+        """Adds what workers could not open. workers: the present ones. What others could not open is forgotten, unless
+        it is in `unopened`: new workers may be known here a little later than what they report."""
+        new = {(each.boot_id, each.transport, each.locator): each for each in unopened if each.boot_id}
         boots = {worker.boot_id for worker in workers} | {key[0] for key in new}
-        here = [(key, each) for key, each in (self._told | new).items() if key[0] in boots]
-        self._told = dict(here[-MOST_SHUT:])
+        current = [(key, each) for key, each in (self._unopened | new).items() if key[0] in boots]
+        self._unopened = dict(current[-MOST_SHUT:])
 
     def of(self, boot_id: bytes) -> tuple[Shut, ...]:
-        """What one worker process could not open, in one order."""
-        return tuple(sorted(Shut(*key[1:], each.reason) for key, each in self._told.items() if key[0] == boot_id))
+        """What one worker process could not open, sorted."""
+        return tuple(sorted(Shut(*key[1:], each.reason) for key, each in self._unopened.items() if key[0] == boot_id))
 
-    def told(self, boots: Iterable[bytes]) -> list[weights_pb2.Unopened]:
+    def unopened(self, boots: Iterable[bytes]) -> list[weights_pb2.Unopened]:
         """What these worker processes could not open."""
         present = set(boots)
-        return [each for key, each in self._told.items() if key[0] in present]
+        return [each for key, each in self._unopened.items() if key[0] in present]
 
     def forget(self) -> bool:
-        """Forgets all, so that they try again; returns whether there was anything that they could not open."""
-        known = bool(self._told)
-        self._told.clear()
-        return known
+        """Forgets all, so that workers try again. Returns whether there was anything that they could not open."""
+        any_shut = bool(self._unopened)
+        self._unopened.clear()
+        return any_shut
 
 
 @dataclass
 class Replica:
-    """One rollout replica, as its agent tells. peer: None while its session is lost.
-
-    pool: the replicas that it is updated with. engine: None until the agent has one that answers. prepared: what its
-    workers last recorded, by rank. unfit: why it could not take the version that it was asked to take last; None if it
-    could. shut: what they could not open.
-    """
+    """One rollout replica, as its agent reports it."""
 
     name: str
     session_id: str
     agent_epoch: int
     mode: manager_pb2.Mode
     host: weights_pb2.Host
-    peer: Peer | None
-    heard: float
-    pool: str = ""
-    engine: manager_pb2.Engine | None = None
+    peer: Peer | None  # None while its session is lost
+    heard: float  # when it was heard last, monotonic seconds
+    pool: str = ""  # of the replicas that it is updated with
+    engine: manager_pb2.Engine | None = None  # None until the agent has one that answers
     transports: tuple[str, ...] = ()
     workers: tuple[manager_pb2.WorkerStatus, ...] = ()
     identity: Version | None = None  # what all its workers hold; None if they do not agree
-    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)
+    prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)  # what workers last recorded, by rank
     serving: bool = False
     asleep: bool = False
     closed_reason: str = ""
     label_problem: str = ""
     engine_check: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
-    unfit: Unfit | None = None
+    unfit: Unfit | None = None  # why it could not take the version that it was last asked to take; None: it could
     failure: str = ""  # why the last attempt for it alone failed; empty: it did not
-    shut: ShutWays = field(default_factory=ShutWays)
+    shut: ShutWays = field(default_factory=ShutWays)  # what its workers could not open
 
     @property
     def receives(self) -> bool:
@@ -195,7 +183,7 @@ class Replica:
         return self.mode != manager_pb2.MODE_COLOCATED
 
     def take_workers(self, workers: Iterable[manager_pb2.WorkerStatus]) -> None:
-        """Notes what its agent says of its workers."""
+        """Takes what its agent says of its workers."""
         self.workers = tuple(workers)
         held = {
             Version.of(each.identity) if each.state == manager_pb2.WORKER_STATE_CLEAN else None for each in self.workers
@@ -203,7 +191,7 @@ class Replica:
         self.identity = held.pop() if len(held) == 1 else None
 
     def holds(self, identity: Version) -> bool:
-        """Whether all its workers say that they hold it."""
+        """Whether all its workers say that they hold this version."""
         return self.identity == identity
 
     def boot_ids(self) -> tuple[bytes, ...]:
@@ -212,7 +200,7 @@ class Replica:
 
     def prepared_for(self, manifest_digest: bytes) -> list[manager_pb2.PreparedWorker] | None:
         """What its present workers recorded for a manifest, by rank; None if one has not."""
-        found = []
+        workers = []
         for worker in sorted(self.workers, key=lambda worker: worker.rank):
             prepared = self.prepared.get(worker.rank)
             if (
@@ -222,16 +210,16 @@ class Replica:
                 or prepared.manifest_digest != manifest_digest
             ):
                 return None
-            found.append(prepared)
-        return found or None
+            workers.append(prepared)
+        return workers or None
 
     def why_unfit(self) -> weights_pb2.Problem | None:
-        """Why its present workers could not take a version; None if nothing is known against them."""
+        """Why its present workers could not take a version; None: they could, or were not asked."""
         same = self.unfit is not None and self.unfit.workers == self.boot_ids()
         return self.unfit.problem if same and self.unfit is not None else None
 
     def never_loads(self, manifest_digest: bytes) -> Unfit | None:
-        """What is known against loading a manifest into its present workers, now or ever."""
+        """Why its present workers can never load a manifest; None: that is not known."""
         if self.why_unfit() is None or self.unfit is None or self.unfit.manifest != manifest_digest:
             return None
         return self.unfit
@@ -265,7 +253,7 @@ class ReplicaId:
 
 
 MemberId: TypeAlias = RankId | HolderId | ReplicaId
-"""Names a member, whichever process it is. For timers."""
+"""Names a member, in any of its processes. For timers."""
 
 
 def member_id(member: Member) -> MemberId:
@@ -277,9 +265,9 @@ def member_id(member: Member) -> MemberId:
 
 @dataclass
 class Members:
-    """All of them. cluster: this manager's ledger; a member that served another one is refused."""
+    """All members."""
 
-    cluster: str
+    cluster: str  # of this manager's ledger; a member that served another one is refused
     trainers: dict[tuple[str, int], TrainerRank] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     holders: dict[str, Holder] = field(default_factory=dict)  # by the id of what they offer
@@ -287,11 +275,11 @@ class Members:
 
     def ranks(self, lineage: str) -> dict[int, TrainerRank]:
         """The known ranks of a lineage, by rank."""
-        found = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
-        return {trainer.rank: trainer for trainer in sorted(found, key=lambda trainer: trainer.rank)}
+        trainers = (trainer for trainer in self.trainers.values() if trainer.lineage == lineage)
+        return {trainer.rank: trainer for trainer in sorted(trainers, key=lambda trainer: trainer.rank)}
 
     def source(self, lineage: str, offer: SourceOffer) -> TrainerRank | Holder | None:
-        """Whose source it is, if it is connected and still offers this table."""
+        """The member that offers a source; None: it is not connected, or does not offer this table any more."""
         if offer.rank is None:
             holder = self.holders.get(offer.source)
             offers = holder is not None and any(held.table == offer.table for held in holder.held)
@@ -302,7 +290,7 @@ class Members:
         return trainer
 
     def get(self, member: MemberId) -> Member | None:
-        """The member with this id; None: it is not known, or not any more."""
+        """The member with this id; None: it is unknown, or forgotten."""
         match member:
             case RankId(lineage, rank):
                 return self.trainers.get((lineage, rank))
@@ -312,7 +300,7 @@ class Members:
                 return self.replicas.get(name)
 
     def connected_holders(self) -> list[Holder]:
-        """The holders that have a session, by the id of what they offer."""
+        """The holders that have a session, sorted by the id of what they offer."""
         return [self.holders[source] for source in sorted(self.holders) if self.holders[source].peer is not None]
 
     def offers(self, identity: Version) -> tuple[HeldOffer, ...]:
@@ -325,20 +313,20 @@ class Members:
         )
 
     def replica(self, name: str) -> Replica:
-        """The replica of this name. Raises NOT_FOUND, naming those that there are."""
-        found = self.replicas.get(name)
-        if found is None:
-            known = ", ".join(sorted(self.replicas)) or "none is known"
-            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
-        return found
+        """The replica of this name. Raises NOT_FOUND, naming the known ones."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            names = ", ".join(sorted(self.replicas)) or "none is known"
+            raise not_found(f"there is no replica {name!r} ({names})", replica=name)
+        return replica
 
     def receivers(self) -> list[Replica]:
-        """Connected replicas that updates bring weights, by name."""
+        """Connected replicas to which updates bring weights, sorted by name."""
         names = sorted(self.replicas)
         return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
 
     def lose(self, peer: Peer) -> Member | None:
-        """The member that this stream spoke for, now without one; None if the stream spoke for none."""
+        """Takes the stream away from its member. Returns the member; None: the stream spoke for none."""
         member = self.by_peer.pop(peer, None)
         if member is not None:
             member.peer = None
@@ -348,7 +336,7 @@ class Members:
         return member
 
     def forget(self, member: Member) -> None:
-        """Forgets a member that said goodbye."""
+        """Forgets a member."""
         if member.peer is not None:
             self.by_peer.pop(member.peer, None)
         if isinstance(member, TrainerRank):
@@ -367,7 +355,7 @@ class Members:
     # -- hellos: all return the member and the stream that it spoke over before, or raise CkptEngineError
 
     def hello(self, peer: Peer, hello: Hello, now: float) -> tuple[Member, Peer | None]:
-        """Takes a member of any kind in. Raises as the kind's own does."""
+        """Takes a member of any kind in. Raises what the method of its kind raises."""
         self._check_cluster(hello.cluster)
         if other := other_format(speaker(hello), hello.digest_format):
             raise precondition(other)
@@ -378,7 +366,7 @@ class Members:
         return self.replica_hello(peer, hello, now)
 
     def known(self, hello: Hello) -> Member | None:
-        """The member that said hello under this name before."""
+        """The member that said hello under this name before; None: none did."""
         if isinstance(hello, manager_pb2.TrainerHello):
             return self.trainers.get((hello.lineage, hello.rank))
         if isinstance(hello, manager_pb2.HolderHello):
@@ -412,7 +400,7 @@ class Members:
     def _speaks(
         self, peer: Peer, member: MemberT, before: Peer | None, members: dict[KeyT, MemberT], key: KeyT
     ) -> Peer | None:
-        """Lets a stream speak for a member from now on. Returns the stream before, which speaks for it no more."""
+        """Lets a stream speak for a member from now on. Returns the stream before, which does not any more."""
         if before is not None:
             self.by_peer.pop(before, None)
         members[key] = member
@@ -427,15 +415,15 @@ class Members:
             raise invalid(f"a lineage has at most {MOST_RANKS} ranks, not {hello.world_size}")
         if not hello.rank < hello.world_size:
             raise invalid(f"there is no rank {hello.rank} among {hello.world_size} ranks")
-        known = self.ranks(hello.lineage)
-        old = known.get(hello.rank)
+        ranks = self.ranks(hello.lineage)
+        old = ranks.get(hello.rank)
         if old is not None and old.peer is not None and old.session_id != hello.session_id:
             raise aborted(
                 f"rank {hello.rank} of lineage {hello.lineage!r} is connected from host {old.host.name!r} as another "
                 f"process: stop that one first, or give this run a lineage of its own",
                 ranks=(hello.rank,),
             )
-        for other in known.values():
+        for other in ranks.values():
             if other.world_size == hello.world_size or other.rank == hello.rank:
                 continue
             if other.peer is not None:
@@ -477,10 +465,10 @@ class Members:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
         if hello.HasField("last_outcome"):
-            known = None if old is None else old.last_outcome
-            told = known is not None and known.fence.epoch >= hello.last_outcome.fence.epoch
+            last_outcome = None if old is None else old.last_outcome
+            is_repeated = last_outcome is not None and last_outcome.fence.epoch >= hello.last_outcome.fence.epoch
             replica.last_outcome = hello.last_outcome
-            replica.shut.note(hello.workers, () if told else hello.last_outcome.unopened)
+            replica.shut.note(hello.workers, () if is_repeated else hello.last_outcome.unopened)
         return replica, self._speaks(peer, replica, before, self.replicas, hello.name)
 
     def _check_cluster(self, cluster: str) -> None:
@@ -508,30 +496,30 @@ class Members:
 
 
 def tells_nothing(event: ManagerEvent, members: Members) -> bool:
-    """Whether an event is a heartbeat that says what its member said before. To be asked before it is taken."""
+    """Whether an event is a heartbeat that says nothing new. Call it before the event is taken."""
     if not isinstance(event, Message):
         return False
     if not isinstance(event.body, manager_pb2.ReplicaHeartbeat):
         return isinstance(event.body, manager_pb2.Heartbeat)
     replica = members.by_peer.get(event.peer)
-    return isinstance(replica, Replica) and _told(replica) == _told(event.body)
+    return isinstance(replica, Replica) and _beat_content(replica) == _beat_content(event.body)
 
 
 def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
-    """Notes what a replica says of itself."""
+    """Takes a replica's heartbeat."""
     replica.take_workers(beat.workers)
     replica.serving, replica.asleep = beat.serving, beat.asleep
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
     replica.engine_check = beat.engine_check
 
 
-def _told(said: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
-    words = said.closed_reason, said.label_problem, said.engine_check
-    return said.serving, said.asleep, *words, tuple(said.workers)
+def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
+    words = source.closed_reason, source.label_problem, source.engine_check
+    return source.serving, source.asleep, *words, tuple(source.workers)
 
 
 def speaker(member: Member | Hello) -> str:
-    """How a member is named to people."""
+    """A member's name, for people."""
     if isinstance(member, TrainerRank | manager_pb2.TrainerHello):
         return f"rank {member.rank} of lineage {member.lineage!r}"
     if isinstance(member, Holder | manager_pb2.HolderHello):
@@ -544,13 +532,13 @@ def _table(hello: manager_pb2.TrainerHello) -> manager_pb2.BlobRef | None:
 
 
 def _same_engine(old: Replica, hello: manager_pb2.ReplicaHello) -> bool:
-    """Compares engines by their workers' boot ids, which no two engines share; engines without workers by their
-    address, which may mean another one in another container of the machine."""
+    """Whether a hello is of the engine that is known already. Compares workers' boot ids, which no two engines share.
+    Engines without workers are compared by address, host and network namespace."""
     before, now = _boots(old.workers), _boots(hello.workers)
     if before and now:
         return bool(before & now)
-    here, there = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
-    return here == there and old.engine == (hello.engine if hello.HasField("engine") else None)
+    old_place, new_place = ((host.boot_id, host.network_namespace) for host in (old.host, hello.host))
+    return old_place == new_place and old.engine == (hello.engine if hello.HasField("engine") else None)
 
 
 def _boots(workers: Iterable[manager_pb2.WorkerStatus]) -> set[bytes]:

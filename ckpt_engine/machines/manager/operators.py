@@ -1,9 +1,9 @@
-"""What operators ask: another try for a replica, or its end; to hold it or to release it; the end of a run.
+"""Operators' calls: retry, evict, hold or release a replica; evict a run.
 
-Decides what is answered, and which members are sent away. While a replica is held nothing brings it to what it is to
-serve. A hold counts, and a release too, from when it is on the disk: what was answered outlives the manager. It is of a
-name, and stays while the replica is away, until it is released or evicted. An attempt that runs is cut short; what an
-update has begun with it goes on.
+Decides the answers, and which members are sent away. While a replica is held nothing brings it to what it is to serve.
+A hold or a release counts once it is on the disk, so what was answered outlives the manager. A hold is of a name, and
+stays while the replica is away, until it is released or evicted. It cuts a running attempt short; what an update has
+begun with the replica goes on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Members = Sequence[Replica | TrainerRank]
 def operate(
     state: ManagerState, catch_up: CatchUp, call: Call, request: MemberRequest
 ) -> tuple[FinishCall, Members, weights_pb2.Problem | None]:
-    """The answer, the members that are to be forgotten, and what they hear: their sessions end for good.
+    """Carries out a call. Returns the answer, the members that are to be forgotten, and the problem with which their
+    sessions end for good.
 
-    The answer is NOT_FOUND for an unknown name, FAILED_PRECONDITION for a try that cannot work.
+    The answer is NOT_FOUND for an unknown name, FAILED_PRECONDITION for a retry that cannot work.
     """
     try:
         if isinstance(request, manager_pb2.EvictLineageRequest):
@@ -63,7 +64,7 @@ def _operate(
 def _evict_run(
     state: ManagerState, request: manager_pb2.EvictLineageRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
-    """Also what the run has left for late replicas is let go."""
+    """Evicts a run's ranks, and drops what it has left for late replicas."""
     _check_reason(request.reason)
     lineage = request.lineage
     ranks = list(state.members.ranks(lineage).values())
@@ -91,7 +92,7 @@ def _why(reason: str) -> str:
 
 
 REASON_CHARACTERS = 500
-"""The most of a reason that is stored."""
+"""The longest reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +104,15 @@ class HoldWrite:
 
 @dataclass
 class OperatorHolds:
-    """Changes `ManagerState.holds`, one write a replica at a time."""
+    """Changes `ManagerState.holds`, with one write at a time for each replica."""
 
     state: ManagerState
     catch_up: CatchUp
-    late: LateReplicas
-    writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: none does
+    late_replicas: LateReplicas
+    writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: no call
 
     def join(self, call: Call, request: HoldRequest) -> None:
-        """Takes a call in: answers it, or has it written first."""
+        """Takes a call in: answers it at once, or after the ledger has written."""
         try:
             response = self._begin(call, request)
         except CkptEngineError as error:
@@ -121,12 +122,12 @@ class OperatorHolds:
             self.state.out.append(FinishCall(call, response=response))
 
     def evicted(self, name: str) -> None:
-        """A replica was taken out: its name is free, and not held. The eviction does not wait for the disk."""
+        """Ends the hold of an evicted replica: its name is free. The eviction does not wait for the disk."""
         if self.state.holds.pop(name, None) is not None and name not in self.writing:
             self._write(name, None, RecordRelease(name, self.state.deadlines.ledger))
 
     def written(self, key: HoldWrite, done: Done, now: float) -> None:
-        """The ledger has written, or could not: then nothing has changed."""
+        """Answers the call once the ledger has written, or could not: then nothing has changed."""
         name, call = key.replica, self.writing.pop(key.replica)
         if done.problem is not None:
             if call is not None:
@@ -135,7 +136,7 @@ class OperatorHolds:
         response: manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse
         if isinstance(done.result, OperatorHold):
             self.state.holds[name] = done.result
-            self.late.cut_short(lambda goal: name in goal.replicas, "an operator holds it", now)
+            self.late_replicas.cut_short(lambda goal: name in goal.replicas, "an operator holds it", now)
             response = manager_pb2.HoldReplicaResponse(hold=done.result.message())
         else:
             self.state.holds.pop(name, None)
@@ -144,16 +145,16 @@ class OperatorHolds:
             self.state.out.append(FinishCall(call, response=response))
 
     def warnings(self) -> list[str]:
-        """Sentences for the status: names that are held, and that no replica has now."""
+        """Sentences for the status: names that are held and that no registered replica has."""
         return [
-            f"no replica {name!r} is registered, and its name is {self.state.holds[name].told(name)}"
+            f"no replica {name!r} is registered, and its name is {self.state.holds[name].describe(name)}"
             for name in sorted(self.state.holds.keys() - self.state.members.replicas.keys())
         ]
 
     def _begin(
         self, call: Call, request: HoldRequest
     ) -> manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse | None:
-        """The answer, if nothing is to be written."""
+        """Has a hold or a release written. Returns the answer if nothing is to be written; None: it comes later."""
         name, seconds = request.name, self.state.deadlines.ledger
         hold = self.state.holds.get(name)
         replica = None if hold is not None else self.state.members.replica(name)

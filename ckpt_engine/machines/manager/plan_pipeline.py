@@ -1,11 +1,11 @@
-"""How plans come about: offers are joined, plans compiled, atoms digested by their sources, digests added up.
+"""The stages of making plans: offers are joined, plans compiled, atoms digested by their sources, digests added up.
 
-Decides what each stage hands on to the next, and which answers and results still count. Does not decide for which
-workers and from which sources plans are made, how long a stage may take, or what a failure means: its owner does (an
-update, a group of its relays, holdings), which begins each stage and looks at `stage` after each event.
+Decides what each stage hands on to the next, and which answers and results still count. Its owner (an update, a group
+of its relays, holdings) begins each stage and looks at `stage` after each event. The owner decides for which workers
+and from which sources plans are made, how long a stage may take, and what a failure means.
 
-When sources of one publication digest their atoms, they seal: what they offer stays as it is from then on. Of what is
-sealed already (`keep`) only digests are asked for: of ranks that keep a version, and of holders.
+When sources of one publication digest their atoms, they seal: what they offer stays as it is from then on. What is
+sealed already (`keep`), by ranks that keep a version or by holders, is only digested.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-SOURCES_TOLD = 64
-"""Sources whose sealing a timeline tells, the slowest ones."""
+TIMELINE_SOURCES = 64
+"""The most sources in a timeline, the slowest to seal."""
 
 Work: TypeAlias = JoinSources | CompilePlans | CombineSeals
 
@@ -59,23 +59,23 @@ class Planned:
 
 @dataclass(frozen=True)
 class Sealing:
-    """Which sources have sealed. Begins once the plans are compiled."""
+    """Has sources seal, and collects their digests. Begins once the plans are compiled."""
 
     course: Course
     published: Published
     compiled: Compiled
-    fence: Fence  # that the sources are told
-    keep: bool
-    reader: str = ""  # the replica that digests what files hold whose owner is gone; empty: none
+    fence: Fence  # of the commands to the sources
+    keep: bool  # what they offer is sealed already
+    reader: str = ""  # the replica that digests files for sources without a process; empty: none does
     digests: dict[str, manager_pb2.BlobRef] = field(default_factory=dict)  # of those that have sealed, by source
 
     def missing(self) -> list[SourceOffer]:
         """Sources that have something to digest, and have not sealed."""
-        asked = (source for source in self.published.sources if source.source in self.compiled.atoms)
-        return [source for source in asked if source.source not in self.digests]
+        sources = (source for source in self.published.sources if source.source in self.compiled.atoms)
+        return [source for source in sources if source.source not in self.digests]
 
     def send(self, seconds: float) -> None:
-        """Tells, again, all that have not answered."""
+        """Sends the command, again, to all that have not answered."""
         state, lineage, version = self.course.state, self.course.goal.lineage, self.course.goal.version
         if not self.keep:
             state.versions.sealed_anew(lineage)
@@ -98,29 +98,29 @@ class Sealing:
                 state.send_to(self.reader, command)
 
     def overdue(self, seconds: float) -> Problem:
-        """Those that were silent for too long, `seconds` after the update began."""
+        """The problem that names the sources that have not sealed `seconds` after the update began."""
         silent = self.missing()
         message = f"{', '.join(source.source for source in silent)} had not sealed the weights {seconds:.1f} s after "
         ranks = [source.rank for source in silent if source.rank is not None]
         return deadline(f"{message}the update began", ranks=ranks).problem
 
-    def asked(self, body: manager_pb2.Sealed) -> list[SourceOffer]:
-        """The sources that have not sealed and whose answer this is.
+    def sources_of(self, body: manager_pb2.Sealed) -> list[SourceOffer]:
+        """The sources of an answer, among those that have not sealed.
 
-        An answer names its atoms, and atoms name the table that they are of, so it cannot be mistaken for another's.
+        An answer names its atoms, and atoms name the table that they are of, so each answer has its own sources.
         """
         return [source for source in self.missing() if self.compiled.atoms[source.source] == body.atoms]
 
     def take(self, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> Problem | None:
-        """Takes an answer; the problem if it is one. answered: whose it is."""
+        """Takes an answer. Returns the problem if it is one. answered: the sources that it is of."""
         if body.HasField("problem"):
             problem = Problem()
             problem.CopyFrom(body.problem)
             problem.ranks[:] = problem.ranks or [source.rank for source in answered if source.rank is not None]
             return problem
         communicators, lineage = self.course.state.communicators, self.course.goal.lineage
-        known = communicators.get(lineage)
-        if known is not None and body.broken_communicator == known[1]:
+        kept_communicator = communicators.get(lineage)
+        if kept_communicator is not None and body.broken_communicator == kept_communicator[1]:
             del communicators[lineage]
         self.digests.update((source.source, body.digests) for source in answered)
         if body.not_finite:
@@ -131,7 +131,7 @@ class Sealing:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What replicas are installed with."""
+    """The plans that replicas are installed with."""
 
     compiled: Compiled
     combined: Combined  # what the readers of these plans must find
@@ -142,59 +142,59 @@ class Failed:
     """There are no plans, or they are not to be used."""
 
     problem: weights_pb2.Problem
-    sources: tuple[str, ...] = ()  # those that failed, by their ids; none: it is not known which
+    sources: tuple[str, ...] = ()  # the ids of those that failed; empty: unknown
 
 
 Stage: TypeAlias = JoinSources | Joined | CompilePlans | Planned | Sealing | CombineSeals | Way | Failed
-"""In the order in which they come; a publication needs no join. A task is the stage in which its result is awaited."""
+"""The stages in their order; a publication needs no join. A task is the stage that waits for its result."""
 
 
 class PlanPipeline:
-    """One way from sources, record and workers to plans. What comes for a stage that is over changes nothing."""
+    """Makes plans once, from sources, record and workers. What comes for a stage that has ended is ignored."""
 
     def __init__(self, state: ManagerState) -> None:
         state.pipelines += 1
         self.number = state.pipelines
         self.stage: Stage | None = None
         self._state = state
-        self._made: dict[type[Stage], list[manager_pb2.BlobRef]] = {}  # by the stage that needed or made it
+        self._blobs: dict[type[Stage], list[manager_pb2.BlobRef]] = {}  # by the stage that needed or made it
 
     def run(self, task: Work) -> None:
-        """Begins a stage that is work of the manager's own."""
+        """Begins a stage that is the manager's own work."""
         self.stage = task
         self._state.run(PlanTask(self.number, type(task)), task)
 
     def seal(self, sealing: Sealing, seconds: float) -> None:
-        """Has the sources digest what they have to."""
+        """Has the sources digest their atoms."""
         self.stage = sealing
         self.send(seconds)
 
     def send(self, seconds: float) -> None:
-        """Tells, again, the sources that have not digested."""
+        """Sends the command, again, to the sources that have not digested."""
         if isinstance(self.stage, Sealing):
             self.stage.send(seconds)
 
     def missing(self) -> list[events.SourceOffer]:
-        """The sources that have not digested, and are asked to."""
+        """The sources that were told to digest and have not answered."""
         return self.stage.missing() if isinstance(self.stage, Sealing) else []
 
     def take(self, body: manager_pb2.Sealed) -> bool:
-        """Takes an answer of a source; whether it was asked for here."""
-        if not isinstance(self.stage, Sealing) or not (answered := self.stage.asked(body)):
+        """Takes an answer of a source. Returns whether this pipeline asked for it."""
+        if not isinstance(self.stage, Sealing) or not (answered := self.stage.sources_of(body)):
             return False
         problem = self.stage.take(body, answered)
-        self._made[Sealing] = [*self.stage.digests.values()]
+        self._blobs[Sealing] = [*self.stage.digests.values()]
         if problem is not None:
             self.stage = Failed(problem, tuple(source.source for source in answered))
         return True
 
     def combine(self, seconds: float) -> None:
-        """Adds up digests, of which none may be missing."""
+        """Adds up the digests. None may be missing."""
         assert isinstance(self.stage, Sealing)
         self.run(CombineSeals(self.stage.published, self.stage.compiled, self.stage.digests, seconds))
 
     def done(self, task: PlanTask, done: events.Done) -> bool:
-        """A task ended; whether its result is awaited here."""
+        """Takes the end of a task. Returns whether this pipeline waits for it."""
         if task.pipeline != self.number or not isinstance(self.stage, task.work):
             return False
         match self.stage:
@@ -202,30 +202,31 @@ class PlanPipeline:
                 self.stage = Failed(done.problem)
             case JoinSources():
                 self.stage = joined = cast(Joined, done.result)
-                self._made[Joined] = [] if joined.published is None else [joined.published.manifest]
+                self._blobs[Joined] = [] if joined.published is None else [joined.published.manifest]
             case CompilePlans(published):
                 self.stage = Planned(published, compiled := cast(Compiled, done.result))
-                self._made[Planned] = [*compiled.plans.values(), *compiled.atoms.values()]
+                self._blobs[Planned] = [*compiled.plans.values(), *compiled.atoms.values()]
             case CombineSeals(compiled=compiled):
                 self.stage = Way(compiled, combined := cast(Combined, done.result))
-                self._made[Way] = [*combined.expected.values(), *([combined.record] if combined.record else [])]
+                self._blobs[Way] = [*combined.expected.values(), *([combined.record] if combined.record else [])]
         return True
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that it made, which members may fetch or the next stage needs."""
-        return [ref for refs in self._made.values() for ref in refs]
+        return [ref for refs in self._blobs.values() for ref in refs]
 
 
 def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> None:
-    """Adds an answer to a timeline, which is not to grow with the number of ranks. answered: whose answer it is."""
-    told = timeline.sources
+    """Adds an answer to a timeline, which must not grow with the number of ranks. answered: the sources that it is
+    of."""
+    entries = timeline.sources
     for source in answered:
-        if len(told) == SOURCES_TOLD:
-            quick = min(range(SOURCES_TOLD), key=lambda place: _seconds(told[place]))
-            if _seconds(told[quick]) >= _seconds(body):
+        if len(entries) == TIMELINE_SOURCES:
+            quick = min(range(TIMELINE_SOURCES), key=lambda place: _seconds(entries[place]))
+            if _seconds(entries[quick]) >= _seconds(body):
                 continue
-            del told[quick]
-        noted = told.add(
+            del entries[quick]
+        entry = entries.add(
             source=source.source,
             copy_seconds=body.copy_seconds,
             digest_seconds=body.digest_seconds,
@@ -234,14 +235,14 @@ def note_sealed(timeline: manager_pb2.Timeline, body: manager_pb2.Sealed, answer
             gpu=_on_gpus(source),
         )
         if body.HasField("span"):
-            noted.span.CopyFrom(body.span)
+            entry.span.CopyFrom(body.span)
 
 
 def _on_gpus(source: SourceOffer) -> bool:
-    """Whether all of its weights are offered as GPU memory; a process that uses GPUs may have weights in the host's."""
+    """Whether a source offers all of its weights as GPU memory; one that uses GPUs may have weights in host memory."""
     on_gpus = (any(GPU_MEMORY in memory_of(transport) for transport in way) for way in source.ways)
     return bool(source.host.gpus and source.ways) and all(on_gpus)
 
 
-def _seconds(told: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
-    return told.copy_seconds + told.digest_seconds
+def _seconds(entry: manager_pb2.Sealed | manager_pb2.Timeline.Source) -> float:
+    return entry.copy_seconds + entry.digest_seconds

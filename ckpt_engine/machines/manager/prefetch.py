@@ -1,13 +1,14 @@
-"""The relays of one update, between sealing and the intent: which is filled for which replicas, and what came of it.
+"""The relays of one update, between sealing and the intent: which is filled for which replicas, and with what result.
 
-- A relay is filled for replicas that have a worker which reaches it, and with what all workers of its host need, also
-  those of replicas that are away now. One that others further away read is filled for them too.
-- Each is told once those that it reads hold the version (`core.relay_routes`). Where one of these fails, what waits
-  for it is routed again; what was reading it is told again as soon as another one holds the version. One that
-  failed although all that it reads hold it tries again a few times: networks may be cut for a moment.
-- A relay counts when its hello names the version under the very table of its answer.
-- A relay that fails, leaves, or does not answer in time is left out with a reason; no replica is touched by that.
-- The slot that replicas may be reading is never given up: that of the version which is being installed beside this
+- A relay is filled for replicas that have a worker which reaches it. It gets what all workers of its host need, also
+  those of replicas that are away now. A relay that others further away read is filled for them too.
+- Each relay is told to fill once the relays that it reads hold the version (`core.relay_routes`). If one of these
+  fails, relays that wait for it are routed again; relays that were reading it are told again as soon as another one
+  holds the version. A relay that failed although all that it reads hold the version tries again a few times: networks
+  may be cut for a moment.
+- A relay counts once its hello names the version under the same table as its answer.
+- A relay that fails, leaves, or does not answer in time is left out with a reason; that touches no replica.
+- The slot that replicas may be reading is never overwritten: that of the version which is being installed beside this
   update, or else of the lineage's last version.
 """
 
@@ -64,7 +65,7 @@ class RelayRetry:
 
 
 class UpdatePrefetch:
-    """The fillings of one update whose root and record are known. why: by relay, whether it is filled."""
+    """The fillings of one update, once its root and record are known."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
@@ -74,26 +75,28 @@ class UpdatePrefetch:
         self._identity = identity
         self._record = record
         self._keep: Version | None = None  # that filled relays go on holding
-        self._read: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
-        self._known = KnownNeeds(course.state, recipients, course.goal.published)
+        self._kept_tables: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
+        self._needs = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, PlannedFilling] = {}
-        self._begun = False
-        self._routed = 0  # how many were left out when routes were made
-        self._from: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
-        # One that does not answer on a network is found to be gone after a lease.
+        self._started = False
+        self._routed = 0  # relays that were left out when routes were last made
+        self._route_reasons: dict[str, str] = {}  # by relay, a sentence that says why it is filled from or for others
+        # A relay that does not answer on a network is found to be lost after a lease.
         self._tries = 1 + int(self._state.deadlines.lease / self._state.deadlines.resend)
-        self._along: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
+        self._shared_reasons: dict[str, str] = {}  # by relay, a sentence about those that are filled along with it
         self._together = SharedFilling()
-        self.why: dict[str, str] = {}
+        self.why: dict[str, str] = {}  # by relay, a sentence that says whether it is filled
 
     def choose(self, compiled: Compiled, before: UpdatePrefetch | None) -> None:
-        """Decides which relays are filled. before: of the update whose installs go on: replicas read what it filled."""
+        """Decides which relays are filled. before: the fillings that installs of the update before this one read."""
         last = self._state.versions.last.get(self._goal.lineage)
         self._keep = None if last is None else last.identity
         if before is not None:
             self._keep = before._identity
-            self._read = {name: each.answer.table for name, each in before._fillings.items() if each.answer is not None}
-        # Of a version that was sealed before relays bring only what cannot be read without them.
+            self._kept_tables = {
+                name: each.answer.table for name, each in before._fillings.items() if each.answer is not None
+            }
+        # If the version was sealed before, relays bring only what cannot be read without them.
         only = None if self._goal.sealed is None else self._recipients.cut_off.keys()
         readers = readers_of(self._state, self._recipients, self._identity, compiled.distances, only)
         for relay in connected_relays(self._state):
@@ -105,64 +108,64 @@ class UpdatePrefetch:
         self._make_routes()
 
     def claim(self) -> Claim:
-        """What it needs of relays, and of holders that these read."""
+        """The claim on relays that are filled, and on holders that these read."""
         names, sources = self._names(), self._names() | self._goal.holders
         return Claim(sources, names, self._keep, self._identity, sources)
 
     def _names(self) -> frozenset[str]:
         """Relays that are filled, or read by those."""
-        ways = [way for each in self._fillings.values() for way in (each.route, each.told) if way is not None]
+        ways = [way for each in self._fillings.values() for way in (each.route, each.command_route) if way is not None]
         return frozenset(self._fillings) | frozenset(
             name for way in ways for name in (*way.upstream, *way.others, *way.early)
         )
 
     def missing(self) -> list[PlannedFilling]:
-        """The relays that are waited for: steps in between only as long as they are waited for."""
-        missing = [each for each in self._fillings.values() if each.left_out is None and not self._settled(each)]
+        """The relays that it waits for. Steps in between alone are not waited for."""
+        missing = [each for each in self._fillings.values() if each.exclusion is None and not self._settled(each)]
         return missing if any(each.replicas for each in missing) else []
 
     def held(self) -> list[PlannedFilling]:
-        """The relays that hold the version, and say so, and have replicas to be installed from them."""
+        """The relays that hold the version, say so, and have replicas to be installed from them."""
         return [each for each in self._fillings.values() if each.replicas and self._counts(each)]
 
     def advance(self, seconds: float) -> None:
-        """Tells those whose turn has come, and leaves those out that cannot be filled any more. Called whenever
-        something has changed."""
-        changed = self._begun = True
+        """Commands the relays that can be filled now, and leaves out those that cannot be filled any more. Called
+        whenever something has changed."""
+        changed = self._started = True
         while changed:
             changed = False
             self._together = self._filled_together()
-            self._along |= self._together.why
+            self._shared_reasons |= self._together.why
             for filling in list(self._fillings.values()):
                 changed |= self._step(filling, seconds)
-            if self._routed != len(self._out()):
+            if self._routed != len(self._excluded()):
                 self._make_routes()
                 self._course.extend_claim(self._names())
                 changed = True
 
     def send(self, seconds: float) -> None:
-        """Tells, again, all that have not answered."""
+        """Sends the command, again, to all that have not answered."""
         for filling in self.missing():
             if filling.command is not None and filling.answer is None:
                 self._tell(filling, seconds)
 
     def take(self, holder: Holder, body: manager_pb2.RelayFilled) -> None:
-        """Takes an answer."""
+        """Takes a relay's answer."""
         filling = self._fillings.get(holder.source)
-        if filling is None or filling.left_out is not None or filling.command is None:
+        if filling is None or filling.exclusion is not None or filling.command is None:
             return
         if body.attempt == filling.command.attempt:
             filling.answer, filling.session = body, holder.session_id
 
     def lost(self, holder: Holder) -> None:
-        """Gives a relay whose session ended some time to come back."""
+        """Gives a relay some time to come back, since its session has ended."""
         filling = self._fillings.get(holder.source)
-        if filling is not None and filling.left_out is None:
+        if filling is not None and filling.exclusion is None:
             self._course.timer(RelayAbsent(holder.source), self._state.deadlines.lease)
 
-    def back(self, holder: Holder) -> bool:
-        """Notes that a relay said hello; returns whether it is one of these. Another process of this name holds nothing
-        of what the one before it has brought, and cannot be asked for the rest of it."""
+    def note_return(self, holder: Holder) -> bool:
+        """Takes a relay's hello. Returns whether it is being filled. Another process of this name holds nothing of what
+        the one before it has fetched, so it starts over."""
         filling = self._fillings.get(holder.source)
         if filling is None:
             return False
@@ -173,48 +176,49 @@ class UpdatePrefetch:
             filling.tried.clear()
         return True
 
-    def again(self, source: str) -> None:
-        """Tells a relay again that has waited for a moment since it failed."""
+    def retry(self, source: str) -> None:
+        """Lets a relay be commanded again, a moment after it failed."""
         filling = self._fillings.get(source)
         if filling is not None:
             filling.pausing = False
             filling.tried.clear()
 
-    def gone(self, source: str, why: str) -> None:
+    def drop(self, source: str, why: str) -> None:
         """Leaves out a relay that will not come back, or has not in time."""
         filling = self._fillings.get(source)
         holder = self._state.members.holders.get(source)
-        if filling is not None and filling.left_out is None and (holder is None or holder.peer is None):
-            filling.left_out = unavailable(why).problem
+        if filling is not None and filling.exclusion is None and (holder is None or holder.peer is None):
+            filling.exclusion = unavailable(why).problem
 
     def overdue(self, seconds: float, why: Problem | None = None) -> None:
-        """The time for filling is over, `seconds` after the update began. why: of all, if it is known."""
+        """Leaves out all relays that it waits for, `seconds` after the update began. why: the reason of all of them;
+        None: each has its own."""
         for filling in self.missing():
-            waits = [name for name in filling.route.upstream if not self._has(name)]
-            filling.left_out = why or filling.too_late(waits, f"{seconds:.1f} s after the update began")
+            unready = [name for name in filling.route.upstream if not self._has(name)]
+            filling.exclusion = why or filling.too_late(unready, f"{seconds:.1f} s after the update began")
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """Leaves out a relay that was filled, and cannot be installed from."""
         filling = self._fillings[relay]
-        filling.left_out = filling.left_out or problem
+        filling.exclusion = filling.exclusion or problem
 
     def reports(self) -> list[manager_pb2.RelayReport]:
-        """What each relay did."""
+        """A report for each relay."""
         return reports(self._fillings.values())
 
     def why_not(self) -> dict[str, Problem]:
-        """Why the relay of each replica does not count, or what of the version that lacks."""
+        """By replica, why its relay does not count, or what of the version the relay lacks."""
         return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
-        """What is well and yet not what was asked for."""
+        """Sentences for a report that is fine but not what was asked for."""
         if self._goal.prefetch != manager_pb2.PREFETCH_ALWAYS or self._fillings:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
 
-    def said(self) -> str:
-        """Why relays were filled or not, and why some do not count."""
-        out = [f"{each.relay} is left out: {each.left_out.message}" for each in self._out() if each.left_out]
+    def describe(self) -> str:
+        """A sentence for people: why relays were filled or not, and why some do not count."""
+        out = [f"{each.relay} is left out: {each.exclusion.message}" for each in self._excluded() if each.exclusion]
         return "; ".join([self._reasons(), *out])
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -222,29 +226,31 @@ class UpdatePrefetch:
         return blobs_of(self._fillings.values())
 
     def lacking(self) -> dict[str, str]:
-        """For each replica, what its relay was not to bring, since it is out of reach."""
-        found = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
-        return {name: self._with_failures(why) for name, why in found.items()}
+        """By replica, what its relay was not told to fetch, since no relay reaches it."""
+        reasons = lacking(self._fillings.values(), self._goal.published.sources, relay_hosts(self._state))
+        return {name: self._with_failures(why) for name, why in reasons.items()}
 
     def _reasons(self) -> str:
-        said = [self._reason(name) for name in sorted({*self.why, *self._from})]
-        return "; ".join(said) or "no relay has a session with this manager"
+        reasons = [self._reason(name) for name in sorted({*self.why, *self._route_reasons})]
+        return "; ".join(reasons) or "no relay has a session with this manager"
 
     def _reason(self, name: str) -> str:
-        """Why a relay is filled; of one that is filled for others only, that alone."""
+        """Why a relay is filled; if only for others, nothing but that."""
         filling = self._fillings.get(name)
-        if name in self._from and filling is not None and not filling.replicas:
-            return self._from[name]
-        return "; ".join(filter(None, (self.why.get(name), self._from.get(name), self._along.get(name))))
+        if name in self._route_reasons and filling is not None and not filling.replicas:
+            return self._route_reasons[name]
+        return "; ".join(
+            filter(None, (self.why.get(name), self._route_reasons.get(name), self._shared_reasons.get(name)))
+        )
 
     # -- routes
 
     def _make_routes(self) -> None:
-        """For all that are not filled yet, and for those that may have lost what they read."""
-        out = {each.relay for each in self._out()}
+        """Makes routes for all relays that are not filled yet, and for those that may have lost what they read."""
+        out = {each.relay for each in self._excluded()}
         self._routed = len(out)
         relays = [relay for relay in self._known_relays() if relay.source not in out]
-        wanted = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
+        targets = [name for name, each in self._fillings.items() if name not in out and (each.replicas or each.command)]
         published = self._goal.published
         names = frozenset(source.source for source in published.sources)
         parts = published.parts or frozenset({names} if names else ())
@@ -253,65 +259,65 @@ class UpdatePrefetch:
             for relay in relays
             if self._has(relay.source) and not self._is_partial(relay.source)
         }
-        routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], wanted, holding)
+        routes = relay_routes(origins_of(published), parts, [station_of(relay) for relay in relays], targets, holding)
         for name in [each.relay for each in self._fillings.values() if not each.replicas and each.command is None]:
             if name not in routes.by_relay and name not in out:
                 del self._fillings[name]
-                self._from.pop(name, None)
+                self._route_reasons.pop(name, None)
         for name, route in routes.by_relay.items():
             self._fillings.setdefault(name, PlannedFilling(name, ())).route = route
         for name, route in routes.by_relay.items():
             self._explain(name, route)
         for name, why in routes.unreached.items():
             if self._fillings[name].command is None:
-                self._fillings[name].left_out = precondition(self._with_failures(why)).problem
+                self._fillings[name].exclusion = precondition(self._with_failures(why)).problem
             else:
                 self._fillings[name].route = Route(0, ())  # none is left to wait for
-        self._routed = len(self._out())
+        self._routed = len(self._excluded())
 
     def _known_relays(self) -> list[Holder]:
-        """The relays that are connected, and those that take part and may come back; once it has begun, none of those
-        that another update uses."""
+        """The relays that are connected, and those that take part and may come back. Once filling has begun, without
+        those that another update uses."""
         holders = self._state.members.holders
-        found = {relay.source: relay for relay in connected_relays(self._state)}
-        found |= {name: holders[name] for name in self._fillings if name in holders}
-        taken = self._course.blocked(self._keep) if self._begun else frozenset()
-        return [found[name] for name in sorted(found.keys() - taken) if found[name].filling is not None]
+        relays = {relay.source: relay for relay in connected_relays(self._state)}
+        relays |= {name: holders[name] for name in self._fillings if name in holders}
+        blocked = self._course.blocked(self._keep) if self._started else frozenset()
+        return [relays[name] for name in sorted(relays.keys() - blocked) if relays[name].filling is not None]
 
     def _lacks(self, name: str) -> tuple[str, ...]:
         filling = self._fillings.get(name)
-        return () if filling is None else (filling.told or filling.route).lacks
+        return () if filling is None else (filling.command_route or filling.route).lacks
 
     def _explain(self, name: str, route: Route) -> None:
-        whom = "the trainer" if self._goal.sealed is None else "those who hold the version"
+        origin = "the trainer" if self._goal.sealed is None else "the version's holders"
         if not self._fillings[name].replicas:
-            self._from[name] = in_between(name, route.children, whom)
+            self._route_reasons[name] = in_between(name, route.children, origin)
         elif route.upstream:
-            self._from[name] = by_way_of(route.upstream, whom, bool(route.sources))
+            self._route_reasons[name] = by_way_of(route.upstream, origin, bool(route.sources))
 
     def _is_partial(self, name: str) -> bool:
-        """Whether it has less of the version than it is to have."""
+        """Whether a relay has less of the version than it is to have."""
         filling = self._fillings.get(name)
         return filling is not None and (filling.failed or filling.ahead or filling.answer is None)
 
     def _with_failures(self, why: str) -> str:
-        """Why a relay is not filled, where others that might have done so have failed."""
-        failed = [each for each in self._out() if not each.replicas]
-        said = [f"{each.relay} is left out: {each.left_out.message}" for each in failed if each.left_out]
-        return "; ".join([*said, why])
+        """Adds the failures of relays that might have fed it to why a relay is not filled."""
+        failed = [each for each in self._excluded() if not each.replicas]
+        reasons = [f"{each.relay} is left out: {each.exclusion.message}" for each in failed if each.exclusion]
+        return "; ".join([*reasons, why])
 
     # -- one relay's turn
 
     def _step(self, filling: PlannedFilling, seconds: float) -> bool:
-        """Whether something has changed."""
-        if filling.left_out is not None or not (filling.is_due or filling.failed):
+        """Does what can be done with one relay now. Returns whether something has changed."""
+        if filling.exclusion is not None or not (filling.is_due or filling.failed):
             return False
         if filling.command is None and filling.route.ahead:
             self._give_order(filling, replace(filling.route, upstream=(), others=(), early=()), {}, seconds)
             filling.ahead = True
             return True
         if any(not self._is_ready(name, filling.route) for name in filling.route.upstream):
-            return False  # it is coming, or routes are made anew
+            return False  # it will be ready, or routes are made again
         tables = self._tables(filling)
         if filling.is_due or {table.digest for table in tables.values()} - filling.tried:
             self._give_order(filling, filling.route, tables, seconds)
@@ -324,29 +330,29 @@ class UpdatePrefetch:
             self._course.timer(RelayRetry(filling.relay), self._state.deadlines.resend)
             return True
         if filling.answer.HasField("problem"):
-            filling.left_out = filling.answer.problem
+            filling.exclusion = filling.answer.problem
             return True
         return False
 
     def _give_order(
         self, filling: PlannedFilling, route: Route, upstream: Mapping[str, manager_pb2.BlobRef], seconds: float
     ) -> None:
-        """Tells it to bring the version by this route."""
-        filling.attempts += filling.told is not None
+        """Commands a relay to fetch the version by this route."""
+        filling.attempts += filling.command_route is not None
         filling.tried |= {table.digest for table in upstream.values()}
         if filling.ahead:
             filling.early, filling.ahead = filling.answer, False
         filling.command = self._command(filling, route, list(upstream.values()))
-        filling.told, filling.answer = route, None
+        filling.command_route, filling.answer = route, None
         self._tell(filling, seconds)
 
     def _filled_together(self) -> SharedFilling:
-        """The relays whose turn it is and that are filled together."""
-        new = (each for each in self._fillings.values() if each.command is None and each.left_out is None)
+        """The relays that can be filled now and are filled together."""
+        new = (each for each in self._fillings.values() if each.command is None and each.exclusion is None)
         due = [each for each in new if all(self._is_ready(name, each.route) for name in each.route.upstream)]
 
         def command(each: PlannedFilling) -> manager_pb2.FillRelay:
-            return fill_command(self._course, self._known, self._identity, each.relay, each.route, ())
+            return fill_command(self._course, self._needs, self._identity, each.relay, each.route, ())
 
         return filled_together(due, self._state.members.holders, command, self._course.relay_fence)
 
@@ -355,18 +361,18 @@ class UpdatePrefetch:
         return self._has(name) and (name in route.early or not self._is_partial(name) or self._gave_up(name))
 
     def _gave_up(self, name: str) -> bool:
-        """Whether it will never have more than it has."""
+        """Whether a relay will never have more than it has."""
         filling = self._fillings.get(name)
         return filling is not None and self._settled(filling)
 
     def _settled(self, filling: PlannedFilling) -> bool:
-        """Whether it holds what it ever will. Some of it may be missing: then others that have more are waited for."""
+        """Whether its contents are final. If not, missing cells may still come from another relay."""
         if filling.ahead or not self._holds(filling):
             return False
         return not filling.failed or (not filling.pausing and all(map(self._has, filling.route.upstream)))
 
     def _counts(self, filling: PlannedFilling) -> bool:
-        return filling.left_out is None and not filling.ahead and self._holds(filling)
+        return filling.exclusion is None and not filling.ahead and self._holds(filling)
 
     def _holds(self, filling: PlannedFilling) -> bool:
         holder = self._state.members.holders.get(filling.relay)
@@ -375,7 +381,7 @@ class UpdatePrefetch:
         return any(self._is_it(filling, held) for held in holder.held)
 
     def _is_it(self, filling: PlannedFilling, held: Holding) -> bool:
-        """Whether this is what it was filled with: it may hold the version in another slot too, for other needs."""
+        """Whether `held` is what the relay was filled with: another slot may hold the version for other needs."""
         return (
             filling.answer is not None and held.identity == self._identity and held.table.digest == filling.answer.table
         )
@@ -385,9 +391,9 @@ class UpdatePrefetch:
         return self._table_of(name) is not None
 
     def _table_of(self, name: str) -> manager_pb2.BlobRef | None:
-        """The table by which others read it: as it was filled now, or since it holds the version anyway."""
+        """The table by which others read the version from a relay; None: they cannot. It was filled now, or before."""
         holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
-        if holder is None or holder.peer is None or (filling is not None and filling.left_out is not None):
+        if holder is None or holder.peer is None or (filling is not None and filling.exclusion is not None):
             return None
         for held in holder.held:
             if held.identity == self._identity and (filling is None or held.table.digest in filling.tables()):
@@ -395,14 +401,14 @@ class UpdatePrefetch:
         return None
 
     def _tables(self, filling: PlannedFilling) -> dict[str, manager_pb2.BlobRef]:
-        """The tables of the relays that it reads, in the order in which equally near ones are asked. One that lacks
-        something itself is no reason to try again."""
-        found: dict[str, manager_pb2.BlobRef] = {}
+        """By relay, the tables that it reads, in the order in which equally near ones are asked. After the first
+        command those of partial relays are left out: they are no reason to try again."""
+        tables: dict[str, manager_pb2.BlobRef] = {}
         for name in (*filling.route.upstream, *filling.route.others):
             table = self._table_of(name)
             if table is not None and (filling.command is None or filling.ahead or not self._is_partial(name)):
-                found[name] = table
-        return found
+                tables[name] = table
+        return tables
 
     # -- what it is told
 
@@ -418,15 +424,15 @@ class UpdatePrefetch:
     def _command(
         self, filling: PlannedFilling, route: Route, upstream: list[manager_pb2.BlobRef]
     ) -> manager_pb2.FillRelay:
-        command = fill_command(self._course, self._known, self._identity, filling.relay, route, upstream)
+        command = fill_command(self._course, self._needs, self._identity, filling.relay, route, upstream)
         command.record.CopyFrom(self._record)
         command.attempt = filling.attempts
         if filling.command is None and filling.relay in self._together.orders:
             command.fan_out.CopyFrom(self._together.orders[filling.relay])
         if self._keep is not None:
             command.keep.CopyFrom(self._keep.message())
-            command.keep_table = self._read.get(filling.relay, b"")
+            command.keep_table = self._kept_tables.get(filling.relay, b"")
         return command
 
-    def _out(self) -> list[PlannedFilling]:
-        return [each for each in self._fillings.values() if each.left_out is not None]
+    def _excluded(self) -> list[PlannedFilling]:
+        return [each for each in self._fillings.values() if each.exclusion is not None]

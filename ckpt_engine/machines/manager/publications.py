@@ -1,4 +1,4 @@
-"""What trainer ranks publish, and whether the tables of a lineage's ranks fit together."""
+"""The publications of trainer ranks: decides whether the tables of a lineage's ranks fit together."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ class Merge:
     """Key of the task that merges the tables of a lineage."""
 
     lineage: str
-    number: int  # an older one than the lineage's last is void
+    number: int  # results of older merges than the lineage's last are ignored
 
 
 @dataclass
 class LineagePublication:
-    """What one lineage publishes. tables: digests by rank of what `published` or `problem` is about, or of what is
-    merged now."""
+    """The publication of one lineage."""
 
-    tables: tuple[bytes, ...] = ()
-    number: int = 0
+    tables: tuple[bytes, ...] = ()  # their digests, by rank, of the merge that goes on or was the last
+    number: int = 0  # of that merge
     merging: bool = False
-    published: Published | None = None
-    problem: weights_pb2.Problem | None = None
+    published: Published | None = None  # None: not merged, or refused
+    problem: weights_pb2.Problem | None = None  # why the tables do not fit; None: they do, or are not merged
 
 
 @dataclass
@@ -40,22 +39,23 @@ class Publications:
     merges: int = 0
 
     def get(self, lineage: str) -> LineagePublication:
-        """What is known of a lineage, if its ranks' tables are still those that were merged."""
-        known = self.lineages.get(lineage)
+        """A lineage's publication, if its ranks' tables are still those that were merged; else an empty one."""
+        publication = self.lineages.get(lineage)
         tables = self._tables(lineage)
-        if known is None or tables is None or known.tables != tuple(table.digest for table in tables):
+        if publication is None or tables is None or publication.tables != tuple(table.digest for table in tables):
             return LineagePublication()
-        return known
+        return publication
 
     def publish(self, trainer: TrainerRank, body: manager_pb2.Publish) -> None:
-        """A rank offers something else now, or nothing any more."""
+        """Takes what a rank offers from now on, or that it offers nothing any more."""
         table = body.table if body.HasField("table") else None
         self.taken_back(trainer, table)
         trainer.table = table
         self.offered(trainer)
 
     def taken_back(self, member: Member | None, table: manager_pb2.BlobRef | None) -> None:
-        """Relays let go of what a rank has offered until now, unless it is this table: then its memory can be freed."""
+        """Tells relays to let go of what a rank has offered until now, unless it is this table: its memory can be freed
+        then."""
         if not isinstance(member, TrainerRank) or member.table is None or member.table == table:
             return
         for holder in self.state.members.connected_holders():
@@ -63,15 +63,15 @@ class Publications:
                 self.state.send(holder, manager_pb2.LetGo(tables=[member.table.digest]))
 
     def offered(self, trainer: TrainerRank) -> None:
-        """A rank has published (again): merge when all have, and tell what came of it."""
+        """Merges the tables once all ranks have published. Called when a rank has published, also again."""
         tables = self._tables(trainer.lineage)
         if tables is None:
             return
-        known = self.lineages.setdefault(trainer.lineage, LineagePublication())
+        publication = self.lineages.setdefault(trainer.lineage, LineagePublication())
         digests = tuple(table.digest for table in tables)
-        if known.tables == digests and (known.merging or known.published is not None):
-            if known.published is not None:
-                self._accept(trainer, known.published)
+        if publication.tables == digests and (publication.merging or publication.published is not None):
+            if publication.published is not None:
+                self._accept(trainer, publication.published)
             return
         self.merges += 1
         self.lineages[trainer.lineage] = LineagePublication(digests, self.merges, merging=True)
@@ -79,21 +79,21 @@ class Publications:
         self.state.run(Merge(trainer.lineage, self.merges), task)
 
     def merged(self, merge: Merge, done: Done) -> None:
-        """A merge ended: tell every rank."""
-        known = self.lineages.get(merge.lineage)
-        if known is None or known.number != merge.number:
+        """Takes the end of a merge, and tells every rank."""
+        publication = self.lineages.get(merge.lineage)
+        if publication is None or publication.number != merge.number:
             return
-        known.merging = False
-        known.problem = done.problem
-        known.published = cast(Published, done.result) if done.problem is None else None
+        publication.merging = False
+        publication.problem = done.problem
+        publication.published = cast(Published, done.result) if done.problem is None else None
         for trainer in self.state.members.ranks(merge.lineage).values():
-            if known.published is not None:
-                self._accept(trainer, known.published)
+            if publication.published is not None:
+                self._accept(trainer, publication.published)
             else:
-                self.state.send(trainer, manager_pb2.Refused(problem=known.problem))
+                self.state.send(trainer, manager_pb2.Refused(problem=publication.problem))
 
     def prune(self) -> None:
-        """Forgets lineages of which no rank is left."""
+        """Forgets lineages without ranks."""
         alive = {lineage for lineage, _ in self.state.members.trainers}
         for lineage in [lineage for lineage in self.lineages if lineage not in alive]:
             del self.lineages[lineage]
@@ -102,7 +102,7 @@ class Publications:
         self.state.send(trainer, manager_pb2.PublicationAccepted(table=trainer.table, manifest=published.manifest))
 
     def _tables(self, lineage: str) -> tuple[manager_pb2.BlobRef, ...] | None:
-        """The tables by rank, once every rank has published."""
+        """The tables by rank; None: some rank has not published."""
         ranks = self.state.members.ranks(lineage)
         if not ranks:
             return None

@@ -1,13 +1,13 @@
 """Updates that were called and have not begun: the ranks' calls of each lineage are gathered, side by side.
 
-Decides which calls belong together, when all are there, which version they mean and which replicas it is for; which
-calls wait and for how long, and whose turn it is:
-- A lineage of which this manager knows no rank is refused at once. After a restart it waits first for members to dial
-  in again. One whose ranks have all lost their sessions has a lease to come back.
-- A gather that lacks ranks holds up nothing: no other lineage, no late replica, no sleep or wake.
-- Those that lack nothing take turns in the order in which that came true, in each pool. So a lineage that calls again
-  at once comes after those that waited.
-Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
+Decides which calls belong together, when they are complete, which version they mean and which replicas it is for. Also
+which calls wait, for how long, and in which order they begin:
+- A lineage of which this manager knows no rank is refused at once; after a restart, once members have had time to dial
+  in again. A lineage of which all ranks have lost their sessions has a lease to come back.
+- A gather that lacks ranks blocks nothing: no other lineage, no late replica, no sleep or wake.
+- Complete gathers take turns in the order in which they were completed, in each pool. So a lineage that calls again at
+  once comes after those that waited.
+Changes no member: the result is a Goal, a Problem, or to wait.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ckpt_engine.machines.manager.update_options import (
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
-"""Versions that the ranks ask for, if each asks for another one."""
+"""Versions that a refusal names, if ranks ask for different ones."""
 
 MOST_DESCRIBED = 4
-"""Gathers that the status describes; the others are counted."""
+"""Gathers that the status describes; more are counted."""
 
 MOST_RUNS = 8
-"""Of ranks that follow each other: these are named to people, what is beyond is counted."""
+"""Runs of consecutive ranks that are named to people; ranks beyond are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +56,22 @@ class SessionsAbsent:
 
 @dataclass
 class Gather:
-    """Calls of one lineage. end: by when the update must have reported, for the most impatient caller."""
+    """The calls of one lineage. Moments are monotonic seconds."""
 
     state: ManagerState
     publications: Publications
     lineage: str
     started: float
-    end: float = float("inf")
-    calls: dict[int, Call] = field(default_factory=dict)
-    requests: dict[int, manager_pb2.UpdateWeightsRequest] = field(default_factory=dict)
+    end: float = float("inf")  # by when the update must have reported, for the caller with the shortest timeout
+    calls: dict[int, Call] = field(default_factory=dict)  # by rank
+    requests: dict[int, manager_pb2.UpdateWeightsRequest] = field(default_factory=dict)  # by rank, options complete
 
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of this update."""
         rank = request.rank
-        asked = manager_pb2.UpdateWeightsRequest()
-        asked.CopyFrom(request)
-        asked.options.CopyFrom(complete(request.options))
+        full_request = manager_pb2.UpdateWeightsRequest()
+        full_request.CopyFrom(request)
+        full_request.options.CopyFrom(complete(request.options))
         if rank in self.calls:
             raise aborted(f"rank {rank} of lineage {self.lineage!r} has called already", ranks=(rank,))
         trainer = self.state.members.trainers.get((self.lineage, rank))
@@ -81,21 +81,21 @@ class Gather:
                 ranks=(rank,),
             )
         self.calls[rank] = call
-        self.requests[rank] = asked
-        self.end = min(self.end, now + (asked.options.timeout_seconds or self.state.deadlines.update))
+        self.requests[rank] = full_request
+        self.end = min(self.end, now + (full_request.options.timeout_seconds or self.state.deadlines.update))
 
     def seconds(self, now: float) -> float:
-        """How long it may go on: all calls must be there in time, and then its turn must come in the callers' time."""
+        """Seconds that it may still go on: until all calls must have come, then until its turn must have come."""
         begun_by = self.end - self.state.deadlines.report
         return (begun_by if self.complete() else min(self.started + self.state.deadlines.gather, begun_by)) - now
 
     def leave(self, rank: int) -> None:
-        """A rank's call was cancelled; it may call again."""
+        """Removes a rank's call, which was cancelled; the rank may call again."""
         del self.calls[rank]
         del self.requests[rank]
 
     def describe(self) -> str:
-        """What is going on, for those that must wait for it."""
+        """One line for blocked callers: what it waits for."""
         return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or 'all are there'}"
 
     def known(self) -> bool:
@@ -106,7 +106,7 @@ class Gather:
         """Whether any rank has a session now."""
         return any(trainer.peer is not None for trainer in self.state.members.ranks(self.lineage).values())
 
-    def nobody(self) -> CkptEngineError:
+    def no_session(self) -> CkptEngineError:
         """The refusal of a call for a lineage without ranks that could update it."""
         return precondition(
             f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
@@ -123,7 +123,7 @@ class Gather:
         return (publication.published or publication.problem) is not None and not self._missing_ranks()
 
     def goal(self, now: float) -> Goal | None:
-        """What the ranks want, once all are there; None: wait. Raises CkptEngineError if it must be refused."""
+        """The goal of the update, once all ranks have called; None: wait. Raises CkptEngineError if it is refused."""
         self._check_agreement()
         if not self.complete():
             return None
@@ -164,7 +164,7 @@ class Gather:
         )
 
     def _missing(self) -> list[str]:
-        """What is missing of which ranks."""
+        """Sentences for people: what is missing, and of which ranks."""
         ranks = self.state.members.ranks(self.lineage)
         if not ranks:
             return ["no rank has a session"]
@@ -178,13 +178,13 @@ class Gather:
             else:
                 silent.append(rank)
         return [
-            f"{ranks_named(found)} {'has' if len(found) == 1 else 'have'} {what}"
-            for found, what in (
+            f"{ranks_named(group)} {'has' if len(group) == 1 else 'have'} {what}"
+            for group, what in (
                 (absent, "no session"),
                 (unpublished, "not published"),
                 (silent, "not called update_weights"),
             )
-            if found
+            if group
         ]
 
     def _missing_ranks(self) -> Sequence[int]:
@@ -197,25 +197,28 @@ class Gather:
         ]
 
     def _check_agreement(self) -> None:
-        """All ranks must ask for the same; else it is not known what was meant."""
-        versions = {rank: self._meant(request) for rank, request in self.requests.items()}
+        """Raises INVALID_ARGUMENT if the ranks do not all ask for the same."""
+        versions = {rank: self._requested_version(request) for rank, request in self.requests.items()}
         if len(set(versions.values())) > 1:
-            asking: dict[int, list[int]] = {}
+            ranks_by_version: dict[int, list[int]] = {}
             for rank in sorted(versions):
-                asking.setdefault(versions[rank], []).append(rank)
-            said = ", ".join(f"{ranks_named(asking[version])}: {version}" for version in sorted(asking)[:MOST_NAMED])
-            raise invalid(f"the ranks ask for different versions: {said}", ranks=sorted(versions))
+                ranks_by_version.setdefault(versions[rank], []).append(rank)
+            wishes = ", ".join(
+                f"{ranks_named(ranks_by_version[version])}: {version}"
+                for version in sorted(ranks_by_version)[:MOST_NAMED]
+            )
+            raise invalid(f"the ranks ask for different versions: {wishes}", ranks=sorted(versions))
         if names := difference(each.options for each in self.requests.values()):
             raise invalid(f"the ranks differ in {' and '.join(names)}", ranks=sorted(self.requests))
 
-    def _meant(self, request: manager_pb2.UpdateWeightsRequest) -> int:
-        """The version that a request means: its own, or the lineage's next. A new lineage begins with 0."""
+    def _requested_version(self, request: manager_pb2.UpdateWeightsRequest) -> int:
+        """The version that a request asks for: the one that it names, or the lineage's next, from 0 on."""
         if request.HasField("version"):
             return request.version
         return self.state.versions.next_number(self.lineage)
 
     def _version(self) -> int:
-        version = self._meant(self.requests[min(self.requests)])
+        version = self._requested_version(self.requests[min(self.requests)])
         if version < 0:
             raise invalid(f"version {version} is negative")
         self.state.versions.check_rises(self.lineage, version)
@@ -224,18 +227,13 @@ class Gather:
 
 @dataclass
 class Gathers:
-    """The calls that wait for their update, one gather a lineage.
-
-    by_lineage: oldest first. turns: lineages that lack nothing, with their goals, in the order of their turns.
-
-    lonely: lineages that call while none of their ranks has a session.
-    """
+    """The calls that wait for their update, in one gather for each lineage."""
 
     state: ManagerState
     publications: Publications
-    by_lineage: dict[str, Gather] = field(default_factory=dict)
-    turns: dict[str, Goal] = field(default_factory=dict)
-    lonely: set[str] = field(default_factory=set)
+    by_lineage: dict[str, Gather] = field(default_factory=dict)  # oldest first
+    turns: dict[str, Goal] = field(default_factory=dict)  # goals of complete gathers by lineage, in their order
+    without_session: set[str] = field(default_factory=set)  # lineages that call while none of their ranks has a session
 
     def join(self, call: Call, request: manager_pb2.UpdateWeightsRequest, now: float) -> None:
         """Takes a rank's call in. Raises ABORTED (for this call alone) if it cannot be part of the update."""
@@ -247,7 +245,7 @@ class Gathers:
         self._wait(gather, now)
 
     def cancelled(self, call: Call) -> None:
-        """Forgets a rank's call whose caller has gone; the other ranks wait on, and it may call again."""
+        """Forgets a rank's call that was cancelled; the other ranks wait on, and it may call again."""
         for gather in list(self.by_lineage.values()):
             for rank in [rank for rank, other in gather.calls.items() if other == call]:
                 gather.leave(rank)
@@ -255,7 +253,7 @@ class Gathers:
                 self._end(gather)
 
     def look(self, settled: bool, now: float) -> None:
-        """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more."""
+        """Refuses gathers that cannot begin, and queues those that are complete. Called after every event."""
         for gather in list(self.by_lineage.values()):
             try:
                 self.state.check_ledger()
@@ -275,42 +273,42 @@ class Gathers:
                     self._wait(gather, now)
 
     def coming(self) -> list[QueuedGoal]:
-        """The lineages that lack nothing, in the order of their turns."""
+        """The complete gathers, in the order of their turns."""
         return [
             QueuedGoal(f"update of lineage {lineage!r}", goal, partial(self._end, self.by_lineage[lineage]))
             for lineage, goal in self.turns.items()
         ]
 
     def timer(self, key: GatherEnd | SessionsAbsent, now: float) -> None:
-        """A gather's time is over, or that of a lineage without sessions."""
+        """Refuses a gather when its time, or that of a lineage without sessions, has ended."""
         gather = self.by_lineage.get(key.lineage)
         if gather is None:
             return
         if isinstance(key, SessionsAbsent):
-            if gather.lineage in self.lonely:
-                self._refuse(gather, gather.nobody().problem)
+            if gather.lineage in self.without_session:
+                self._refuse(gather, gather.no_session().problem)
         elif gather.seconds(now) > 0:
             self._wait(gather, now)  # it lacked something meanwhile
         else:
             self._refuse(gather, gather.overdue().problem)
 
     def describe(self) -> str:
-        """What is going on, for people; empty if nothing is."""
+        """What gathers wait for, for people; empty: there are none."""
         gathers = list(self.by_lineage.values())
-        said = [gather.describe() for gather in gathers[:MOST_DESCRIBED]]
+        lines = [gather.describe() for gather in gathers[:MOST_DESCRIBED]]
         if len(gathers) > MOST_DESCRIBED:
-            said.append(f"and {len(gathers) - MOST_DESCRIBED} more lineages")
-        return " | ".join(said)
+            lines.append(f"and {len(gathers) - MOST_DESCRIBED} more lineages")
+        return " | ".join(lines)
 
     def _look_for_ranks(self, gather: Gather) -> None:
         if not gather.known():
-            raise gather.nobody()
+            raise gather.no_session()
         alone, key = not gather.connected(), SessionsAbsent(gather.lineage)
-        if alone and gather.lineage not in self.lonely:
-            self.lonely.add(gather.lineage)
+        if alone and gather.lineage not in self.without_session:
+            self.without_session.add(gather.lineage)
             self.state.set_timer(key, self.state.deadlines.lease)
-        elif not alone and gather.lineage in self.lonely:
-            self.lonely.remove(gather.lineage)
+        elif not alone and gather.lineage in self.without_session:
+            self.without_session.remove(gather.lineage)
             self.state.cancel_timer(key)
 
     def _wait(self, gather: Gather, now: float) -> None:
@@ -324,7 +322,7 @@ class Gathers:
     def _end(self, gather: Gather) -> None:
         del self.by_lineage[gather.lineage]
         self.turns.pop(gather.lineage, None)
-        self.lonely.discard(gather.lineage)
+        self.without_session.discard(gather.lineage)
         self.state.cancel_timer(GatherEnd(gather.lineage))
         self.state.cancel_timer(SessionsAbsent(gather.lineage))
 
@@ -337,7 +335,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
             runs[-1] = runs[-1][0], rank
         else:
             runs.append((rank, rank))
-    named = runs[:MOST_RUNS]
-    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in named)
-    more = len(ranks) - sum(last - first + 1 for first, last in named)
-    return f"rank{'' if len(ranks) == 1 else 's'} {said}" + (f" and {more} more" if more else "")
+    first_runs = runs[:MOST_RUNS]
+    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in first_runs)
+    more = len(ranks) - sum(last - first + 1 for first, last in first_runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranges}" + (f" and {more} more" if more else "")

@@ -1,4 +1,4 @@
-"""The replicas of one update: prepared or left out first, then told to install, and in the end each with an outcome."""
+"""The replicas of one update: each is prepared or left out, then told to install, and in the end has an outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_engine.machines.events import PlanWorker
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica, Unfit
 from ckpt_engine.machines.manager.plan_pipeline import Way
-from ckpt_engine.machines.manager.report import already_there, left_out, what_became
+from ckpt_engine.machines.manager.report import later_outcome, presumed_outcome, unchanged_outcome
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -21,50 +21,49 @@ Problem = weights_pb2.Problem
 
 HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
 """Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
-is published. If no replica can, it is what is published that is wrong, and the update is refused."""
+is published. If no replica can, what is published is wrong, and the update is refused."""
 
 
 Workers: TypeAlias = tuple[manager_pb2.PreparedWorker, ...]
-"""Of one replica, by rank, with their needs against what is published."""
+"""The workers of one replica, by rank, with their needs against what is published."""
 
 
 @dataclass(frozen=True)
 class Unprepared:
-    """It has not said what its workers need."""
+    """The replica has not said what its workers need."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """It can be installed into."""
+    """The replica can be installed into."""
 
     workers: Workers
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """It was told to install, and has no outcome."""
+    """The replica was told to install, and has no outcome."""
 
     workers: Workers
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The update is over for it."""
+    """The update has ended for the replica."""
 
     outcome: manager_pb2.ReplicaOutcome
     workers: Workers | None = None  # None: it was left out
-    session: str | None = None  # of the agent that was told to install, if what became of that is unknown
+    session: str | None = None  # of the agent that was told to install, if the real outcome is unknown
 
 
 Recipient: TypeAlias = Unprepared | Prepared | Ordered | Ended
-"""Where one replica is in an update, in the order in which that comes. Any but the last may be left out: then it has
-ended."""
+"""The state of one replica in an update, in their order. From any of them it may be left out: then it has ended."""
 
 
 class Recipients:
-    """The replicas that an update is for, and what becomes of each.
+    """The replicas that an update is for, and the state of each.
 
-    They are prepared under the fill fence and told to install under the install fence (`decided`), which all outcomes
+    They are prepared under the fill fence and told to install under the install fence (`decide`), which all outcomes
     carry in the end.
     """
 
@@ -74,24 +73,24 @@ class Recipients:
         self._fill = fill
         self._fence = Fence()
         self._recipients: dict[str, Recipient] = dict.fromkeys(goal.replicas, Unprepared())  # by name
-        self._again = False
+        self._asked_twice = False
         self._unfit: dict[str, Unfit] = {}
-        self.cut_off: dict[str, Problem] = {}  # that cannot read the sources, and may be installed from relays; why
-        self.awaited: set[str] = set()  # that are to come back before they are asked for anything
+        self.cut_off: dict[str, Problem] = {}  # why replicas cannot read the sources; relays may bring them the version
+        self.awaited: set[str] = set()  # replicas that are away; nothing is asked of them until they are back
 
     @property
     def outcomes(self) -> dict[str, manager_pb2.ReplicaOutcome]:
-        """By replica; in the end of all of them."""
+        """The outcomes by replica, of those that have one; in the end of all."""
         return {name: each.outcome for name, each in self._recipients.items() if isinstance(each, Ended)}
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """Replicas of whose install nothing is known, with the session of the agent that was told."""
-        ended = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
-        return {name: each.session for name, each in ended if each.session is not None}
+        """Replicas told to install whose outcome is unknown, with the session of the agent that was told."""
+        states = ((name, each) for name, each in self._recipients.items() if isinstance(each, Ended))
+        return {name: each.session for name, each in states if each.session is not None}
 
     def outcome(self, name: str) -> manager_pb2.ReplicaOutcome | None:
-        """That of one replica; None: it has none yet, or is not of this update."""
+        """The outcome of one replica; None: it has none yet, or is not of this update."""
         recipient = self._recipients.get(name)
         return recipient.outcome if isinstance(recipient, Ended) else None
 
@@ -100,7 +99,7 @@ class Recipients:
         return isinstance(self._recipients[name], Ordered)
 
     def _workers(self, name: str) -> Workers | None:
-        """Of a replica that is prepared, or was until it gave an outcome."""
+        """The workers of a replica that is prepared, or was until it had an outcome; None: it is not prepared."""
         recipient = self._recipients[name]
         return None if isinstance(recipient, Unprepared) else recipient.workers
 
@@ -115,28 +114,28 @@ class Recipients:
         return [name for name, each in self._recipients.items() if isinstance(each, Unprepared)]
 
     def prepared(self) -> list[str]:
-        """The replicas that are prepared, and so can be installed into."""
+        """The replicas that are or were prepared, so that they can be installed into."""
         return sorted(name for name in self._recipients if self._workers(name) is not None)
 
     @property
     def enough(self) -> bool:
-        """Whether those that are prepared suffice, so that none that has had half of the time is waited for."""
+        """Whether the prepared replicas suffice, so that the others are not waited for beyond half of the time."""
         return len(self.prepared()) >= max(1, self._goal.least)
 
     def prepare(self, seconds: float) -> None:
-        """Asks every connected replica whose workers have not answered about this manifest before, the first time and
-        again; leaves out those that an operator holds."""
+        """Asks, again, every connected replica with workers that have not answered about this manifest. Leaves out
+        replicas that an operator holds."""
         manifest = self._goal.published.manifest
         for name in self.unprepared():
             if (hold := self._state.holds.get(name)) is not None and not self._goal.is_attempt:
-                held = self.leave_out(name, precondition(f"it is {hold.told(name)}", replica=name).problem)
+                held = self.leave_out(name, precondition(f"it is {hold.describe(name)}", replica=name).problem)
                 held.operator_hold = True
                 continue
             replica = self._state.members.replicas.get(name)
-            known = None if replica is None else replica.prepared_for(manifest.digest)
+            workers = None if replica is None else replica.prepared_for(manifest.digest)
             never = None if replica is None else replica.never_loads(manifest.digest)
-            if known is not None:
-                self._recipients[name] = Prepared(tuple(known))
+            if workers is not None:
+                self._recipients[name] = Prepared(tuple(workers))
             elif never is not None:
                 misfit = self._leave_out_unfit(name, never)
                 misfit.cannot_load = everybody(self._goal.pool) in self._goal.selection
@@ -145,13 +144,13 @@ class Recipients:
                 self._state.send_to(name, command)
 
     def overdue(self, seconds: float) -> None:
-        """Waits no more for those that are not prepared, `seconds` after the update began."""
+        """Leaves out all that are not prepared, `seconds` after the update began."""
         for name in self.unprepared():
             message = f"its engine's loader was not recorded within {seconds:.1f} s{self.says(name)}"
             self.leave_out(name, deadline(message, replica=name).problem)
 
     def take_prepared(self, replica: Replica, body: manager_pb2.Prepared) -> None:
-        """Takes an answer."""
+        """Takes a replica's answer to being asked to prepare."""
         if replica.name not in self.unprepared():
             return
         if not body.HasField("problem"):
@@ -169,17 +168,17 @@ class Recipients:
             self._leave_out_unfit(replica.name, Unfit(problem, replica.boot_ids(), manifest))
 
     def says(self, name: str) -> str:
-        """What a replica that gives no answer said last of itself, to be appended to what is told of it."""
+        """A clause with what a silent replica said last of itself, to append to a message; may be empty."""
         replica = self._state.members.replicas.get(name)
         reason = "" if replica is None else replica.closed_reason
         return f"; its agent said last that it does not serve: {reason}" if reason else ""
 
     def prepare_again(self, problem: Problem | None) -> bool:
-        """Whether what they recorded is not stored here, since it went to a manager before this one: a hello may name
-        blobs that its sender stored with one that died in that moment. They store it once more, and only once."""
-        if problem is None or problem.code != Problem.NOT_FOUND or self._again:
+        """Has replicas store what they recorded again if planning failed since this manager lacks a blob. Returns
+        whether it does so, only once. A hello may name blobs that its sender stored with a manager that just died."""
+        if problem is None or problem.code != Problem.NOT_FOUND or self._asked_twice:
             return False
-        self._again = True
+        self._asked_twice = True
         for name in self.prepared():
             replica = self._state.members.replicas.get(name)
             if replica is not None:
@@ -188,17 +187,17 @@ class Recipients:
         return True
 
     def try_shut(self, unplanned: Collection[str], near_relays: Collection[str] = ()) -> bool:
-        """Whether plans are to be compiled once more for some of these, for which none can be made: of what they could
-        not open before nothing is known any more, since it may be open by now, and nothing else is left. near_relays:
-        those that relays may bring it to instead."""
+        """Forgets what replicas without a plan could not open, since it may be open by now. Returns whether there was
+        any, so that plans are to be compiled again. near_relays: replicas to which relays may bring the version
+        instead."""
         others = near_relays if self._goal.prefetch != manager_pb2.PREFETCH_NEVER else ()
-        those = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
-        known = [replica for replica in those if replica is not None and replica.shut.forget()]
-        return bool(known)
+        replicas = [self._state.members.replicas.get(name) for name in sorted(unplanned) if name not in others]
+        retrying = [replica for replica in replicas if replica is not None and replica.shut.forget()]
+        return bool(retrying)
 
     def take_unplanned(self, problems: Mapping[str, Problem], near_relays: Collection[str]) -> None:
-        """Takes in those for which no plan can be made. Other sources may be within their reach, so they are asked
-        again; those near relays may be installed from these."""
+        """Takes the replicas for which no plan can be made. Those near relays may be installed from relays; the others
+        are left out."""
         for name, problem in problems.items():
             if name in near_relays:
                 self.cut_off[name] = problem
@@ -206,33 +205,35 @@ class Recipients:
                 self._leave_out_unplanned(name, problem)
 
     def take_ways(self, identity: Version, planned: Collection[str], why: Mapping[str, Problem], never: str) -> None:
-        """Takes in which are installed from relays. planned: these. never: why the others may not read the trainer;
-        empty: they may. Those that cannot, or may not, are left out. why: of all, why they are not installed from
-        relays."""
+        """Leaves out the replicas that are not installed from relays and cannot, or may not, read the trainer.
+
+        planned: replicas that are installed from relays. why: of the others, why they are not. never: why these may
+        not read the trainer; empty: they may.
+        """
         for name in self.lacking(identity):
             if name in planned:
                 continue
             if name in self.cut_off:
                 problem = self.cut_off[name]
-                said = why[name].message if name in why and why[name].message != problem.message else ""
-                self._leave_out_unplanned(name, with_words(problem, said))
+                detail = why[name].message if name in why and why[name].message != problem.message else ""
+                self._leave_out_unplanned(name, with_words(problem, detail))
             elif never:
                 message = f"it keeps what it serves, since {never}: {why[name].message}"
                 self.leave_out(name, precondition(message, replica=name).problem)
 
     def refusal(self) -> Problem | None:
-        """The same as `too_few`; remembers which are unfit, unless what is published is to blame."""
+        """As `too_few`, and remembers which replicas are unfit, unless what is published is to blame."""
         problem = self.too_few()
         if problem is None or self._goal.is_attempt:
             self._remember_unfit()
         return problem
 
     def too_few(self) -> Problem | None:
-        """Why the update is refused, if those that are prepared are not enough.
+        """Why the update is refused; None: the prepared replicas are enough.
 
-        If none is, and some are unfit, what is published is to blame: then the first tensor's name goes with it.
+        If none is prepared, and some are unfit, what is published is to blame, and the problem names the first tensor.
         """
-        if self._goal.adapts and (problem := self._kept()) is not None:
+        if self._goal.adapts and (problem := self._dtype_refusal()) is not None:
             return problem
         able, least = len(self.prepared()), self._goal.least
         if able >= least and (able or not self._unfit):
@@ -247,8 +248,9 @@ class Recipients:
         problem.replica = name
         return problem
 
-    def _kept(self) -> Problem | None:
-        """Why the ranks are to publish in the dtypes that models keep, before anything is sealed; None: no need."""
+    def _dtype_refusal(self) -> Problem | None:
+        """The refusal that has the ranks publish in the dtypes that models keep, before anything is sealed; None: no
+        need."""
         names = sorted(name for name, unfit in self._unfit.items() if unfit.problem.kept)
         if not names:
             return None
@@ -259,25 +261,25 @@ class Recipients:
         return problem
 
     def _remember_unfit(self) -> None:
-        """Remembers which are unfit: for the status, and so that what can never work is not asked for again."""
+        """Remembers which replicas are unfit, for the status, and so that what can never work is not tried again."""
         for name in self._goal.replicas:
             replica = self._state.members.replicas.get(name)
             if replica is not None and (name in self._unfit or self._workers(name) is not None):
                 replica.unfit = self._unfit.get(name)
 
     def _why_left_out(self) -> str:
-        """Names those that are, with the reason; those that have the same one together."""
+        """Names the replicas left out, with reasons; those with the same reason together."""
         names: dict[str, list[str]] = {}
         for name, outcome in sorted(self.outcomes.items()):
             names.setdefault(outcome.problem.message, []).append(name)
-        return "; ".join(f"{', '.join(those)}: {message}" for message, those in names.items())
+        return "; ".join(f"{', '.join(same_reason)}: {message}" for message, same_reason in names.items())
 
     def workers(self) -> tuple[PlanWorker, ...]:
-        """The workers of prepared replicas that have not left since, for the planner."""
-        there = [(name, self._state.members.replicas.get(name)) for name in self.prepared()]
+        """The workers of prepared replicas that are still registered, for the planner."""
+        replicas = [(name, self._state.members.replicas.get(name)) for name in self.prepared()]
         return tuple(
             PlanWorker((name, each.rank), each.needs, each.host, replica.transports, replica.shut.of(each.boot_id))
-            for name, replica in there
+            for name, replica in replicas
             if replica is not None
             for each in self._workers(name) or ()
         )
@@ -288,16 +290,16 @@ class Recipients:
         """The replicas that are prepared and do not serve this version."""
         return [name for name in self.prepared() if not self._serves(name, identity)]
 
-    def decided(self, fence: Fence, identity: Version, together: frozenset[str] = frozenset()) -> None:
-        """The install fence is given out. Those that serve this very version already are left alone; those of a
-        collective if all of them do."""
+    def decide(self, fence: Fence, identity: Version, together: frozenset[str] = frozenset()) -> None:
+        """Takes the install fence. Replicas that serve this version already are left alone; those of a collective only
+        if all of them do. together: the replicas of the collective."""
         apart = frozenset() if all(self._serves(name, identity) for name in together) else together
         self._fence = fence
         for outcome in self.outcomes.values():
             outcome.fence.CopyFrom(fence.message())
         for name in self.prepared():
             if name not in apart and self._serves(name, identity):
-                self._recipients[name] = Ended(already_there(name, self._fence, identity), self._workers(name))
+                self._recipients[name] = Ended(unchanged_outcome(name, self._fence, identity), self._workers(name))
 
     def waiting_for(self) -> list[str]:
         """The replicas that are prepared and have no outcome."""
@@ -312,8 +314,8 @@ class Recipients:
         add: Callable[[str, manager_pb2.Install], None],
         without: Collection[str] = (),
     ) -> None:
-        """Tells all that have no outcome, the first time and again. ways: by replica; direct: of all others. add: what
-        else a replica is to know. without: replicas that are not told."""
+        """Sends the install, again, to all that have no outcome. ways: by replica; direct: of all others. add: adds to
+        the command of a replica that has the direct way. without: replicas that are not told."""
         for name in self.waiting_for():
             if name in self.awaited or name in without:
                 continue
@@ -339,25 +341,25 @@ class Recipients:
             self._state.send_to(name, manager_pb2.Abandon(fence=self._fence.message(), reason=reason))
 
     def take_outcome(self, outcome: manager_pb2.ReplicaOutcome, name: str) -> None:
-        """A replica says what became of it."""
+        """Takes a replica's outcome; a known one stays, unless it was only presumed."""
         match self._recipients[name]:
             case Prepared(workers) | Ordered(workers) | Ended(workers=workers, session=str()):
                 self._recipients[name] = Ended(outcome, workers)
 
     def resolve(self, identity: Version) -> None:
-        """Gives those that are unresolved the outcome that is known by now."""
+        """Sets the outcomes of unresolved replicas that are known by now."""
         for name, session in self.unresolved.items():
-            outcome = what_became(self._state.members.replicas.get(name), self._fence, identity, session)
+            outcome = later_outcome(self._state.members.replicas.get(name), self._fence, identity, session)
             if outcome is not None:
                 self.take_outcome(outcome, name)
 
     def leave_out(self, name: str, problem: Problem) -> manager_pb2.ReplicaOutcome:
-        """Ends the update for one replica that gave no outcome, and tells the callers. Returns the outcome."""
+        """Ends the update for a replica without an outcome, and tells the callers. Returns the presumed outcome."""
         replica = self._state.members.replicas.get(name)
-        told = self.is_ordered(name)
-        outcome = left_out(name, replica, self._fence, problem, told=told)
+        ordered = self.is_ordered(name)
+        outcome = presumed_outcome(name, replica, self._fence, problem, is_ordered=ordered)
         session = "" if replica is None else replica.session_id
-        self._recipients[name] = Ended(outcome, session=session if told else None)
+        self._recipients[name] = Ended(outcome, session=session if ordered else None)
         for call in self._goal.calls.values():
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
@@ -370,7 +372,7 @@ class Recipients:
     def _leave_out_unplanned(self, name: str, problem: Problem) -> None:
         replica = self._state.members.replicas.get(name)
         if replica is not None:
-            replica.shut.forget()  # no relay brought it, so the next update tries what is known to be shut
+            replica.shut.forget()  # no relay brought it, so the next update tries shut ways again
         self._leave_out_unfit(name, Unfit(problem, () if replica is None else replica.boot_ids()))
 
     def _leave_out_unfit(self, name: str, unfit: Unfit) -> manager_pb2.ReplicaOutcome:
@@ -379,9 +381,9 @@ class Recipients:
 
 
 def with_words(problem: Problem, more: str) -> Problem:
-    """The same problem, with more said about it; what it says already is not said again."""
-    told = Problem()
-    told.CopyFrom(problem)
+    """The problem with the clauses of `more` that its message does not have yet."""
+    extended = Problem()
+    extended.CopyFrom(problem)
     new = [clause for clause in more.split("; ") if clause and clause not in problem.message]
-    told.message = "; ".join([problem.message, *new])
-    return told
+    extended.message = "; ".join([problem.message, *new])
+    return extended

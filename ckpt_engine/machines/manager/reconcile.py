@@ -1,9 +1,9 @@
-"""What keeps replicas at what they are to serve: where each stands and why, and which is brought up next.
+"""Keeps replicas at what they are to serve: decides which late replica is brought up next, and tells why others wait.
 
 A replica that came late, was restarted or was quarantined does not hold what it is to serve (`versions`). If that
-version can be read (`holdings`), an attempt brings it up alone, without a caller. Decides when, and what that gives way
-to, not how: an attempt is an update of one replica. Attempts go on only while no update goes on in the pool, a few side
-by side, and give way to what is called meanwhile.
+version can be read (`holdings`), an attempt brings it up alone, without a caller. This decides when, and what an
+attempt gives way to; how is decided elsewhere, since an attempt is an update of one replica. Attempts run only while no
+update runs in the pool, a few side by side, and give way to calls that come meanwhile.
 
 A *drift* is what status, page and metrics show: what a replica is to serve and does not hold, why, and since when.
 """
@@ -32,11 +32,11 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass(frozen=True, slots=True)
 class CatchUpRetry:
-    """Key of the timer of the next attempt that must wait."""
+    """Key of the timer of the next attempt."""
 
 
 ATTEMPTS_AT_ONCE = 4
-"""Late replicas of one pool that are brought up side by side: they mostly read the same relays."""
+"""Late replicas of one pool that are brought up side by side; they mostly read the same relays."""
 
 TURN = "its turn comes when no update goes on in its pool, and fewer others are brought up there"
 
@@ -50,18 +50,18 @@ NO_SOURCE = (
 
 @dataclass
 class Attempts:
-    """Attempts to bring the same workers to the same version, while the same sources are there."""
+    """Attempts to bring the same workers to the same version, with the same sources."""
 
     workers: tuple[bytes, ...]  # boot ids, by rank
     identity: Version
-    sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may be what lacked
+    sources: frozenset[str]  # sessions of relays and of the lineage's ranks: a new one may have what lacks
     count: int = 0
-    next: float = 0.0  # monotonic seconds; not before
-    no_source_told: tuple[Peer, str] | None = None  # the session that heard why nothing can be read, and what it heard
-    no_source: str = ""  # why nothing could be read when it was looked last, for people; empty: something could
+    next: float = 0.0  # the earliest time of the next attempt, monotonic seconds
+    no_source_notice: tuple[Peer, str] | None = None  # the session that was last told why, and the reason
+    no_source: str = ""  # why nothing could be read at the last look, for people; empty: something could
 
     def due(self, now: float) -> bool:
-        """Whether the next one may be made now."""
+        """Whether the next attempt may be made now."""
         return self.next <= now
 
 
@@ -76,9 +76,9 @@ class CatchUp:
     attempts: dict[str, Attempts] = field(default_factory=dict)
 
     def goal(self, busy: Callable[[Replica], bool], may: Callable[[Goal], bool], now: float) -> Goal | None:
-        """The next replica's turn, if there is one; sets a timer for the next one that must wait. busy: whether a
-        replica has no turn now. may: whether a goal may begin."""
-        waits = []
+        """The goal of the next attempt; None: there is none now, and a timer is set for the next one that waits for its
+        time. busy: whether a replica must not be brought up now. may: whether a goal may begin."""
+        delays = []
         sources = cache(self.sources)
         for replica in self.state.members.receivers():
             if busy(replica):
@@ -88,17 +88,17 @@ class CatchUp:
                 self.attempts.pop(replica.name, None)
                 continue
             attempts = self._attempts(replica, content, sources(content.identity.lineage))
-            found = self.holdings.supply(content, attempts.count)
-            if found is None:
+            supply = self.holdings.supply(content, attempts.count)
+            if supply is None:
                 attempts.no_source = self._no_source(content)
                 self._say_no_source(replica, content, attempts)
                 continue
             attempts.no_source = ""
-            published, record = found
+            published, record = supply
             if _given_up(replica, attempts):
                 continue
             if not attempts.due(now):
-                waits.append(attempts.next - now)
+                delays.append(attempts.next - now)
                 continue
             goal = Goal(
                 lineage=content.identity.lineage,
@@ -118,12 +118,12 @@ class CatchUp:
             attempts.count += 1
             attempts.next = now + self._backoff(replica.name, attempts.count)
             return goal
-        if waits:
-            self.state.set_timer(CatchUpRetry(), min(waits))
+        if delays:
+            self.state.set_timer(CatchUpRetry(), min(delays))
         return None
 
     def sources(self, lineage: str) -> frozenset[str]:
-        """The sessions that may have a version of this lineage to read: of its ranks and of relays."""
+        """The sessions from which a version of this lineage may be read: of its ranks and of relays."""
         members = self.state.members
         ranks = (trainer.session_id for trainer in members.trainers.values() if trainer.lineage == lineage)
         return frozenset((*ranks, *(each.session_id for each in members.holders.values() if each.filling is not None)))
@@ -132,7 +132,7 @@ class CatchUp:
         self, replica: Replica, content: Content, sources: frozenset[str], now: float
     ) -> tuple[str, float | None]:
         """Why a replica that does not hold this version is not being brought to it, for people, and the seconds until
-        the next attempt; None: what it waits for has no time. sources: as `sources` tells them. Starts nothing."""
+        the next attempt; None: that has no time. sources: of `sources`. Starts nothing."""
         if hindrance := self._hindrance(replica, content):
             return hindrance, None
         if not self.state.versions.is_certain((replica.name,), replica.pool):
@@ -177,14 +177,14 @@ class CatchUp:
         return f"it is brought to {version}"
 
     def cut_short(self, name: str) -> None:
-        """The attempt was given up for something more important: it does not count."""
+        """Takes back the count of an attempt that was given up for something more important."""
         attempts = self.attempts.get(name)
         if attempts is not None:
             attempts.count -= 1
             attempts.next = 0.0
 
     def _no_source(self, content: Content) -> str:
-        """Why nothing can be read of a version without a source, for people; empty: that is not known yet."""
+        """Why a version has no source, for people; empty: that is not known yet."""
         if self.holdings.looking(content):
             return ""
         problem = self.holdings.failure(content)
@@ -193,17 +193,17 @@ class CatchUp:
         return f"what is held of it could not be joined, and this is tried again in a moment: {problem.message}"
 
     def _say_no_source(self, replica: Replica, content: Content, attempts: Attempts) -> None:
-        """Says once to each session that nothing can be read."""
-        if attempts.no_source and replica.peer and attempts.no_source_told != (replica.peer, attempts.no_source):
-            attempts.no_source_told = replica.peer, attempts.no_source
+        """Tells a replica's session, once, that the version cannot be read."""
+        if attempts.no_source and replica.peer and attempts.no_source_notice != (replica.peer, attempts.no_source):
+            attempts.no_source_notice = replica.peer, attempts.no_source
             self.state.send(
                 replica, manager_pb2.NotBrought(identity=content.identity.message(), reason=attempts.no_source)
             )
 
     def _hindrance(self, replica: Replica, content: Content) -> str:
-        """What of the replica itself keeps it from being brought to a version; empty: nothing."""
+        """Why the replica itself cannot be brought to a version now, for people; empty: it can."""
         if (hold := self.state.holds.get(replica.name)) is not None:
-            return f"it is {hold.told(replica.name)}"
+            return f"it is {hold.describe(replica.name)}"
         if replica.peer is None:
             return "its agent is not connected"
         if replica.asleep:
@@ -219,8 +219,8 @@ class CatchUp:
         return ""
 
     def _backoff(self, name: str, count: int) -> float:
-        """Seconds after an attempt with this number, from 1 on, before the next one. Replicas that failed together are
-        not tried together for ever: each adds up to a fifth of its own."""
+        """Seconds from the attempt of this number, from 1 on, to the next one. Each replica adds up to a fifth, by its
+        name, so that those that failed together are not tried together for ever."""
         deadlines = self.state.deadlines
         least = min(deadlines.catch_up_retry_most, deadlines.catch_up_retry * 2.0 ** min(count - 1, 60))
         return least * (1 + crc32(f"{name} {count}".encode()) / 2**32 / 5)
@@ -230,45 +230,45 @@ class CatchUp:
         return None if offered is None else replica.never_loads(offered.manifest.digest)
 
     def _attempts(self, replica: Replica, content: Content, sources: frozenset[str]) -> Attempts:
-        known = self.attempts.get(replica.name)
-        if known is None or not _same(known, replica, content, sources):
-            known = Attempts(replica.boot_ids(), content.identity, sources)
-            self.attempts[replica.name] = known
-        return known
+        attempts = self.attempts.get(replica.name)
+        if attempts is None or not _same(attempts, replica, content, sources):
+            attempts = Attempts(replica.boot_ids(), content.identity, sources)
+            self.attempts[replica.name] = attempts
+        return attempts
 
 
-def _same(known: Attempts, replica: Replica, content: Content, sources: frozenset[str]) -> bool:
-    """Whether nothing has come since these attempts that the next one could profit from."""
-    same = (known.workers, known.identity) == (replica.boot_ids(), content.identity)
-    return same and sources <= known.sources
+def _same(attempts: Attempts, replica: Replica, content: Content, sources: frozenset[str]) -> bool:
+    """Whether workers and version are still those of these attempts, and no new source has come."""
+    same = (attempts.workers, attempts.identity) == (replica.boot_ids(), content.identity)
+    return same and sources <= attempts.sources
 
 
 def _given_up(replica: Replica, attempts: Attempts) -> bool:
-    """Whether no other attempt is made before something changes: it serves, and each attempt may pause it."""
+    """Whether there are no more attempts until something changes: it serves, and each attempt may pause it."""
     return replica.serving and attempts.count >= CATCH_UP_ATTEMPTS
 
 
 @dataclass
 class LateReplicas:
-    """When late replicas are brought up, and what that gives way to. A few of each pool are brought up at a time."""
+    """Decides when late replicas are brought up, a few of each pool at a time, and what that gives way to."""
 
     state: ManagerState
     catch_up: CatchUp
     turns: Turns
 
     def next_goal(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
-        """The goal of the next one whose turn has come, to be begun at once; None: there is none. may: whether one may
-        begin, for all that this does not know of."""
+        """The goal of the next attempt, to be begun at once; None: there is none now. may: whether a goal may begin, as
+        far as its caller knows."""
         updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
-        late = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
-        attempts = Counter(late.values())
+        in_progress = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
+        attempts = Counter(in_progress.values())
         pools = {update.goal.pool for update in updates.all() if not update.goal.is_attempt}
         pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
         if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= pools:
             return None
 
         def busy(replica: Replica) -> bool:
-            return replica.pool in pools or replica.name in late
+            return replica.pool in pools or replica.name in in_progress
 
         def free(goal: Goal) -> bool:
             return updates.lets(goal) and may(goal) and not any(map(goal.meets, coming))
@@ -276,18 +276,18 @@ class LateReplicas:
         return self.catch_up.goal(busy, free, now)
 
     def give_way(self, now: float) -> None:
-        """Cuts attempts short for updates whose turn has come, and for those that wait for holders which these have."""
+        """Cuts attempts short for updates that can begin but for them, and for updates that wait for their holders."""
         if not self.turns.updates.attempts():
             return
         for coming in self.turns.coming():
-            self.cut_short(coming.goal.meets, f"{coming.said} came", now)
-        wanted = self.turns.updates.in_the_way()
+            self.cut_short(coming.goal.meets, f"{coming.description} came", now)
+        blockers = self.turns.updates.in_the_way()
         for update in self.turns.updates.attempts():
-            if update.number in wanted:
+            if update.number in blockers:
                 self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
 
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
-        """Ends the attempts that meet something more important."""
+        """Cuts short the attempts that meet something more important, for this reason."""
         for update in self.turns.updates.attempts():
             if meets(update.goal) and not update.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])
@@ -296,30 +296,29 @@ class LateReplicas:
 
 @dataclass(frozen=True)
 class Drift:
-    """That a replica does not hold what it is to serve."""
+    """A replica's drift from what it is to serve."""
 
     desired: Version
     reason: str  # for people
-    seconds: float  # for so long, as far as this manager knows
+    seconds: float  # how long it has lasted, as far as this manager knows
     next_attempt: float | None  # seconds from now; None: it waits for something that has no time
 
     def message(self) -> manager_pb2.Drift:
-        """As it travels."""
+        """It as a protobuf message."""
         return manager_pb2.Drift(reason=self.reason, seconds=self.seconds, next_attempt_seconds=self.next_attempt)
 
 
 @dataclass
 class Drifts:
-    """The drifts of all replicas. Looked at after each event that may have changed something, and only at the replicas
-    for which it may have."""
+    """The drifts of all replicas. An event has only the replicas looked at for which it may change something."""
 
     state: ManagerState
     catch_up: CatchUp
     since: dict[str, float] = field(default_factory=dict)  # by replica: monotonic seconds
-    revision: int = -1  # of Versions, when all replicas were looked at last
+    revision: int = -1  # of Versions, at the last look at all replicas
 
     def look(self, replicas: Iterable[Replica], now: float) -> None:
-        """Notes when drifts begin and end. replicas: those of which the event told something."""
+        """Notes when drifts begin and end. replicas: those that the event is about."""
         if self.revision != self.state.versions.revision:
             self.revision = self.state.versions.revision
             replicas = self.state.members.replicas.values()
@@ -331,13 +330,12 @@ class Drifts:
                 self.since.setdefault(replica.name, now)
 
     def desired(self, replica: Replica) -> Version | None:
-        """What it is to serve and does not hold; None: there is nothing."""
+        """What a replica is to serve and does not hold; None: it has no drift."""
         content = self.state.versions.of(replica.name) if replica.receives else None
         return None if content is None or replica.holds(content.identity) else content.identity
 
     def all(self, updates: Sequence[Update], now: float) -> dict[str, Drift]:
-        """The drifts by replica; one that holds what it is to serve, or for which nothing is meant, has none. updates:
-        those that run."""
+        """The drifts, by replica. updates: those that run."""
         running: dict[str, Update] = {}
         for update in updates:
             # An attempt for one replica has begun when its update has; an update for many may go on without a replica.

@@ -1,5 +1,5 @@
-"""What decisions about relays go by: which of them a replica reaches, what the workers of their hosts need, and what
-each reads and lends."""
+"""Facts for decisions about relays: which of them a replica reaches, what the workers of their hosts need, and what
+each reads and lends. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Neighbourhood = tuple[str, str]
-"""What decides which relays a process reaches: its host and its directory of relays."""
+"""The host and the directory of relays of a process, which decide which relays it reaches."""
 
 Needs = dict[bytes, manager_pb2.BlobRef]
-"""By digest."""
+"""Needs of workers, by digest."""
 
 
 def connected_relays(state: ManagerState) -> list[Holder]:
@@ -28,12 +28,12 @@ def connected_relays(state: ManagerState) -> list[Holder]:
     return [holder for holder in state.members.connected_holders() if holder.filling is not None]
 
 
-def away(state: ManagerState) -> str:
-    """Names of relays that are known and have no session, and what to do; empty: there are none."""
-    lost = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
-    if not lost:
+def missing_relays(state: ManagerState) -> str:
+    """A sentence that names known relays without a session, and what to do; empty: there are none."""
+    relays = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
+    if not relays:
         return ""
-    names = " and ".join(sorted(each.source for each in lost))
+    names = " and ".join(sorted(each.source for each in relays))
     most = state.deadlines.reconnect_most
     return (
         f"{names} had a session with this manager and has none now: start it if it does not run; if it has just come "
@@ -42,19 +42,19 @@ def away(state: ManagerState) -> str:
 
 
 def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
-    """Connected relays that pass nothing on, since their networks are slow: by name why, to go on after the name."""
+    """Connected relays that pass nothing on, since their networks are slow: by name, a predicate that says so."""
     return slow({each.source: each.words.measured for each in holders if each.peer is not None})
 
 
 def relay_hosts(state: ManagerState) -> frozenset[str]:
-    """Boot ids of the hosts on which relays run that have a session."""
+    """Boot ids of the hosts on which connected relays run."""
     return frozenset(holder.host.boot_id for holder in connected_relays(state))
 
 
 def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[str]]:
-    """The replicas, by relay, with a worker that reaches it."""
+    """By relay, the replicas with a worker that reaches it."""
     relays = connected_relays(state)
-    found: dict[str, set[str]] = {holder.source: set() for holder in relays}
+    replicas: dict[str, set[str]] = {holder.source: set() for holder in relays}
     near: dict[Neighbourhood, list[str]] = {}
     transport = relay_transport()
     for worker in recipients.workers():
@@ -64,8 +64,8 @@ def near_relays(state: ManagerState, recipients: Recipients) -> dict[str, set[st
         if around not in near:
             near[around] = [holder.source for holder in relays if by_directory(holder.host, worker.host).ok]
         for relay in near[around]:
-            found[relay].add(worker.key[0])
-    return found
+            replicas[relay].add(worker.key[0])
+    return replicas
 
 
 def readers_of(
@@ -75,8 +75,8 @@ def readers_of(
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:
-    """The replicas, by relay, that lack the version and reach it, each with the distance of what it would read without
-    it; None: it could not read all of it. only: replicas of which alone this is asked; None: all."""
+    """By relay, the replicas that lack the version and reach the relay, each with the distance of what it would read
+    without it; None: it could not read all. only: the replicas to consider; None: all."""
     lacking = set(recipients.lacking(identity))
     if only is not None:
         lacking &= set(only)
@@ -89,12 +89,11 @@ def readers_of(
 
 
 class KnownNeeds:
-    """The needs of all workers whose needs are known against this manifest, also of replicas that are away; by where
-    they are, each once."""
+    """The known needs of workers against one manifest, also of replicas that are away; by neighbourhood, each once."""
 
     def __init__(self, state: ManagerState, recipients: Recipients, published: Published) -> None:
-        known = [(worker.host, worker.needs) for worker in recipients.workers()]
-        known += [
+        placed_needs = [(worker.host, worker.needs) for worker in recipients.workers()]
+        placed_needs += [
             (prepared.host, prepared.needs)
             for replica in state.members.replicas.values()
             for prepared in replica.prepared.values()
@@ -102,7 +101,7 @@ class KnownNeeds:
         ]
         self._found: dict[Neighbourhood, tuple[weights_pb2.Host, Needs]] = {}
         self._near: dict[tuple[Neighbourhood, ...], list[manager_pb2.BlobRef]] = {}
-        for host, needs in known:
+        for host, needs in placed_needs:
             self._found.setdefault(_around(host), (host, {}))[1].setdefault(needs.digest, needs)
 
     def near(self, relays: Collection[Holder]) -> list[manager_pb2.BlobRef]:
@@ -118,7 +117,8 @@ class KnownNeeds:
 
 
 def station_of(relay: Holder) -> Station:
-    """What a relay reads and lends. One that does not say reads what workers read, and is read on its host only."""
+    """A relay with what it reads and lends. One that does not say reads what workers read, and lends on its host
+    only."""
     assert relay.filling is not None
     reads = tuple(relay.filling.reads) or tuple(reading_kinds())
     return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({relay_transport()}))

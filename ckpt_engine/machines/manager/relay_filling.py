@@ -1,8 +1,8 @@
-"""The relays that one update fills: what each is told, which are filled together, and what came of it.
+"""The relays that one update fills: the command of each, which are filled together, and the results.
 
-A relay is told the tables that it reads, and the needs of its host and of those that it feeds. Those that are told at
-the same time to bring the same from the same network are filled together: they pass it on to each other, so that each
-byte leaves those that hold the version about once.
+A relay is told the tables that it reads, and the needs of its host and of the relays that it feeds. Relays that are
+told at the same time to fetch the same over the same network are filled together: they pass it on to each other, so
+that each byte leaves the version's holders about once.
 """
 
 from __future__ import annotations
@@ -31,53 +31,47 @@ FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
 
 @dataclass
 class PlannedFilling:
-    """One relay that is filled.
-
-    replicas: that are to be installed from it; none: it is a step in between. route: what it is filled from. command:
-    what it was told last, by which route (`told`); None: it waits for its upstream. attempts: how often it was told
-    before. tried: tables of relays that it was told to read. pausing: it is told once more in a moment. session: of the
-    process that answered. early: what it answered when it had brought what its own sources have, which others read.
-    ahead: it was told to bring that only. left_out: why it does not count.
-    """
+    """One relay that is filled."""
 
     relay: str
-    replicas: tuple[str, ...]
-    route: Route = field(default_factory=lambda: Route(0, ()))
-    command: manager_pb2.FillRelay | None = None
-    told: Route | None = None
-    attempts: int = 0
-    tried: set[bytes] = field(default_factory=set)
-    pausing: bool = False
-    answer: manager_pb2.RelayFilled | None = None
-    session: str = ""
-    early: manager_pb2.RelayFilled | None = None
-    ahead: bool = False
-    left_out: Problem | None = None
+    replicas: tuple[str, ...]  # to be installed from it; none: it is a step in between
+    route: Route = field(default_factory=lambda: Route(0, ()))  # what it is to be filled from
+    command: manager_pb2.FillRelay | None = None  # the last one sent; None: it waits for its upstream
+    command_route: Route | None = None  # that of `command`
+    attempts: int = 0  # commands before `command`
+    tried: set[bytes] = field(default_factory=set)  # digests of the relays' tables that it was told to read
+    pausing: bool = False  # it is told once more in a moment
+    answer: manager_pb2.RelayFilled | None = None  # to `command`
+    session: str = ""  # of the process that answered
+    early: manager_pb2.RelayFilled | None = None  # its answer when it had brought what its own sources have
+    ahead: bool = False  # it was told to bring only what its own sources have
+    exclusion: Problem | None = None  # why it does not count
 
     @property
     def failed(self) -> bool:
-        """Whether its answer says that it has not brought all that it was to bring."""
-        if self.answer is None or self.told is None:
+        """Whether it has answered that it could not fetch all that it was told to."""
+        if self.answer is None or self.command_route is None:
             return False
-        may_lack = self.ahead or bool(self.told.lacks)
+        may_lack = self.ahead or bool(self.command_route.lacks)
         return self.answer.HasField("problem") or bool(self.answer.missing_cells and not may_lack)
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be told what to do next: it was told nothing yet, or has done the first part of it."""
+        """Whether it needs its next command: it has none yet, or has done the first part."""
         return self.command is None or (self.ahead and self.answer is not None and not self.failed)
 
-    def too_late(self, waits: Sequence[str], since: str) -> Problem:
-        """Why it is left out now that the time is over. waits: relays that it waits for. since: how long it took."""
+    def too_late(self, unready: Sequence[str], since: str) -> Problem:
+        """Why it is left out at the end of the time. unready: relays that it waits for. since: how long that was, in
+        words."""
         if self.answer is not None and self.answer.HasField("problem"):
             return self.answer.problem
         if self.command is None:
-            return deadline(f"it waited for {', '.join(waits) or 'its turn'} to hold the version {since}").problem
-        said = "does not say that it holds the version" if self.answer is not None else "has not answered"
-        return deadline(f"it {said} {since}").problem
+            return deadline(f"it waited for {', '.join(unready) or 'its turn'} to hold the version {since}").problem
+        state = "does not say that it holds the version" if self.answer is not None else "has not answered"
+        return deadline(f"it {state} {since}").problem
 
     def tables(self) -> set[bytes]:
-        """Digests of the tables under which it holds what it has brought."""
+        """Digests of the tables under which it holds what it has fetched."""
         return {each.table for each in (self.answer, self.early) if each is not None and each.table}
 
 
@@ -93,7 +87,7 @@ def fill_command(
     relays that it reads."""
     holders, published = course.state.members.holders, course.goal.published
     tables = {source.source: source.table for source in published.sources}
-    # Others that hold it, and of which it is unknown how they are read: the reader finds out.
+    # Other holders of the version. How they are read is unknown: the relay finds out.
     others = [
         held.table
         for other in course.state.members.connected_holders()
@@ -101,7 +95,7 @@ def fill_command(
         if held.identity == identity and other.filling is None and other.source not in tables
     ]
     relays = [holders[each] for each in (name, *route.feeds) if each in holders]
-    # What is not brought to it would take memory for nothing. It may lie with sources that it does not read itself.
+    # Memory for what is not brought to it would be wasted. The tables may be of sources that it does not read itself.
     within = [tables[source] for source in route.within if source in tables]
     return manager_pb2.FillRelay(
         fence=course.relay_fence.message(),
@@ -115,14 +109,10 @@ def fill_command(
 
 @dataclass(frozen=True)
 class SharedFilling:
-    """What relays that are filled together are told of each other.
+    """What relays that are filled together are told of each other, by relay."""
 
-    orders: by relay, what is to be added to its command. why: by relay, a sentence that says what that is for, or
-    why nothing of it is done.
-    """
-
-    orders: Mapping[str, manager_pb2.FanOut] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, manager_pb2.FanOut] = field(default_factory=dict)  # to be added to its command
+    why: Mapping[str, str] = field(default_factory=dict)  # a sentence that says with which it is filled, or why alone
 
 
 def filled_together(
@@ -131,8 +121,8 @@ def filled_together(
     command_of: Callable[[PlannedFilling], manager_pb2.FillRelay],
     fence: Fence,
 ) -> SharedFilling:
-    """What relays are told that are now told something for the first time. command_of: what one is told without it, but
-    for tables."""
+    """Decides which relays are filled together, of those that get their first command now. command_of: the command of
+    one without that, and without tables."""
     slow = slow_relays(holders.values())
     classes: dict[tuple[object, ...], list[str]] = {}
     others: dict[tuple[str, ...], list[str]] = {}
@@ -153,7 +143,7 @@ def filled_together(
             continue  # it answers from what it holds, and passes nothing on
         last = holder.words.last_filled
         if last is not None and last.problem.code in FINAL:
-            continue  # it may be too small this time, too, and the others would wait for it
+            continue  # it may be too small again, and the others would wait for it
         needs = tuple(sorted(each.digest for each in command.needs))
         within = tuple(sorted(each.digest for each in command.within))
         classes.setdefault((needs, command.everything, within), []).append(filling.relay)
@@ -164,16 +154,18 @@ def filled_together(
             continue
         leaves = {name: slow[name] for name in names if name in slow}
         regions = {name: _passes_on(holders[name]) for name in names}
-        told = fan_out_orders(regions, _about(fence, names, holders), leaves)
-        orders |= told
+        shared = fan_out_orders(regions, _about(fence, names, holders), leaves)
+        orders |= shared
         for name in names:
-            peers = sorted({peer.relay for peer in told[name].peers})
+            peers = sorted({peer.relay for peer in shared[name].peers})
             others_too = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
             words = f"it is filled along with {others_too}, and reads {', '.join(peers)} meanwhile"
             why[name] = f"{words}, but passes nothing on: it {leaves[name]}" if name in leaves else words
-    for over, names in others.items():
-        if len(names) > 1 and not all(map(passes_on, over)):
-            why |= dict.fromkeys(names, f"who reads over {' and '.join(over)} passes nothing on meanwhile")
+    for transports, names in others.items():
+        if len(names) > 1 and not all(map(passes_on, transports)):
+            why |= dict.fromkeys(
+                names, f"a relay that reads over {' and '.join(transports)} passes nothing on meanwhile"
+            )
     return SharedFilling(orders, why)
 
 
@@ -183,43 +175,43 @@ def _passes_on(holder: Holder) -> weights_pb2.Region:
 
 
 def _about(fence: Fence, names: Iterable[str], holders: Mapping[str, Holder]) -> bytes:
-    """Another process under a name is another relay."""
+    """The id of a shared filling: of its fence and its relays' processes."""
     return str(fence).encode() + b"".join(f"\0{name}\0{holders[name].session_id}".encode() for name in sorted(names))
 
 
 def reports(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.RelayReport]:
-    """What each relay did."""
-    told = {each.relay: (each, each.told or each.route) for each in fillings}
+    """A report for each relay."""
+    routes = {each.relay: (each, each.command_route or each.route) for each in fillings}
     return [
         manager_pb2.RelayReport(
             relay=each.relay,
             filled=_filled(each),
             replicas=each.replicas,
-            relays=sorted(other for other, (_, other_route) in told.items() if each.relay in other_route.upstream),
+            relays=sorted(other for other, (_, other_route) in routes.items() if each.relay in other_route.upstream),
             upstream=route.upstream,
             stage=route.stage,
         )
-        for each, route in told.values()
+        for each, route in routes.values()
     ]
 
 
 def _filled(filling: PlannedFilling) -> manager_pb2.RelayFilled | None:
-    """Its answer; without one why there is none, if that is known: it may live, and have been asked for nothing."""
-    if filling.answer is not None or filling.left_out is None:
+    """A relay's answer, or why it has none; None: that is unknown, since it may not have been commanded."""
+    if filling.answer is not None or filling.exclusion is None:
         return filling.answer
-    return manager_pb2.RelayFilled(problem=filling.left_out)
+    return manager_pb2.RelayFilled(problem=filling.exclusion)
 
 
 def blobs_of(fillings: Iterable[PlannedFilling]) -> list[manager_pb2.BlobRef]:
-    """Blobs that the relays which were told something may fetch."""
-    told = [each.command for each in fillings if each.command is not None]
-    return [ref for each in told for ref in (each.record, *each.tables, *each.needs, *each.within)]
+    """Blobs that relays with a command may fetch."""
+    commands = [each.command for each in fillings if each.command is not None]
+    return [ref for each in commands for ref in (each.record, *each.tables, *each.needs, *each.within)]
 
 
 def lacking(
     fillings: Iterable[PlannedFilling], sources: Iterable[SourceOffer], running: Collection[str]
 ) -> dict[str, str]:
-    """What the relay of each replica was not to bring, since it is out of reach. running: boot ids of hosts on which
+    """By replica, what its relay was not told to fetch, since no relay reaches it. running: boot ids of hosts on which
     relays run."""
     hosts = {source.source: source.host for source in sources}
     return {
@@ -231,9 +223,9 @@ def lacking(
 
 
 def shortfalls(fillings: Iterable[PlannedFilling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
-    """Why the relay of each replica does not count, or what of the version it has not brought. It names the relay, and
-    those that it reads, with their addresses."""
-    return {name: told for each in fillings if (told := _shortfall(each, holders)) for name in each.replicas}
+    """By replica, why its relay does not count, or what of the version the relay lacks. Names the relay, and those that
+    it reads, with their addresses."""
+    return {name: problem for each in fillings if (problem := _shortfall(each, holders)) for name in each.replicas}
 
 
 def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Problem | None:
@@ -243,14 +235,14 @@ def _shortfall(filling: PlannedFilling, holders: Mapping[str, Holder]) -> Proble
         pieces = f"{count} piece{'s' * (count != 1)} of the version"
         words.append(f"{filling.relay} lacks {pieces}: {answer.missing[0].message}")
         is_cut_off = code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE)
-    elif filling.left_out is not None:
-        code, message = filling.left_out.code, filling.left_out.message
+    elif filling.exclusion is not None:
+        code, message = filling.exclusion.code, filling.exclusion.message
         words.append(message if filling.relay in message else f"{filling.relay}: {message}")
         is_cut_off = code == Problem.DEADLINE_EXCEEDED
     else:
         return None
-    upstream = (filling.told or filling.route).upstream
-    read = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
-    if read and is_cut_off:
-        words.append(f"it reads {' and '.join(read)}: see whether that runs and the network carries")
+    upstream = (filling.command_route or filling.route).upstream
+    addresses = [f"{name} at {holders[name].host.address}" for name in upstream if name in holders]
+    if addresses and is_cut_off:
+        words.append(f"it reads {' and '.join(addresses)}: see whether that runs and the network carries")
     return Problem(code=code, message="; ".join(words))

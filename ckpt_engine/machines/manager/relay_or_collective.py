@@ -1,13 +1,13 @@
-"""By which way replicas get weights that they do not read where they are published. Two rules, which say why.
+"""Two rules for how replicas get weights that they do not read where they are published. Each decision says why.
 
-Whether a relay is to bring a version before anything is paused. What it costs: a copy more, and the time that the
-trainer is held for it. What it gains: several replicas of a host read bytes that were brought there once, a pause
-covers no disk, and a trainer may go on when relays hold the version.
+The first decides whether a relay is filled before anything is paused. That costs another copy, and time that the
+trainer waits. It gains that replicas of one host read bytes that were brought there once, that no pause covers a disk,
+and that a trainer may go on when relays hold the version.
 
-Which replicas are updated by a collective, GPU to GPU, in one schedule with the trainer. What it costs: all its
-replicas are paused together, and one failure after they have begun leaves all of them dirty. What it gains: weights of
-a GPU on another host, where no relay brings them. So it is taken where it is asked for (the trainer publishes for
-nothing else), and where a replica has no other way.
+The second decides which replicas are updated by a collective, GPU to GPU, in one schedule with the trainer. That costs
+that all its replicas are paused together, and that one failure after they have begun leaves all of them dirty. It gains
+weights of a GPU on another host where no relay brings them. So a collective is used where it is asked for (the trainer
+publishes for nothing else), and where a replica has no other way.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from ckpt_engine.v1 import manager_pb2
 
 
 class WayDecision(NamedTuple):
-    """For which replicas a relay is filled, or which a collective updates.
+    """The replicas for which a relay is filled, or which a collective updates."""
 
-    replicas: none: it is not filled, or there is no collective. why: a sentence for people.
-    """
-
-    replicas: tuple[str, ...]
-    why: str
+    replicas: tuple[str, ...]  # empty: the relay is not filled, or there is no collective
+    why: str  # a sentence for people
 
 
 def prefetch_decision(
     relay: str, prefetch: manager_pb2.Prefetch, until: manager_pb2.Until, readers: Mapping[str, int | None]
 ) -> WayDecision:
-    """What a relay is filled for.
+    """Chooses the replicas for which a relay is filled.
 
     readers: the replicas that lack the version and reach the relay, each with the distance of the farthest source that
     it would read without it (`reach.Distance`); None: there is a source that it does not reach.
     """
-    everybody = tuple(sorted(readers))
-    names = ", ".join(everybody)
-    if not everybody:
+    names_in_reach = tuple(sorted(readers))
+    names = ", ".join(names_in_reach)
+    if not names_in_reach:
         return WayDecision((), f"{relay} is not filled: no replica that lacks the version is within its reach")
     if prefetch == manager_pb2.PREFETCH_NEVER:
         return WayDecision((), f"{relay} is not filled: prefetch is 'never'")
     if until == manager_pb2.UNTIL_HELD:
         return WayDecision(
-            everybody, f"{relay} is filled for {names}: the trainer goes on once relays hold the version"
+            names_in_reach, f"{relay} is filled for {names}: the trainer goes on once relays hold the version"
         )
     if prefetch == manager_pb2.PREFETCH_ALWAYS:
-        return WayDecision(everybody, f"{relay} is filled for {names}: prefetch is 'always'")
-    far = tuple(name for name in everybody if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY)
+        return WayDecision(names_in_reach, f"{relay} is filled for {names}: prefetch is 'always'")
+    far = tuple(
+        name for name in names_in_reach if (distance := readers[name]) is None or distance >= Distance.HOST_MEMORY
+    )
     cut_off = [name for name in far if readers[name] is None]
     slow = [name for name in far if (distance := readers[name]) is not None and distance > Distance.HOST_MEMORY]
     if cut_off:
@@ -68,49 +67,51 @@ def prefetch_decision(
     return WayDecision(far, f"{relay} is filled for {', '.join(far)}: {why}")
 
 
-def in_between(relay: str, children: Sequence[str], whom: str) -> str:
-    """Why a relay is filled that has no replicas to install. whom: those whose weights these relays do not reach."""
+def in_between(relay: str, children: Sequence[str], origin: str) -> str:
+    """A sentence on why a relay is filled for other relays only. origin: what these do not reach, for people."""
     verb = "does" if len(children) == 1 else "do"
-    return f"{relay} is filled for {_and(children)}, which {verb} not reach {whom}"
+    return f"{relay} is filled for {_and(children)}, which {verb} not reach {origin}"
 
 
-def by_way_of(upstream: Sequence[str], whom: str, partly: bool) -> str:
-    """A sentence on what a relay is filled from that does not reach all sources itself. partly: it reaches some."""
-    reached = f"all of {whom}" if partly else whom
+def by_way_of(upstream: Sequence[str], origin: str, partly: bool) -> str:
+    """A sentence on the relays that a relay reads, since it does not reach all sources. origin: the sources, for
+    people. partly: it reaches some of them."""
+    reached = f"all of {origin}" if partly else origin
     return f"it is filled from {_and(upstream)}{' too' if partly else ''}, since it does not reach {reached}"
 
 
 class CollectiveCandidate(NamedTuple):
-    """A replica that lacks the version. direct: it reads all that it needs itself. relay: one is within its reach.
-    unable: why it cannot take part in a collective, as the end of a sentence; empty: it can."""
+    """A replica that lacks the version."""
 
-    direct: bool
-    relay: bool
-    unable: str = ""
+    direct: bool  # it can read all that it needs from the sources
+    relay: bool  # it reaches a relay
+    unable: str = ""  # why it cannot take part in a collective, as the end of a sentence; empty: it can
 
 
 def collective_decision(
-    asked: bool, held: bool, late: bool, candidates: Mapping[str, CollectiveCandidate]
+    collective_only: bool, until_held: bool, is_late: bool, candidates: Mapping[str, CollectiveCandidate]
 ) -> WayDecision:
-    """Which replicas take part. asked: all that is published is offered over a collective alone. held: callers return
-    when relays hold the version. late: a late replica is brought to a version that replicas have already."""
-    if late:
+    """Chooses the replicas that take part.
+
+    collective_only: all that is published is offered over a collective alone. until_held: callers return when relays
+    hold the version. is_late: a late replica is brought to a version that other replicas have.
+    """
+    if is_late:
         return WayDecision((), "no collective: a late replica is brought up without the others")
-    if held:
+    if until_held:
         return WayDecision((), "no collective: the trainer goes on when relays hold the version")
-    wanting = {name: each for name, each in candidates.items() if asked or not (each.direct or each.relay)}
-    able = tuple(sorted(name for name, each in wanting.items() if not each.unable))
-    unable = "; ".join(f"{name} {wanting[name].unable}" for name in sorted(wanting) if wanting[name].unable)
-    if not wanting:
-        who = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
-        return WayDecision((), f"no collective: {who}")
+    relevant = {name: each for name, each in candidates.items() if collective_only or not (each.direct or each.relay)}
+    able = tuple(sorted(name for name, each in relevant.items() if not each.unable))
+    unable = "; ".join(f"{name} {relevant[name].unable}" for name in sorted(relevant) if relevant[name].unable)
+    if not relevant:
+        why = "every replica reads the weights itself or has a relay" if candidates else "no replica lacks the version"
+        return WayDecision((), f"no collective: {why}")
     if not able:
         return WayDecision((), f"no collective: {unable}")
     verb = "is" if len(able) == 1 else "are"
-    reason = "the trainer publishes for it alone" if asked else "nothing else brings weights there, and no relay"
-    return WayDecision(
-        able, f"{_and(able)} {verb} updated by a collective: {reason}" + (f"; {unable}" if unable else "")
-    )
+    why = "the trainer publishes for it alone" if collective_only else "nothing else brings weights there, and no relay"
+    words = f"{_and(able)} {verb} updated by a collective: {why}"
+    return WayDecision(able, f"{words}; {unable}" if unable else words)
 
 
 def _and(names: Collection[str]) -> str:

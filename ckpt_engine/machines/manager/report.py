@@ -1,9 +1,9 @@
-"""What an update says at its end, and what of that is corrected later.
+"""The report of an update at its end, and its corrections later.
 
-At the end: outcomes for replicas that gave none, and the report of all. Later: an agent that was lost while it
-installed, or the one after it, goes on without the manager, and mostly brings the replica to the version. And a replica
-that an update left out or quarantined is brought to the version later. Later questions for the report, and the ledger,
-are answered with what it is then. Calls that have returned are not.
+At the end there are outcomes for replicas that gave none, and the report of all. Later an agent that was lost while it
+installed, or the one after it, goes on without the manager, and mostly brings the replica to the version. Also a
+replica that an update left out or quarantined may be brought to the version later. The report is corrected then, in
+memory and in the ledger, for later calls. Calls that have returned had the report as it was.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from ckpt_engine.machines.events import CorrectOutcome, Published
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import ManagerState
-from ckpt_engine.machines.offering import NOT_FINITE_TOLD
+from ckpt_engine.machines.offering import NOT_FINITE_NAMED
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
-COPIED_TOLD = 16
-"""Reasons for copies that a report tells at most."""
+COPIED_REASONS = 16
+"""The most reasons for copies, and the most warnings of sources, in a report."""
 
 COPIED_NAMED = 16
-"""Tensors that it names for each."""
+"""The most tensors that are named for each reason."""
 
 
-def already_there(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
-    """The outcome of a replica that serves these very weights already: it was left alone."""
+def unchanged_outcome(name: str, fence: Fence, identity: Version) -> manager_pb2.ReplicaOutcome:
+    """The outcome of a replica that serves these weights already, and was left alone."""
     held = identity.message()
     return manager_pb2.ReplicaOutcome(
         replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_NEW_SERVING, before=held, after=held
     )
 
 
-def left_out(
-    name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, told: bool
+def presumed_outcome(
+    name: str, replica: Replica | None, fence: Fence, problem: weights_pb2.Problem, is_ordered: bool
 ) -> manager_pb2.ReplicaOutcome:
     """The outcome of a replica that gave none.
 
-    told: it was told to install. Then what became of it is unknown, and it counts as closed. Otherwise it is as it
-    was: unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
+    is_ordered: it was told to install, so its state is unknown, and it counts as closed. Otherwise it is as it was:
+    unknown if it or its engine is not there, else it still serves the old version if that is what it said last.
     """
-    named = weights_pb2.Problem()
-    named.CopyFrom(problem)
-    named.replica = name
-    named.kept.clear()
+    own_problem = weights_pb2.Problem()
+    own_problem.CopyFrom(problem)
+    own_problem.replica = name
+    own_problem.kept.clear()
     outcome = manager_pb2.ReplicaOutcome(
-        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=named
+        replica=name, fence=fence.message(), outcome=manager_pb2.OUTCOME_QUARANTINED, problem=own_problem
     )
-    identity = None if replica is None or told else replica.identity
+    identity = None if replica is None or is_ordered else replica.identity
     if identity is not None:
         outcome.before.CopyFrom(identity.message())
-    if not told and (replica is None or replica.peer is None or replica.engine is None):
+    if not is_ordered and (replica is None or replica.peer is None or replica.engine is None):
         outcome.outcome = manager_pb2.OUTCOME_NOT_REACHED
     elif replica is not None and replica.serving and identity is not None:
         outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
@@ -63,13 +63,13 @@ def left_out(
     return outcome
 
 
-def what_became(
+def later_outcome(
     replica: Replica | None, fence: Fence, identity: Version, session: str
 ) -> manager_pb2.ReplicaOutcome | None:
-    """What is known by now of a replica that was told to install and whose agent was lost; None: nothing.
+    """The outcome, as known by now, of a replica that was told to install and lost its agent; None: unknown.
 
-    session: of the agent that was told. That one tells the outcome itself when it is back. Another one, which goes by
-    the workers' words, knows of no install: then what it serves counts.
+    session: of the agent that was told. When it is back it reports the outcome itself. Another agent knows only the
+    workers' words, and not the install: then what the replica serves counts.
     """
     if replica is None:
         return None
@@ -84,24 +84,25 @@ def what_became(
         outcome.outcome = manager_pb2.OUTCOME_NEW_SERVING
     elif max(epochs) < fence.epoch:
         outcome.outcome = manager_pb2.OUTCOME_OLD_SERVING
-        said = "its agent was lost while it installed; the one that is there now finds it serving what it served before"
-        outcome.problem.CopyFrom(unavailable(said, replica=replica.name).problem)
+        message = (
+            "its agent was lost while it installed; the one that is there now finds it serving what it served before"
+        )
+        outcome.problem.CopyFrom(unavailable(message, replica=replica.name).problem)
     else:
         return None
     return outcome
 
 
 def counts(outcome: manager_pb2.ReplicaOutcome) -> bool:
-    """Whether an update that names no number of replicas is to be ok only with this one."""
+    """Whether an update without a least number of replicas is ok only if this replica has the version."""
     return not (outcome.operator_hold or outcome.cannot_load)
 
 
 def judge(report: manager_pb2.UpdateReport, min_replicas: int | None) -> None:
-    """Sets whether a report that tells an outcome of each replica is ok and verified. min_replicas: as its goal asks
-    for; None: all that count."""
+    """Sets whether a report with all outcomes is ok and verified. min_replicas: of its goal; None: all that count."""
     new = [outcome for outcome in report.replicas if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING]
-    counted = sum(map(counts, report.replicas))
-    report.ok = len(new) >= (counted if min_replicas is None else min_replicas)
+    count = sum(map(counts, report.replicas))
+    report.ok = len(new) >= (count if min_replicas is None else min_replicas)
     report.verified = report.ok and all(is_verified(worker) for outcome in new for worker in outcome.workers)
 
 
@@ -116,25 +117,29 @@ def build_report(
     prefetch: str = "",
     held: bool = False,
 ) -> manager_pb2.UpdateReport:
-    """The report of an update. It is ok with so many replicas as the goal asks for, or with all. planning: seconds
-    until the first install command. prefetch: why relays were filled or not. held: it is told before installs have
-    ended: then it is neither ok nor not, and says nothing of replicas without an outcome."""
-    ordered = [outcomes[name] for name in sorted(outcomes)]
+    """Builds the report of an update; `judge` says whether it is ok. planning: seconds until the first install command.
+    prefetch: why relays were filled or not. held: installs have not ended; the report is not judged, and leaves out
+    replicas without an outcome."""
+    sorted_outcomes = [outcomes[name] for name in sorted(outcomes)]
     slowest: dict[manager_pb2.Stage, float] = {}
-    for outcome in ordered:
+    for outcome in sorted_outcomes:
         for stage in outcome.stages:
             slowest[stage.stage] = max(slowest.get(stage.stage, 0.0), stage.seconds)
     slowest[manager_pb2.STAGE_PLAN] = planning + slowest.get(manager_pb2.STAGE_PLAN, 0.0)
     report = manager_pb2.UpdateReport(
         fence=fence.message(),
         identity=identity.message(),
-        replicas=ordered,
+        replicas=sorted_outcomes,
         seconds=seconds,
         stages=in_order(slowest),
-        bytes=sum(outcome.bytes for outcome in ordered),
+        bytes=sum(outcome.bytes for outcome in sorted_outcomes),
         tensors=goal.published.tensors,
         source_copies=max((source.source_copies for source in goal.published.sources), default=0),
-        warnings=[*_warnings(identity, goal.before), *_told_by_sources(goal.published), *_cannot_load(ordered)],
+        warnings=[
+            *_warnings(identity, goal.before),
+            *_source_warnings(goal.published),
+            *_cannot_load(sorted_outcomes),
+        ],
         copied=_copied(goal.published),
         relays=relays,
         prefetch=prefetch,
@@ -146,23 +151,23 @@ def build_report(
 
 
 def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
-    """What ranks copied to seal it, one entry a reason: a report must not grow with the number of ranks."""
-    merged: dict[str, weights_pb2.CopiedTensors] = {}
+    """What ranks copied to seal, with one entry for each reason: a report must not grow with the number of ranks."""
+    by_reason: dict[str, weights_pb2.CopiedTensors] = {}
     for source in published.sources:
         for entry in source.copied:
-            known = merged.get(entry.reason)
-            if known is None:
-                merged[entry.reason] = known = weights_pb2.CopiedTensors(
+            total = by_reason.get(entry.reason)
+            if total is None:
+                by_reason[entry.reason] = total = weights_pb2.CopiedTensors(
                     reason=entry.reason, names=entry.names[:COPIED_NAMED], rank=source.rank
                 )
-            known.tensors += entry.tensors
-            known.bytes += entry.bytes
-            known.ranks += 1
-    return sorted(merged.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_TOLD]
+            total.tensors += entry.tensors
+            total.bytes += entry.bytes
+            total.ranks += 1
+    return sorted(by_reason.values(), key=lambda entry: (-entry.bytes, entry.reason))[:COPIED_REASONS]
 
 
 def _warnings(identity: Version, before: Version | None) -> list[str]:
-    """Versions without a difference: a step of the optimizer that changed nothing, or that went elsewhere."""
+    """A warning if a version has the weights of the one before: the optimizer has changed nothing, or other tensors."""
     if before is None or before.root != identity.root or before.number >= identity.number:
         return []
     return [
@@ -172,7 +177,7 @@ def _warnings(identity: Version, before: Version | None) -> list[str]:
 
 
 def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
-    """Replicas with another model, which would make no update ok."""
+    """A warning that names replicas with another model, which do not count."""
     names = [outcome.replica for outcome in outcomes if outcome.cannot_load]
     if not names:
         return []
@@ -183,27 +188,27 @@ def _cannot_load(outcomes: Sequence[manager_pb2.ReplicaOutcome]) -> list[str]:
 
 
 def tell_not_finite(report: manager_pb2.UpdateReport, sealed: Mapping[str, manager_pb2.Sealed]) -> None:
-    """Tells of NaN and infinity. sealed: the answers that named some, by source."""
+    """Adds NaN and infinity to a report. sealed: the answers that named some, by source."""
     if not sealed:
         return
     names = sorted({name for answer in sealed.values() for name in answer.not_finite})
-    report.not_finite.extend(names[:NOT_FINITE_TOLD])
-    # Ranks may hold parts of one tensor, and name some of their own only: there are so many at least.
+    report.not_finite.extend(names[:NOT_FINITE_NAMED])
+    # Ranks may hold parts of one tensor, and each names only some of its own: the number is a lower bound.
     more = max(len(names), *(answer.not_finite_tensors for answer in sealed.values())) - len(names)
-    shown = some([*names, *[""] * more])
+    tensors = some([*names, *[""] * more])
     report.warnings.append(
-        f"version {report.identity.version} holds NaN or infinity in {shown} (sealed by {some(sorted(sealed))}): if "
+        f"version {report.identity.version} holds NaN or infinity in {tensors} (sealed by {some(sorted(sealed))}): if "
         "training has diverged, go back; publish(check_finite=True) refuses such updates"
     )
 
 
-def _told_by_sources(published: Published) -> list[str]:
-    """What sources warn of, each once: a report must not grow with the number of ranks."""
-    return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_TOLD]
+def _source_warnings(published: Published) -> list[str]:
+    """The warnings of sources, each once: a report must not grow with the number of ranks."""
+    return list(dict.fromkeys(each for source in published.sources for each in source.warnings))[:COPIED_REASONS]
 
 
 def is_verified(worker: manager_pb2.WorkerReport) -> bool:
-    """Whether each tensor of which the worker needs a part was read back, or hashed as handed to the loader."""
+    """Whether each tensor that the worker needs in part was read back, or hashed as handed to the loader."""
     return not worker.HasField("problem") and worker.verified + worker.verified_as_loaded >= worker.tensors
 
 
@@ -217,11 +222,11 @@ class Correction:
 
 @dataclass
 class _Open:
-    """A replica that a report does not call new and serving."""
+    """A replica that does not serve the new version, by its report."""
 
     report: manager_pb2.UpdateReport
-    min_replicas: int | None  # as its goal asks for
-    session: str | None = None  # of an agent that was told to install and lost; None: what became of it is known
+    min_replicas: int | None  # of the report's goal
+    session: str | None = None  # of an agent that was told to install and lost; None: the outcome is known
 
 
 @dataclass
@@ -231,56 +236,58 @@ class Corrections:
     state: ManagerState
     open: dict[str, _Open] = field(default_factory=dict)  # by replica; the last update that reached it, or was for it
 
-    def over(self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]) -> None:
-        """An update has ended. unresolved: its replicas of which nothing is known, with the session that was told to
-        install. What an update before it left open of those that it reached stays as it was told."""
+    def take_report(
+        self, report: manager_pb2.UpdateReport, min_replicas: int | None, unresolved: dict[str, str]
+    ) -> None:
+        """Takes the report of an update that has ended. unresolved: its replicas with an unknown outcome, with the
+        session that was told to install. Earlier reports about replicas that it reached are not corrected any more."""
         for outcome in report.replicas:
             name, session = outcome.replica, unresolved.get(outcome.replica)
-            known = self.open.get(name)
+            open_report = self.open.get(name)
             if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
                 self.open.pop(name, None)
-            elif session is not None or known is None or known.session is None or _reached(outcome):
+            elif session is not None or open_report is None or open_report.session is None or _reached(outcome):
                 self.open[name] = _Open(report, min_replicas, session)
 
-    def brought(self, outcome: manager_pb2.ReplicaOutcome) -> None:
-        """An attempt of its own has ended for one replica: it serves the version now, which its update's report did not
-        say; or not, and the report stays."""
-        known = self.open.get(outcome.replica)
-        if known is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
+    def take_attempt(self, outcome: manager_pb2.ReplicaOutcome) -> None:
+        """Takes the outcome of an attempt. If the replica serves the version now, the report of its update is
+        corrected."""
+        open_report = self.open.get(outcome.replica)
+        if open_report is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
             return
-        if known.report.identity != outcome.after:
+        if open_report.report.identity != outcome.after:
             del self.open[outcome.replica]
             return
-        found = manager_pb2.ReplicaOutcome()
-        found.CopyFrom(outcome)
-        found.fence.CopyFrom(known.report.fence)
-        known.report.warnings.append(
+        correction = manager_pb2.ReplicaOutcome()
+        correction.CopyFrom(outcome)
+        correction.fence.CopyFrom(open_report.report.fence)
+        open_report.report.warnings.append(
             f"replica {outcome.replica!r} was brought to it later, by attempt {outcome.fence.epoch}"
         )
-        self._correct(known, found)
+        self._correct(open_report, correction)
 
     def look(self, replica: Replica) -> None:
-        """Changes the report of a replica that was heard, once it is known what became of it."""
-        known = self.open.get(replica.name)
-        if known is None or known.session is None:
+        """Corrects the report of a replica that was heard, once its outcome is known."""
+        open_report = self.open.get(replica.name)
+        if open_report is None or open_report.session is None:
             return
-        report = known.report
-        found = what_became(replica, Fence.of(report.fence), Version.of(report.identity), known.session)
-        if found is not None:
-            self._correct(known, found)
+        report = open_report.report
+        correction = later_outcome(replica, Fence.of(report.fence), Version.of(report.identity), open_report.session)
+        if correction is not None:
+            self._correct(open_report, correction)
 
-    def _correct(self, known: _Open, found: manager_pb2.ReplicaOutcome) -> None:
-        report = known.report
+    def _correct(self, open_report: _Open, correction: manager_pb2.ReplicaOutcome) -> None:
+        report = open_report.report
         for outcome in report.replicas:
-            if outcome.replica == found.replica:
-                outcome.CopyFrom(found)
-        if found.outcome == manager_pb2.OUTCOME_NEW_SERVING:
-            del self.open[found.replica]
+            if outcome.replica == correction.replica:
+                outcome.CopyFrom(correction)
+        if correction.outcome == manager_pb2.OUTCOME_NEW_SERVING:
+            del self.open[correction.replica]
         else:
-            known.session = None
-        judge(report, known.min_replicas)
-        task = CorrectOutcome(report, found.replica, self.state.deadlines.report)
-        self.state.run(Correction(report.fence.epoch, found.replica), task)
+            open_report.session = None
+        judge(report, open_report.min_replicas)
+        task = CorrectOutcome(report, correction.replica, self.state.deadlines.report)
+        self.state.run(Correction(report.fence.epoch, correction.replica), task)
 
 
 def _reached(outcome: manager_pb2.ReplicaOutcome) -> bool:

@@ -1,11 +1,11 @@
-"""Rollbacks that were called and have not begun: which version each means, what holds it, and which one's turn it is.
+"""Rollbacks that were called and have not begun: which version each means, what holds it, and which one is next.
 
 A rollback is an update that reads a version which holders still hold. Decides
-- which version a name means: the number, and the lineage unless holders hold that number of one lineage only;
-- whether what holders hold under it is believed: only with the root that the ledger or a worker's words know it by;
+- which version is meant: by number, and by lineage unless holders hold that number of one lineage only;
+- whether holders are believed to hold it: only with the root that the ledger or a worker's words know it by;
 - when it begins: after what runs, as updates do, and before updates that are gathered.
-Once it has begun it is an `Update` like others (`turns.py` starts it), which has no ranks to seal anything.
-Changes nothing: what comes out is a Goal, a Problem, or the wish to wait.
+Once it has begun it is an `Update` without ranks that seal (`turns.py` starts it).
+Changes no member: the result is a Goal, a Problem, or to wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt_engine.machines.manager.versions import Content
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_NAMED = 8
-"""Held versions that a refusal names; what is beyond is counted."""
+"""Held versions that a refusal names; more are counted."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class PendingRollback:
 
     call: Call
     request: manager_pb2.RollbackRequest
-    options: manager_pb2.UpdateOptions  # its own, complete
+    options: manager_pb2.UpdateOptions  # of the request, complete
     end: float  # monotonic seconds by which it must have reported
     goal: Goal | None = None  # None: it lacks something
-    identity: Version | None = None  # the version that it means, once that is known
+    identity: Version | None = None  # the version that is meant, once that is known
     lacks: str = "members dial in again, since the manager was restarted"  # what it waits for, for people
 
 
@@ -51,20 +51,16 @@ class RollbackEnd:
 
 @dataclass
 class Rollbacks:
-    """Rollbacks that wait.
-
-    waiting: by number, in the order of their turns. running: goals of those that have begun and are not over, so that
-    `holdings` keeps what was joined for them.
-    """
+    """Rollbacks that wait."""
 
     state: ManagerState
     holdings: Holdings
-    waiting: dict[int, PendingRollback] = field(default_factory=dict)
-    running: list[Goal] = field(default_factory=list)
-    numbers: int = 0
+    waiting: dict[int, PendingRollback] = field(default_factory=dict)  # by number, in their order
+    running: list[Goal] = field(default_factory=list)  # of those that run, so that `holdings` keeps their joins
+    numbers: int = 0  # how many were called
 
     def join(self, call: Call, request: manager_pb2.RollbackRequest, now: float) -> None:
-        """Takes a call in. Raises INVALID_ARGUMENT for what can be no rollback."""
+        """Takes a call in. Raises INVALID_ARGUMENT for a request that cannot be a rollback."""
         if request.version < 0:
             raise invalid(f"version {request.version} is negative")
         options = complete(request.options)
@@ -78,68 +74,69 @@ class Rollbacks:
         self.state.set_timer(RollbackEnd(self.numbers), end - self.state.deadlines.report - now)
 
     def cancelled(self, call: Call) -> None:
-        """Forgets a rollback whose caller has gone before it began."""
-        for number in [number for number, asked in self.waiting.items() if asked.call == call]:
+        """Forgets a rollback that was cancelled before it began."""
+        for number in [number for number, pending in self.waiting.items() if pending.call == call]:
             self._end(number)
 
     def look(self, settled: bool, others: Sequence[Goal], now: float) -> None:
-        """After every event: refuses what cannot begin, and sees which lack nothing any more. others: what runs."""
+        """Refuses rollbacks that cannot begin, and finds those that are ready. Called after every event. others: the
+        goals that run."""
         taken: set[str] = set()
-        for number, asked in list(self.waiting.items()):
+        for number, pending in list(self.waiting.items()):
             try:
                 self.state.check_ledger()
-                asked.goal = self._goal(asked, others, taken, now) if settled else None
+                pending.goal = self._goal(pending, others, taken, now) if settled else None
             except CkptEngineError as error:
                 self._refuse(number, error.problem)
         self.running = [goal for goal in self.running if any(goal is other for other in others)]
-        asked_for = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
-        self.holdings.called = frozenset(identity for identity in asked_for if identity is not None)
+        identities = [each.identity for each in self.waiting.values()] + [goal.sealed for goal in self.running]
+        self.holdings.called = frozenset(identity for identity in identities if identity is not None)
 
     def coming(self) -> list[QueuedGoal]:
-        """The rollbacks that lack nothing."""
+        """The rollbacks that are ready, in their order."""
         return [
-            QueuedGoal(_describe(asked), asked.goal, partial(self._dequeue, number), -number)
-            for number, asked in self.waiting.items()
-            if asked.goal is not None
+            QueuedGoal(_describe(pending), pending.goal, partial(self._dequeue, number), -number)
+            for number, pending in self.waiting.items()
+            if pending.goal is not None
         ]
 
     def _dequeue(self, number: int) -> None:
-        """Takes a rollback whose turn has come out of those that wait: it runs from now on."""
+        """Moves a rollback from those that wait to those that run."""
         goal = self.waiting[number].goal
         assert goal is not None
         self._end(number)
         self.running.append(goal)
 
     def timer(self, number: int) -> None:
-        """A rollback's time is over."""
-        asked = self.waiting.get(number)
-        if asked is not None:
-            lacks = "others to end" if asked.goal is not None else asked.lacks
-            self._refuse(number, deadline(f"{_describe(asked)} did not begin in time: it waited for {lacks}").problem)
+        """Refuses a rollback that has not begun in time."""
+        pending = self.waiting.get(number)
+        if pending is not None:
+            lacks = "others to end" if pending.goal is not None else pending.lacks
+            self._refuse(number, deadline(f"{_describe(pending)} did not begin in time: it waited for {lacks}").problem)
 
     def describe(self) -> str:
-        """What is going on, for people; empty if nothing is."""
+        """What rollbacks wait for, for people; empty: there are none."""
         return " | ".join(
-            f"{_describe(asked)} waits for {asked.lacks or 'its turn'}" for asked in self.waiting.values()
+            f"{_describe(pending)} waits for {pending.lacks or 'its turn'}" for pending in self.waiting.values()
         )
 
-    def _goal(self, asked: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
-        """What is wanted; None: wait. taken: lineages for which another one waits already. Raises CkptEngineError if it
-        must be refused."""
-        request = asked.request
+    def _goal(self, pending: PendingRollback, others: Sequence[Goal], taken: set[str], now: float) -> Goal | None:
+        """The goal of a rollback; None: wait. taken: lineages of rollbacks before it. Raises CkptEngineError if it must
+        be refused."""
+        request = pending.request
         identity = self._identity(request)
         for goal in others:
             if not goal.is_attempt and goal.lineage == identity.lineage:
                 raise aborted(f"an update of lineage {identity.lineage!r} runs, to version {goal.version}: try again")
-        replicas = replicas_for(self.state, asked.options, now)
+        replicas = replicas_for(self.state, pending.options, now)
         if identity.lineage in taken:
-            asked.lacks = f"another rollback of lineage {identity.lineage!r}"
+            pending.lacks = f"another rollback of lineage {identity.lineage!r}"
             return None
         taken.add(identity.lineage)
-        asked.identity = identity
+        pending.identity = identity
         self.holdings.called |= {identity}
         held = self._held(identity)
-        asked.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
+        pending.lacks = "" if held is not None else f"a look at what holders hold of {identity}"
         if held is None:
             return None
         published, record = held
@@ -148,42 +145,44 @@ class Rollbacks:
             version=identity.number,
             published=published,
             replicas=replicas,
-            calls={0: asked.call},
-            pause_mode=asked.options.pause_mode,
+            calls={0: pending.call},
+            pause_mode=pending.options.pause_mode,
             min_replicas=None,
-            selection=selection_of(asked.options),
-            end=asked.end,
+            selection=selection_of(pending.options),
+            end=pending.end,
             held=HeldVersion(identity, record),
-            pool=asked.options.pool,
+            pool=pending.options.pool,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:
-        """Which version is meant. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT, saying what is held."""
-        named = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
+        """The version that is meant. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT, saying what is held."""
+        what = f"version {request.version}" + (f" of lineage {request.lineage!r}" if request.lineage else "")
         held = [
             (holder.source, each.identity) for holder in self.state.members.connected_holders() for each in holder.held
         ]
-        found = [
+        matches = [
             (source, identity)
             for source, identity in held
             if identity.number == request.version and request.lineage in ("", identity.lineage)
         ]
-        if not found:
+        if not matches:
             if request.lineage:
                 known_lineage(lineages(self.state), request.lineage)
-            raise not_found(f"nothing that is connected holds {named}: {_listed(held)}")
-        meant = {identity.lineage: identity for _, identity in found if self.state.versions.knows(identity)}
-        if not meant:
+            raise not_found(f"nothing that is connected holds {what}: {_listed(held)}")
+        by_lineage = {identity.lineage: identity for _, identity in matches if self.state.versions.knows(identity)}
+        if not by_lineage:
             raise precondition(
-                f"neither the ledger nor a worker knows the root of {named}, so nobody is believed to hold it: "
-                + _listed(found)
+                f"neither the ledger nor a worker knows the root of {what}, so no holder is believed: "
+                + _listed(matches)
             )
-        if len(meant) > 1:
-            raise invalid(f"{named} is held of the lineages {', '.join(map(repr, sorted(meant)))}: name one of them")
-        return meant.popitem()[1]
+        if len(by_lineage) > 1:
+            raise invalid(
+                f"{what} is held of the lineages {', '.join(map(repr, sorted(by_lineage)))}: name one of them"
+            )
+        return by_lineage.popitem()[1]
 
     def _held(self, identity: Version) -> tuple[Published, manager_pb2.BlobRef] | None:
-        """Where the version lies, and its record; None: that is being looked at. Raises FAILED_PRECONDITION."""
+        """The sources of the version, and its record; None: they are being joined. Raises FAILED_PRECONDITION."""
         held = self.holdings.of(Content(identity), called=True)
         joining = self.holdings.joinings.get((identity, True))
         if held is None and joining is not None and joining.joined is not None:
@@ -200,23 +199,23 @@ class Rollbacks:
         self.state.cancel_timer(RollbackEnd(number))
 
 
-def _describe(asked: PendingRollback) -> str:
-    lineage = asked.goal.lineage if asked.goal is not None else asked.request.lineage
-    return f"rollback to version {asked.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
+def _describe(pending: PendingRollback) -> str:
+    lineage = pending.goal.lineage if pending.goal is not None else pending.request.lineage
+    return f"rollback to version {pending.request.version}" + (f" of lineage {lineage!r}" if lineage else "")
 
 
 def _listed(held: list[tuple[str, Version]]) -> str:
-    """Which versions are held, and by which holders."""
+    """The versions that are held, with their holders, for people."""
     by_version: dict[str, list[str]] = {}
     for source, identity in sorted(held, key=lambda each: (each[1].lineage, each[1].number, each[0])):
         by_version.setdefault(str(identity), []).append(source)
-    said = [
+    lines = [
         f"{', '.join(sources)} {'holds' if len(sources) == 1 else 'hold'} {each}"
         for each, sources in by_version.items()
     ]
-    if len(said) > MOST_NAMED:
-        said = [*said[:MOST_NAMED], f"and {len(said) - MOST_NAMED} more versions are held"]
-    return "; ".join(said) or (
+    if len(lines) > MOST_NAMED:
+        lines = [*lines[:MOST_NAMED], f"and {len(lines) - MOST_NAMED} more versions are held"]
+    return "; ".join(lines) or (
         "no holder of versions is connected (`ckpt-engine relay`); `ckpt-engine update --checkpoint` brings what a "
         "directory holds, under the next version"
     )

@@ -1,6 +1,6 @@
-"""One Sleep or Wake call: every replica that it names is told, and its answer waited for.
+"""One Sleep or Wake call: tells every replica that it names, and waits for the answers.
 
-It waits for an epoch first, which the ledger may still be making durable: the call before may have taken the last one.
+It waits for an epoch first, which the ledger may still be making durable: the call before may have used the last one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SleepWakeCall:
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)
         self.fence = Fence()
-        self.over = False
+        self.finished = False
         replicas = state.members.replicas.items()
         self.pool = request.pool
         self._names = sorted(set(request.replicas) or (name for name, each in replicas if each.pool == request.pool))
@@ -62,23 +62,23 @@ class SleepWakeCall:
         self._tags = tuple(event.request.tags) if isinstance(event, WakeCall) else ()
 
     def meets(self, goal: Goal) -> bool:
-        """Whether it and an update wait for each other: they are for one pool, or for one replica."""
+        """Whether the call and an update wait for each other: they are for one pool, or for one replica."""
         return self.pool == goal.pool or not set(self._names).isdisjoint(goal.replicas)
 
     def installs(self, name: str) -> int:
-        """The highest install fence that a replica may be told when it is welcomed, as `Updates.installs`."""
+        """The highest install epoch that a replica may be welcomed with, as `Updates.installs`."""
         return self.fence.epoch if name in self._names and self.fence.epoch else self.state.installs
 
     def describe(self) -> str:
-        """What runs, for those that must wait for it."""
+        """One line for blocked callers: what runs."""
         return f"{'waking' if self.wake else 'putting to sleep'} {', '.join(self._names)}"
 
     def start(self, now: float) -> None:
-        """Tells all replicas, if there is an epoch by now; does nothing if it has done so, or no call waits now."""
-        if self.fence.epoch or self.over:
+        """Tells all replicas, if there is an epoch by now, once. Ends if the call was cancelled before that."""
+        if self.fence.epoch or self.finished:
             return
         if self.call is None:
-            self.over = True
+            self.finished = True
             return
         if self.state.epoch_ready():
             self.fence = self.state.next_sleep()
@@ -94,7 +94,7 @@ class SleepWakeCall:
         self._when_done()
 
     def send_missing(self, now: float) -> None:
-        """Tells, again, those that have not answered."""
+        """Sends the command, again, to replicas that have not answered."""
         if not self.fence.epoch:
             return
         for name in self._names:
@@ -110,19 +110,19 @@ class SleepWakeCall:
                 self.state.send(replica, command)
 
     def answer(self, replica: Replica, body: manager_pb2.SleepWakeDone) -> None:
-        """A replica has done it, or cannot."""
+        """Takes a replica's answer: it has done it, or cannot."""
         if Fence.of(body.fence) == self.fence and replica.name in self._names and replica.name not in self._results:
             self._result(replica.name, body.problem if body.HasField("problem") else None)
             self._when_done()
 
     def lost(self, name: str) -> None:
-        """A replica's agent was lost; what became of it is unknown."""
+        """Notes that a replica's agent was lost; its result is unknown."""
         if name in self._names and name not in self._results:
             self._result(name, unavailable("its agent was lost", replica=name).problem)
             self._when_done()
 
     def timer(self, key: SleepWakeEnd | SleepWakeResend, now: float) -> None:
-        """Time to tell again, or to end; nothing if the timer is of another call."""
+        """Takes a timer: sends again, or ends the call. A timer of another call is ignored."""
         if key.epoch != self.fence.epoch:
             return
         if isinstance(key, SleepWakeResend):
@@ -138,9 +138,9 @@ class SleepWakeCall:
         self._results[name] = manager_pb2.SleepWakeResult(replica=name, problem=problem)
 
     def _when_done(self) -> None:
-        if self.over or len(self._results) < len(self._names):
+        if self.finished or len(self._results) < len(self._names):
             return
-        self.over = True
+        self.finished = True
         self.state.cancel_timer(SleepWakeEnd(self.fence.epoch))
         self.state.cancel_timer(SleepWakeResend(self.fence.epoch))
         if self.call is not None:

@@ -1,9 +1,9 @@
-"""What the parts of the manager's machine share: members, epochs, the order of versions, and the way out.
+"""What the parts of the manager's machine share: members, epochs, the order of versions, and the commands to emit.
 
 There are two kinds of fences, and no command carries both. A *fill* fence is for preparing and sealing: it is given out
 when an update begins. An *install* fence is for installing and sleeping: that of an update is given out with its
 intent, the durable decision, and not before. So sealing the next version may overlap the installs of this one, and
-neither makes the other one old. Both take their epochs from one count, so an epoch names one fence.
+neither invalidates the other. Both kinds take their epochs from one count, so an epoch names one fence.
 """
 
 from __future__ import annotations
@@ -52,30 +52,22 @@ class EpochRetry:
 
 @dataclass
 class ManagerState:
-    """Shared by the manager's parts; each changes only what it is about.
-
-    epoch: the last one that was given out, of either kind. installs: the last one of an install that may have begun.
-    spent: up to which the ledger will never give one out again; some are spent ahead, so that an update need not wait
-    for the disk. spending: up to which they are being spent, 0 if they are not. versions: what each is to hold.
-    ledger_problem: why the ledger could not be written when that was tried last; None if it could. communicators: by
-    lineage, the members of a collective that ended well, and the communicator that they keep. blames: how many
-    collectives in a row ended badly because of a replica. claims: which job has which holders. pipelines: how many
-    there were.
-    """
+    """Shared by the manager's parts; each changes only what it is about."""
 
     members: Members
     deadlines: Deadlines
-    out: list[ManagerCommand]
-    epoch: int
-    installs: int
-    spent: int
-    versions: Versions = field(default_factory=Versions)
-    spending: int = 0
-    ledger_problem: weights_pb2.Problem | None = None
+    out: list[ManagerCommand]  # commands of the event that is being taken
+    epoch: int  # the last one that was given out, of either kind of fence
+    installs: int  # the last epoch of an install that may have begun
+    spent: int  # up to here the ledger never gives out an epoch again; some are spent ahead, to not wait for the disk
+    versions: Versions = field(default_factory=Versions)  # and what each replica is to hold
+    spending: int = 0  # up to here epochs are being spent; 0: none are
+    ledger_problem: weights_pb2.Problem | None = None  # why the last write to the ledger failed; None: it did not
+    # By lineage, the makeup of a collective that ended well, and the communicator that its members keep.
     communicators: dict[str, tuple[object, bytes]] = field(default_factory=dict)
-    claims: Claims = field(default_factory=Claims)
-    blames: dict[str, int] = field(default_factory=dict)
-    pipelines: int = 0
+    claims: Claims = field(default_factory=Claims)  # of jobs on holders
+    blames: dict[str, int] = field(default_factory=dict)  # by replica, failed collectives in a row that are its fault
+    pipelines: int = 0  # how many were made
     holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operators` changes them
 
     @classmethod
@@ -96,13 +88,13 @@ class ManagerState:
     # -- epochs
 
     def spend_ahead(self) -> None:
-        """Has the next epochs made durable, if that is not done."""
+        """Has the next epochs made durable, unless some are left or are being written."""
         if self.spent <= self.epoch and not self.spending:
             self.spending = self.epoch + SPENT_AHEAD
             self.run(EpochSpending(), SpendEpoch(self.spending, self.deadlines.ledger))
 
     def spend_ended(self, problem: weights_pb2.Problem | None) -> None:
-        """The ledger has written, or could not: then it is tried again in a moment."""
+        """Takes the result of making epochs durable; a failure is tried again in a moment."""
         if problem is None:
             self.spent, self.ledger_problem = max(self.spent, self.spending), None
         else:
@@ -117,7 +109,7 @@ class ManagerState:
         return self.spent > self.epoch
 
     def check_ledger(self) -> None:
-        """Raises FAILED_PRECONDITION while the ledger cannot be written: what is begun now could not be recorded."""
+        """Raises FAILED_PRECONDITION while the ledger cannot be written: what begins now could not be recorded."""
         if self.ledger_problem is not None:
             raise precondition(
                 "the ledger cannot be written, so nothing is begun and no replica was touched: "
@@ -146,18 +138,18 @@ class ManagerState:
         self.spent, self.installs = max(self.spent, fence.epoch), max(self.installs, fence.epoch)
 
     def fence(self, epoch: int) -> Fence:
-        """One of this cluster."""
+        """The fence of this cluster and epoch."""
         return Fence(self.members.cluster, epoch)
 
-    # -- the way out
+    # -- commands
 
     def send(self, member: Member, body: ProtobufMessage) -> None:
-        """Sends a message, or drops it if the member is not connected; what must arrive its owner sends again."""
+        """Sends a message, or drops it if the member is not connected. The caller repeats what must arrive."""
         if member.peer is not None:
             self.out.append(Send(member.peer, body))
 
     def send_to(self, name: str, body: ProtobufMessage) -> bool:
-        """The same for a replica by its name; dropped if it is unknown. Whether it was connected."""
+        """Sends a message to the replica of this name. Returns whether it is connected; if not, drops the message."""
         replica = self.members.replicas.get(name)
         if replica is None or replica.peer is None:
             return False
@@ -169,15 +161,16 @@ class ManagerState:
         self.out.append(Run(key, task))
 
     def set_timer(self, key: Key, seconds: float) -> None:
-        """Sets or replaces a timer. Never for no time: in floats, the moment that it waits for might not have come."""
+        """Sets or replaces a timer, for SHORTEST_SECONDS at least: after no time, in floats, its moment might not have
+        come."""
         self.out.append(SetTimer(key, max(SHORTEST_SECONDS, seconds)))
 
     def cancel_timer(self, key: Key) -> None:
-        """Forgets a timer."""
+        """Cancels a timer."""
         self.out.append(CancelTimer(key))
 
     def emit(self, call: Call, event: manager_pb2.UpdateEvent) -> None:
-        """Tells a caller of UpdateWeights something."""
+        """Sends an event to a caller of UpdateWeights."""
         self.out.append(EmitEvent(call, event))
 
     def finish(self, call: Call, problem: weights_pb2.Problem | None = None) -> None:

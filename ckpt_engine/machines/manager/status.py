@@ -1,7 +1,7 @@
-"""What is told of members, as they were heard of last. Pure.
+"""Messages about members, as they were last heard of. Pure functions.
 
 GetStatus answers with all of it. WatchReplicas tells gateways which replica serves which version where, and then what
-changed. Also which blobs must stay for all members.
+has changed. Also the blobs that must stay for all members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPLICA_STATES = ("serving", "asleep", "closed", "disconnected")
 
 
 def replica_state(replica: manager_pb2.ReplicaStatus) -> str:
-    """The one word for a replica: the first of disconnected, asleep, serving, closed that is true."""
+    """One word for a replica: the first of disconnected, asleep, serving, closed that is true."""
     if not replica.connected:
         return "disconnected"
     if replica.asleep:
@@ -41,8 +41,8 @@ def status_of(
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
     drifts: Mapping[str, Drift] | None,
 ) -> manager_pb2.GetStatusResponse:
-    """All members by name, the last sealed version, what goes on, what is kept for which of them, and what an operator
-    should know of. drifts: of the replicas that have one; None: replicas are left out."""
+    """The answer to GetStatus: all members by name, the last sealed version, the phase, the blobs that are stored for
+    each, and warnings for operators. drifts: by replica, of those that have one; None: replicas are left out."""
     newest = state.versions.newest()
     answer = manager_pb2.GetStatusResponse(
         fence=state.fence(state.epoch).message(),
@@ -60,7 +60,7 @@ def status_of(
             connected=trainer.peer is not None,
             published=trainer.table is not None,
             description=trainer.host.name,
-            gpus=_named(trainer.host),
+            gpus=_gpus_of(trainer.host),
         )
     answer.lineages.extend(lineage.message() for lineage in lineages(state).values())
     slow = slow_relays(state.members.holders.values())
@@ -72,7 +72,7 @@ def status_of(
             connected=holder.peer is not None,
             held=[held.identity.message() for held in holder.held],
             description=holder.host.name,
-            filling=_told(holder.filling),
+            filling=_without_keys(holder.filling),
             last_filled=holder.words.last_filled,
             progress=holder.words.progress,
             slow=slow.get(source, ""),
@@ -91,7 +91,7 @@ def status_of(
 def _replica(
     replica: Replica, desired: Version | None, drift: Drift | None, hold: OperatorHold | None
 ) -> manager_pb2.ReplicaStatus:
-    found = manager_pb2.ReplicaStatus(
+    message = manager_pb2.ReplicaStatus(
         name=replica.name,
         engine=replica.engine,
         mode=replica.mode,
@@ -108,39 +108,39 @@ def _replica(
         unfit=replica.why_unfit(),
         pool=replica.pool,
         gpus=_gpus(replica),
-        unopened=replica.shut.told(replica.boot_ids()),
+        unopened=replica.shut.unopened(replica.boot_ids()),
         desired=None if desired is None else desired.message(),
     )
     if hold is not None:
-        found.hold.CopyFrom(hold.message())
+        message.hold.CopyFrom(hold.message())
     if drift is not None:
-        found.drift.CopyFrom(drift.message())
-    if found.HasField("unfit"):
-        found.unfit.kept.clear()
-    return found
+        message.drift.CopyFrom(drift.message())
+    if message.HasField("unfit"):
+        message.unfit.kept.clear()
+    return message
 
 
 def _gpus(replica: Replica) -> list[manager_pb2.WorkerGpus]:
-    """The GPUs of each worker that is there now and has told them."""
-    told = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
+    """The GPUs of each present worker that has reported them."""
+    prepared = [replica.prepared.get(worker.rank) for worker in replica.workers if worker.boot_id]
     boots = set(replica.boot_ids())
-    here = [each for each in told if each is not None and each.boot_id in boots and each.host.gpus]
-    return [manager_pb2.WorkerGpus(rank=each.rank, gpus=_named(each.host)) for each in here]
+    current = [each for each in prepared if each is not None and each.boot_id in boots and each.host.gpus]
+    return [manager_pb2.WorkerGpus(rank=each.rank, gpus=_gpus_of(each.host)) for each in current]
 
 
-def _named(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
-    """A worker's GPUs, without which others they reach."""
+def _gpus_of(host: weights_pb2.Host) -> list[weights_pb2.Gpu]:
+    """A host's GPUs, without the list of others that they reach."""
     return [weights_pb2.Gpu(uuid=gpu.uuid, name=gpu.name, pci=gpu.pci) for gpu in host.gpus]
 
 
-def _told(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
-    """Without the keys that let their bearer read a relay."""
+def _without_keys(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | None:
+    """A copy without the keys that let their bearer read a relay."""
     if filling is None:
         return None
-    found = manager_pb2.Filling()
-    found.CopyFrom(filling)
-    found.ClearField("passes_on")
-    return found
+    copy = manager_pb2.Filling()
+    copy.CopyFrom(filling)
+    copy.ClearField("passes_on")
+    return copy
 
 
 def blobs_in_use(
@@ -157,11 +157,11 @@ def blobs_in_use(
     for replica in state.members.replicas.values():
         used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
     for content in state.versions.contents.values():
-        kept = used.setdefault(f"lineage {content.identity.lineage!r}", [])
+        refs = used.setdefault(f"lineage {content.identity.lineage!r}", [])
         if content.record is not None:
-            kept.append(content.record)
+            refs.append(content.record)
         if content.published is not None:
-            kept += [content.published.manifest, *(source.table for source in content.published.sources)]
+            refs += [content.published.manifest, *(source.table for source in content.published.sources)]
     if updates:
         used["the update that runs"] = [ref for update in updates for ref in update.blobs()]
     return used
@@ -169,35 +169,35 @@ def blobs_in_use(
 
 @dataclass(frozen=True)
 class Watched:
-    """All that is told, at one moment. latest: by lineage. settling: replicas that are not named may still dial in."""
+    """All that WatchReplicas tells, at one moment."""
 
     fence: Fence
     replicas: Mapping[str, manager_pb2.WatchedReplica]
-    latest: Mapping[str, Version]
-    settling: bool
+    latest: Mapping[str, Version]  # by lineage
+    settling: bool  # the manager was restarted, and replicas that are not named may still dial in
 
 
 def watched(state: ManagerState, updates: Sequence[Update], settled: bool) -> Watched:
-    """What watchers are told, as members were heard of last. updates: those that run; at most one of them writes to a
+    """The state for watchers, as members were last heard of. updates: those that run; at most one of them writes to a
     replica."""
     writing = {name: update for update in updates for name in update.under_way()[0]}
     replicas = {}
     for name in sorted(state.members.replicas):
-        seen = _watched_replica(state.members.replicas[name])
+        entry = _watched_replica(state.members.replicas[name])
         update = writing.get(name)
-        if update is not None and seen.state != manager_pb2.REPLICA_STATE_AWAY:
-            brings = update.under_way()[1]
-            seen.state, seen.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
-            seen.reason = update.describe()
-            if brings is not None:
-                seen.next.CopyFrom(brings.message())
-        replicas[name] = seen
+        if update is not None and entry.state != manager_pb2.REPLICA_STATE_AWAY:
+            version = update.under_way()[1]
+            entry.state, entry.pause_mode = manager_pb2.REPLICA_STATE_DRAINING, update.goal.pause_mode
+            entry.reason = update.describe()
+            if version is not None:
+                entry.next.CopyFrom(version.message())
+        replicas[name] = entry
     latest = {lineage: last.identity for lineage, last in sorted(state.versions.last.items())}
     return Watched(state.fence(state.installs), replicas, latest, not settled)
 
 
 def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
-    """All of it; the first message of a stream."""
+    """The first message of a stream: the whole state."""
     return manager_pb2.WatchReplicasResponse(
         fence=now.fence.message(),
         snapshot=True,
@@ -208,7 +208,7 @@ def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
 
 
 def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse | None:
-    """What became different; None: nothing that a watcher would act on. A fence alone is nothing."""
+    """What has changed; None: nothing that a watcher would act on. A new fence alone is nothing."""
     message = manager_pb2.WatchReplicasResponse(
         fence=now.fence.message(),
         settling=now.settling,
@@ -221,33 +221,33 @@ def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse 
 
 
 def _watched_replica(replica: Replica) -> manager_pb2.WatchedReplica:
-    seen = manager_pb2.WatchedReplica(name=replica.name, label_problem=replica.label_problem, pool=replica.pool)
+    entry = manager_pb2.WatchedReplica(name=replica.name, label_problem=replica.label_problem, pool=replica.pool)
     if replica.identity is not None:
-        seen.identity.CopyFrom(replica.identity.message())
+        entry.identity.CopyFrom(replica.identity.message())
     if replica.engine is not None:
-        seen.url, seen.engine, seen.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
+        entry.url, entry.engine, entry.engine_version = replica.engine.url, replica.engine.kind, replica.engine.version
     installed = _just_installed(replica)
     if replica.peer is None:
-        seen.state, seen.reason = manager_pb2.REPLICA_STATE_AWAY, "its agent is not connected"
+        entry.state, entry.reason = manager_pb2.REPLICA_STATE_AWAY, "its agent is not connected"
     elif installed is not None:
-        seen.state = manager_pb2.REPLICA_STATE_SERVING
-        seen.identity.CopyFrom(installed)
+        entry.state = manager_pb2.REPLICA_STATE_SERVING
+        entry.identity.CopyFrom(installed)
     elif replica.asleep:
-        seen.state, seen.reason = manager_pb2.REPLICA_STATE_ASLEEP, replica.closed_reason
+        entry.state, entry.reason = manager_pb2.REPLICA_STATE_ASLEEP, replica.closed_reason
     elif replica.serving:
-        seen.state = manager_pb2.REPLICA_STATE_SERVING
+        entry.state = manager_pb2.REPLICA_STATE_SERVING
     else:
-        seen.state, seen.reason = (
+        entry.state, entry.reason = (
             manager_pb2.REPLICA_STATE_CLOSED,
             replica.closed_reason or "no heartbeat has told its state yet",
         )
-    return seen
+    return entry
 
 
 def _just_installed(replica: Replica) -> weights_pb2.Identity | None:
-    """What it serves by an outcome that came after its last heartbeat."""
+    """The version that a replica serves by an outcome that came after its last heartbeat; None: there is none."""
     outcome = replica.last_outcome
     if outcome is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
         return None
-    told = max((worker.epoch for worker in replica.workers), default=0)
-    return outcome.after if outcome.fence.epoch > told else None
+    beat_epoch = max((worker.epoch for worker in replica.workers), default=0)
+    return outcome.after if outcome.fence.epoch > beat_epoch else None

@@ -1,12 +1,12 @@
-"""Which updates and attempts go on side by side, and what was called and begins next.
+"""Decides which updates and attempts run side by side, and which call begins next.
 
-Updates of different pools go on side by side, from the first step to the report. Two that meet (`Goal.meets`: one
-pool, one lineage) take turns, with one exception: an update of which only the installs go on, since its callers have
-returned when relays held its version, lets the next one prepare, seal and fill. There are never more than these two:
-the intent of the one waits for the end of the other.
+Updates of different pools run side by side, from the first step to the report. Two that meet (`Goal.meets`: one pool,
+one lineage) take turns, with one exception. An update of which only the installs go on, since its callers returned when
+relays held its version, lets the next one prepare, seal and fill. There are never more than these two: the intent of
+the second waits for the end of the first.
 
-Of what was called, rollbacks come first, in the order of their calls, then the lineages whose ranks are gathered. What
-meets nothing that goes on, and nothing before it in this order, begins.
+Of the calls, rollbacks come first, in the order in which they came, then the lineages with all ranks gathered. A call
+begins if it meets nothing that runs, and nothing before it in this order.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass
 class Updates:
-    """The updates that run, side by side.
-
-    going: those that are not over, in the order in which they began. ended: called with each that is over.
-    """
+    """The updates that run, side by side."""
 
     state: ManagerState
-    ended: Callable[[Update], None]
-    going: list[Update] = field(default_factory=list)
+    on_end: Callable[[Update], None]  # called with each update that has ended
+    running: list[Update] = field(default_factory=list)  # those that run, in the order in which they began
 
     def all(self) -> list[Update]:
-        """The updates that there are, in their order; the list stays as it is when one of them ends."""
-        return list(self.going)
+        """A copy of the list of updates that run: it stays as it is when one of them ends."""
+        return list(self.running)
 
     def lets(self, goal: Goal, call: int | None = None) -> bool:
-        """Whether nothing that goes on is in its way. What was sealed before has nothing go on beside it that it would
-        meet, and needs holders from its beginning. call: its number while it waits for them, if it does."""
+        """Whether a goal may begin beside what runs, and has its holders. A version that was sealed before needs these
+        from its beginning. call: its number, if it waits for holders."""
         return self.passes(goal) and self.state.claims.lets(self.claim(goal), call)
 
     def claim(self, goal: Goal) -> Claim:
-        """What an update needs of holders from its beginning: those of a version that was sealed before."""
+        """The claim with which an update begins: on the holders of a version that was sealed before."""
         if goal.sealed is None:
             return Claim()
         held = self.state.members.offers(goal.sealed)
@@ -63,107 +60,107 @@ class Updates:
         return Claim(orders, reads=goal.sealed, sources=goal.holders, doubles=doubles)
 
     def passes(self, goal: Goal) -> bool:
-        """Whether nothing that goes on is in its way, but for the holders that it reads."""
+        """Whether a goal may begin beside what runs, apart from the holders that it reads."""
         near = self._near(goal)
         return not near or (goal.sealed is None and len(near) == 1 and near[0].released)
 
     def start(self, goal: Goal, now: float, call: int | None = None) -> None:
-        """Begins one that `lets` has let."""
+        """Begins an update that `lets` has let."""
         before = next(iter(self._near(goal)), None)
-        update = Update(self.state, goal, self._over, before)
-        self.going.append(update)
+        update = Update(self.state, goal, self._update_ended, before)
+        self.running.append(update)
         self.state.claims.begin(update.number, self.claim(goal), call)
         update.start(now)
 
     def next(self, now: float) -> None:
-        """After every event: lets those go on whose way is free now."""
+        """Lets updates go on that waited for others. Called after every event."""
         for update in self.all():
             update.look(now)
 
     def attempts(self) -> list[Update]:
         """The updates that bring up a late replica."""
-        return [update for update in self.going if update.goal.is_attempt]
+        return [update for update in self.running if update.goal.is_attempt]
 
     def in_the_way(self) -> set[int]:
-        """The numbers of those that have holders which updates wait for; attempts wait for one another."""
+        """The numbers of jobs with holders that updates wait for; attempts wait for one another."""
         claims, attempts = self.state.claims, {update.number for update in self.attempts()}
         return {number for waiting in claims.waiting.keys() - attempts for number in claims.in_the_way(waiting)}
 
     def installs(self, name: str) -> int:
-        """The highest install fence that a replica may be told when it is welcomed: below that of an intent which will
-        reach it and is not on the disk yet, however many others were given out since."""
-        ours = [update for update in self.going if name in update.goal.replicas]
-        intents = [(update.installs, update.phase) for update in ours]
-        told = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
-        return min([self.state.installs, *told])
+        """The highest install epoch that a replica may be welcomed with. It is below that of an intent which is for the
+        replica and is not on the disk yet, even if higher ones were given out since."""
+        updates = [update for update in self.running if name in update.goal.replicas]
+        intents = [(update.installs, update.phase) for update in updates]
+        limits = [fence.epoch - (phase is Phase.RECORDING) for fence, phase in intents if fence is not None]
+        return min([self.state.installs, *limits])
 
-    # -- what happens is told to all
+    # -- events, handed to all updates
 
     def message(self, member: Member, body: object, now: float) -> None:
-        """Something that may carry a fence of theirs."""
+        """Hands on a message that may carry a fence of an update."""
         for update in self.all():
             update.message(member, body, now)
 
-    def back(self, member: Member, now: float) -> None:
-        """Notes that a member said hello, or published."""
+    def note_return(self, member: Member, now: float) -> None:
+        """Hands on that a member said hello, or published."""
         for update in self.all():
-            update.member_back(member, now)
+            update.note_return(member, now)
 
     def lost(self, member: Member, now: float) -> None:
-        """Notes that a member's session ended without a goodbye."""
+        """Hands on that a member's session ended without a goodbye."""
         for update in self.all():
             update.member_lost(member, now)
 
-    def gone(self, member: Member, now: float, alive: bool) -> None:
-        """Notes that a member will not come back. alive: its process was connected until now."""
+    def drop_member(self, member: Member, now: float, alive: bool) -> None:
+        """Hands on that a member will not come back. alive: its process was connected until now."""
         for update in self.all():
-            update.member_gone(member, now, alive)
+            update.drop_member(member, now, alive)
 
     def outrun(self) -> None:
-        """Notes that members have seen higher epochs."""
+        """Hands on that members have seen higher epochs."""
         for update in self.all():
             update.outrun()
 
     def cancelled(self, call: Call) -> None:
-        """Notes that a caller has gone."""
+        """Hands on that a call was cancelled."""
         for update in self.all():
             for rank in [rank for rank, other in update.goal.calls.items() if other == call]:
                 update.caller_left(rank)
 
     def timer(self, key: UpdateTimer, now: float) -> None:
-        """A timer of one of them fired."""
+        """Hands a timer to its update."""
         for update in self.all():
             if update.number == key.number:
                 update.timer(key.step, now)
 
     def done(self, key: UpdateTask, done: Done, now: float) -> bool:
-        """A task of one of them ended; whether that one goes on."""
-        found = [update for update in self.all() if update.number == key.number]
-        for update in found:
+        """Hands the end of a task to its update. Returns whether the update still ran."""
+        updates = [update for update in self.all() if update.number == key.number]
+        for update in updates:
             update.done(key.step, done, now)
-        return bool(found)
+        return bool(updates)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a pipeline ended, which may be of one of them."""
+        """Hands on the end of a pipeline's task, which may be of one of the updates."""
         for update in self.all():
             update.planned(task, done, now)
 
     def _near(self, goal: Goal) -> list[Update]:
-        return [update for update in self.going if update.goal.meets(goal)]
+        return [update for update in self.running if update.goal.meets(goal)]
 
-    def _over(self, update: Update) -> None:
-        self.going.remove(update)
+    def _update_ended(self, update: Update) -> None:
+        self.running.remove(update)
         self.state.claims.end(update.number)
         refusal = update.refusal
         if update.goal.is_attempt and not update.cut:
             self._note_failure(update)
         if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
-            told = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
-            self.state.send_to(update.goal.replicas[0], told)
-        self.ended(update)
+            notice = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
+            self.state.send_to(update.goal.replicas[0], notice)
+        self.on_end(update)
 
     def _note_failure(self, update: Update) -> None:
-        """Keeps with a late replica why the attempt to bring it failed, or that it did not."""
+        """Stores with a late replica why the attempt for it failed, or that it did not."""
         replica = self.state.members.replicas.get(update.goal.replicas[0])
         problems = [] if update.refusal is None else [update.refusal]
         if update.report is not None:
@@ -176,17 +173,14 @@ class Updates:
 
 @dataclass
 class Turns:
-    """Takes calls about updates, and decides which update or rollback begins next.
-
-    updates: those that run.
-    """
+    """Takes calls about updates, and decides which update or rollback begins next."""
 
     state: ManagerState
     publications: Publications
     holdings: Holdings
 
     def __post_init__(self) -> None:
-        self.updates = Updates(self.state, self._over)
+        self.updates = Updates(self.state, self._update_ended)
         self.gathers = Gathers(self.state, self.publications)
         self.rollbacks = Rollbacks(self.state, self.holdings)
         self.waits = Waits(self.state)
@@ -207,18 +201,18 @@ class Turns:
             self.state.finish(event.call, error.problem)
 
     def cancelled(self, call: Call) -> None:
-        """Forgets a call whose caller has gone."""
+        """Forgets a call that was cancelled."""
         for each in (self.gathers, self.rollbacks, self.waits):
             each.cancelled(call)
 
     def heard(self, name: str) -> None:
-        """A replica has told something of itself: a report that knew less is told anew."""
+        """Corrects a report with what a replica has just told of itself."""
         replica = self.state.members.replicas.get(name)
         if replica is not None:
             self.corrections.look(replica)
 
     def look(self, settled: bool, may: Callable[[Goal], bool], now: float) -> None:
-        """After every event: refuses what cannot begin, and lets those queue up that lack nothing any more. may: see
+        """Refuses calls that cannot begin, and queues those that are ready. Called after every event. may: see
         `begin`."""
         self.gathers.look(settled, now)
         self.rollbacks.look(settled, [update.goal for update in self.updates.all()], now)
@@ -226,11 +220,12 @@ class Turns:
         self.state.claims.reserve(claims)
 
     def coming(self) -> list[QueuedGoal]:
-        """What lacks nothing and has not begun, in the order of its turns."""
+        """The calls that are ready and have not begun, in their order."""
         return [*self.rollbacks.coming(), *self.gathers.coming()]
 
     def begin(self, may: Callable[[Goal], bool], now: float) -> bool:
-        """Begins the next one; whether one could. may: whether one may, for all that this does not know of."""
+        """Begins the next call. Returns whether one could begin. may: whether a goal may begin, as far as its caller
+        knows."""
         for coming in self._next(may):
             if self.updates.lets(coming.goal, coming.call):
                 coming.dequeue()
@@ -239,17 +234,17 @@ class Turns:
         return False
 
     def _next(self, may: Callable[[Goal], bool]) -> list[QueuedGoal]:
-        """Those whose turn it is, but for the holders that they need."""
+        """The calls that could begin now, apart from the holders that they need."""
         passed: list[Goal] = []
-        found = []
+        ready = []
         for coming in self.coming():
             if not any(map(coming.goal.meets, passed)) and self.updates.passes(coming.goal) and may(coming.goal):
-                found.append(coming)
+                ready.append(coming)
             passed.append(coming.goal)
-        return found
+        return ready
 
     def timer(self, key: Key, now: float) -> None:
-        """A timer of one of them fired."""
+        """Hands a timer to what waits for it."""
         match key:
             case GatherEnd() | SessionsAbsent():
                 self.gathers.timer(key, now)
@@ -261,7 +256,7 @@ class Turns:
                 raise AssertionError(f"a timer of nothing that waits: {key}")
 
     def done(self, done: Done) -> None:
-        """A task of one of them ended."""
+        """Hands the end of a task to what waits for it."""
         match done.key:
             case ReportSearch(number):
                 self.waits.found(number, done, self.updates.all())
@@ -269,23 +264,23 @@ class Turns:
                 raise AssertionError(f"a task of nothing that waits: {done.key}")
 
     def describe(self) -> str:
-        """What waits, for people; empty if nothing does."""
+        """The calls that wait, for people; empty: there are none."""
         return " | ".join(filter(None, (self.rollbacks.describe(), self.gathers.describe())))
 
     def _check_alone(self, lineage: str) -> None:
-        """Refuses a second call: of an update the ranks are in a call already. While replicas are brought back they may
-        gather."""
+        """Raises ABORTED if an update of this lineage runs that holds its callers. During a rollback or an attempt the
+        ranks may gather."""
         for running in self.updates.all():
             if not running.released and running.goal.sealed is None and running.goal.lineage == lineage:
                 raise aborted(f"another update runs: {running.describe()}")
 
-    def _over(self, update: Update) -> None:
-        """It has ended."""
-        self.waits.over(update)
+    def _update_ended(self, update: Update) -> None:
+        """Takes the end of an update: answers calls that wait for it, and corrects reports."""
+        self.waits.update_ended(update)
         if update.report is not None and update.goal.is_attempt and not update.unresolved:
             for outcome in update.report.replicas:
-                self.corrections.brought(outcome)
+                self.corrections.take_attempt(outcome)
         elif update.report is not None:
-            self.corrections.over(update.report, update.goal.min_replicas, update.unresolved)
+            self.corrections.take_report(update.report, update.goal.min_replicas, update.unresolved)
             for name in update.unresolved:
                 self.heard(name)

@@ -1,17 +1,17 @@
-"""One update that runs, told from its call to its report, as a row of jobs of which one goes on at a time:
+"""One update that runs, from its call to its report, as a series of jobs of which one goes on at a time:
 
 - `SealJob` prepares replicas, has plans made and sources digest: then the version's root is known.
-- `PlaceJob` (`update_relays.py`) has relays bring it, if that helps.
-- `CandidateJob` is sealed and waits for the update before it, or until it is known whether a caller that left lives.
-- `CommitJob` writes durably which replicas are to serve it.
-- `InstallJob` tells each replica, and ends when each has an outcome.
+- `PlaceJob` (`update_relays.py`) has relays bring the version, if that helps.
+- `CandidateJob` waits for the update before it, or until it is known whether a caller that left lives.
+- `CommitJob` writes durably which replicas are to serve the version.
+- `InstallJob` tells each replica to install, and ends when each has an outcome.
 
-Until the intent is being recorded every failure refuses it, and no replica has been touched. From then on there is no
-refusing: it always ends with an outcome for every replica, at its deadline at the latest. An attempt for one replica,
-which no call asked for, has the same jobs. What was sealed before (`goal.held`) its sources only digest.
+Until the intent is being recorded every failure refuses the update, and no replica has been touched. From then on it
+cannot be refused: it ends with an outcome for every replica, at its deadline at the latest. An attempt for one replica,
+which no call asked for, has the same jobs. Sources of what was sealed before (`goal.held`) only digest.
 
-An update of which all installs read from relays can release its callers at the intent (`until="held"`); its installs
-then go on beside the next update, whose intent waits until every replica of this one has an outcome.
+An update of which all installs read from relays can release its callers at the intent (`until="held"`). Its installs
+then go on beside the next update; the intent of that one waits until every replica of this one has an outcome.
 
 Every message that must be acted on is sent again until it is answered, and at once when its receiver comes back.
 """
@@ -29,7 +29,7 @@ from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, Recor
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
-from ckpt_engine.machines.manager.dry_run import foreseen
+from ckpt_engine.machines.manager.dry_run import forecast
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
@@ -46,28 +46,28 @@ Problem = weights_pb2.Problem
 
 @dataclass(frozen=True)
 class SealedVersion:
-    """What an update brings, once its root is known."""
+    """The version of an update, once its root is known."""
 
     identity: Version
-    direct: Way  # what replicas are installed with that read its sources
+    direct: Way  # of replicas that read its sources
     record: manager_pb2.BlobRef | None  # None: none was made, since nothing is to be cut any finer
 
 
 class Job:
-    """One stretch of an update's way. What a kind of job does not define does nothing."""
+    """One part of an update's course. What a kind of job does not define does nothing."""
 
     def send(self, now: float) -> None:
-        """Tells what has not answered: the first time when the job begins, then every `resend` and when one is back."""
+        """Sends to all that have not answered: when the job begins, then every `resend` and when a member is back."""
 
     def message(self, member: Member, body: object, now: float) -> None:
-        """Takes an answer, of which the fence may be another's."""
+        """Takes a message, which may carry another update's fence."""
 
     def overdue(self, seconds: float, now: float) -> Job | None:
-        """Its phase's time is over, `seconds` after the update began: goes on without what was silent, or ends."""
+        """Goes on without silent members, or ends, when its phase's time is up, `seconds` after the update began."""
         return None
 
     def advance(self, now: float) -> Job | None:
-        """Goes on as far as it can now; the next job, if it is done."""
+        """Goes on as far as it can now. Returns the next job, if it is done."""
         return None
 
 
@@ -96,7 +96,7 @@ class Parts:
     ranks: Ranks
     collective: UpdateCollective
     pipeline: PlanPipeline  # of what replicas read from the sources
-    before: Update | None  # whose installs go on; None: there is none, or they have ended
+    before: Update | None  # the one with installs that go on; None: there is none
     relays: UpdateRelays | None = None  # None: no relay brings anything, as far as is known
 
     @property
@@ -106,7 +106,7 @@ class Parts:
 
 
 class SealJob(Job):
-    """From the first step to a version whose root is known."""
+    """Prepares, plans and seals, until the version's root is known."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -115,11 +115,11 @@ class SealJob(Job):
         self._course.awaited[Phase.SEALING] = lambda: [source.source for source in self._pipeline.missing()]
 
     def send(self, now: float) -> None:
-        """Tells replicas that are not prepared, then sources that have not digested."""
+        """Sends to replicas that are not prepared, then to sources that have not digested."""
         if self._course.phase is Phase.PREPARING:
-            self._recipients.prepare(self._course.left(now))
+            self._recipients.prepare(self._course.remaining(now))
         elif self._course.phase is Phase.SEALING:
-            self._pipeline.send(self._course.left(now))
+            self._pipeline.send(self._course.remaining(now))
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes an answer."""
@@ -132,7 +132,7 @@ class SealJob(Job):
                     self._pipeline.take(body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
-        """A member was silent too long, until `seconds` after the update began."""
+        """Leaves out unprepared replicas, or ends since sources are silent, `seconds` after the update began."""
         if self._course.phase is Phase.PREPARING:
             self._recipients.overdue(seconds)
         elif isinstance(self._pipeline.stage, Sealing):
@@ -140,13 +140,13 @@ class SealJob(Job):
         return None
 
     def advance(self, now: float) -> Job | None:
-        """Goes on; the next job, if it is done."""
+        """Goes on as far as it can now. Returns the next job, if it is done."""
         if self._course.phase is Phase.PREPARING:
             return None if self._recipients.unprepared() else self._plan(now)
         match self._pipeline.stage:
             case Failed(problem) if self._course.phase is Phase.PLANNING and self._recipients.prepare_again(problem):
                 self._course.begin(Phase.PREPARING, self._course.state.deadlines.prepare, now)
-                self._recipients.prepare(self._course.left(now))
+                self._recipients.prepare(self._course.remaining(now))
                 return self.advance(now)
             case Failed(problem):
                 return Over(problem)
@@ -154,7 +154,7 @@ class SealJob(Job):
                 return self._seal(compiled, now)
             case Sealing() if not self._pipeline.missing():
                 self._course.begin(Phase.COMBINING, self._course.state.deadlines.plan, now)
-                self._pipeline.combine(self._course.left(now))
+                self._pipeline.combine(self._course.remaining(now))
             case Way() as way:
                 return self._next_job(way, now)
         return None
@@ -163,11 +163,11 @@ class SealJob(Job):
         if (refused := self._refused(now)) is not None:
             return refused
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
-        goal, left = self._parts.goal, self._course.left(now)
+        goal, seconds = self._parts.goal, self._course.remaining(now)
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
         relays = relay_hosts(self._course.state)
-        self._pipeline.run(CompilePlans(goal.published, workers, left, record, root, members, goal.dry_run, relays))
+        self._pipeline.run(CompilePlans(goal.published, workers, seconds, record, root, members, goal.dry_run, relays))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
@@ -179,16 +179,16 @@ class SealJob(Job):
         if (refused := self._refused(now)) is not None:
             return refused
         if goal.dry_run:
-            return self._foreseen(now, compiled)
+            return self._forecast(now, compiled)
         self._course.begin(Phase.SEALING, self._course.state.deadlines.seal, now)
-        kept = goal.held is not None
-        reader = goal.replicas[0] if kept else ""
-        sealing = Sealing(self._course, goal.published, compiled, self._course.fence, kept, reader)
-        self._pipeline.seal(sealing, self._course.left(now))
+        keep = goal.held is not None
+        reader = goal.replicas[0] if keep else ""
+        sealing = Sealing(self._course, goal.published, compiled, self._course.fence, keep, reader)
+        self._pipeline.seal(sealing, self._course.remaining(now))
         return self.advance(now)
 
     def _next_job(self, way: Way, now: float) -> Job:
-        """The root is known: is this the version that it says it is? Then relays may bring it."""
+        """The next job, now that the root is known: relays bring it, it waits to be committed, or it is refused."""
         parts, goal = self._parts, self._parts.goal
         identity = Version(goal.lineage, goal.version, way.combined.root)
         if (problem := self._course.refusal(identity, now)) is not None:
@@ -205,28 +205,28 @@ class SealJob(Job):
         return CandidateJob(parts, version)
 
     def _refused(self, now: float) -> Over | None:
-        """The end, if those that are left are not enough."""
+        """The end, if too few replicas are left; None: they are enough."""
         problem = self._recipients.refusal()
         if problem is not None and self._parts.goal.dry_run and not problem.kept:
-            return self._foreseen(now, None, problem)
+            return self._forecast(now, None, problem)
         return None if problem is None else Over(problem)
 
-    def _foreseen(self, now: float, compiled: Compiled | None, refusal: Problem | None = None) -> Over:
+    def _forecast(self, now: float, compiled: Compiled | None, refusal: Problem | None = None) -> Over:
         """The end of a dry run: tells what an update would do, or that it would be refused."""
         course, seconds = self._course, now - self._course.started
-        return Over(report=foreseen(course.fence, course.goal, self._recipients, compiled, seconds, refusal))
+        return Over(report=forecast(course.fence, course.goal, self._recipients, compiled, seconds, refusal))
 
 
 @dataclass(frozen=True)
 class PlaceJob(Job):
-    """Relays are brought a version."""
+    """Has relays bring a version."""
 
     parts: Parts
     version: SealedVersion
     relays: UpdateRelays
 
     def send(self, now: float) -> None:
-        """Tells relays that have not answered."""
+        """Sends to relays that have not answered."""
         self.relays.send(now)
 
     def message(self, member: Member, body: object, now: float) -> None:
@@ -239,56 +239,56 @@ class PlaceJob(Job):
                 self.relays.answered(member, body)
 
     def overdue(self, seconds: float, now: float) -> Job | None:
-        """A relay was silent too long, until `seconds` after the update began: it goes on without it."""
+        """Goes on without silent relays, `seconds` after the update began."""
         self.relays.overdue(seconds, now)
         return None
 
     def advance(self, now: float) -> Job | None:
-        """Goes on; the next job, if nothing is waited for."""
+        """Goes on as far as it can now. Returns the next job, if it is done."""
         return CandidateJob(self.parts, self.version) if self.relays.advance(now) else None
 
 
 @dataclass(frozen=True)
 class CandidateJob(Job):
-    """A version that is sealed and not committed yet: every replica of the update before this one is to have an
-    outcome, and of a rank whose call was cancelled it is to be known whether it lives."""
+    """Waits with a sealed version until it may be committed: until every replica of the update before this one has an
+    outcome, and it is known whether ranks that cancelled their calls live."""
 
     parts: Parts
     version: SealedVersion
 
     def advance(self, now: float) -> Job | None:
-        """Goes on to the commit, if it may."""
+        """Begins the commit, if it may."""
         parts, course, identity = self.parts, self.parts.course, self.version.identity
         if parts.before is not None or parts.ranks.undecided:
-            waits = Phase.LEAVING if parts.before is None else Phase.WAITING
-            if course.phase is not waits:
-                course.begin(waits, course.goal.end - now, now)
+            phase = Phase.LEAVING if parts.before is None else Phase.WAITING
+            if course.phase is not phase:
+                course.begin(phase, course.goal.end - now, now)
             return None
         if parts.relays is not None:
             parts.relays.conclude()
             if (problem := parts.recipients.refusal()) is not None:
-                return Over(parts.relays.trainer_gone or parts.relays.late or problem)
+                return Over(parts.relays.trainer_gone or parts.relays.late_problem or problem)
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
         fence = course.state.next_install()
-        parts.recipients.decided(fence, identity, parts.collective.replicas)
+        parts.recipients.decide(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
-        intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.left(now))
+        intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.remaining(now))
         course.run(Entry.INTENT, intent)
         return CommitJob(parts, self.version, fence)
 
 
 @dataclass(frozen=True)
 class CommitJob(Job):
-    """The intent is on its way to the disk, and may be there already: only the ledger can still refuse."""
+    """Waits for the intent to be on the disk, where it may be already: only the ledger can still refuse."""
 
     parts: Parts
     version: SealedVersion
     fence: Fence  # of the intent, and of all installs
 
     def written(self, done: Done, now: float) -> Job:
-        """The ledger has answered: from here on there is no refusing, or nothing has changed."""
+        """Takes the ledger's answer. Returns the next job: the installs, or the end, and then nothing has changed."""
         if done.problem is not None:
             if not done.answered:
                 self.parts.course.state.versions.doubt(self.version.identity, self.parts.goal.selection)
@@ -317,7 +317,7 @@ class InstallJob(Job):
         self._course.awaited[Phase.INSTALLING] = self._named
 
     def begin(self, now: float) -> None:
-        """The intent is on the disk."""
+        """Commits and begins the installs, once the intent is on the disk."""
         course, state, identity = self._course, self._course.state, self.version.identity
         state.intent_ended(self.fence)
         state.versions.take_number(identity)
@@ -336,10 +336,10 @@ class InstallJob(Job):
         self.send(now)
 
     def send(self, now: float) -> None:
-        """Tells all that have no outcome."""
+        """Sends the install to all that have no outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
-        relays, seconds = self.parts.relays, self._course.left(now)
+        relays, seconds = self.parts.relays, self._course.remaining(now)
         ways = {} if relays is None else relays.ways
         changing = self._changing()
         self._recipients.install(
@@ -347,7 +347,7 @@ class InstallJob(Job):
         )
         self._collective.send(self.fence, seconds)
         if changing:
-            ranks = ", ".join(map(str, sorted(self.parts.ranks.left)))
+            ranks = ", ".join(map(str, sorted(self.parts.ranks.departed)))
             why = f"rank {ranks} left its call, so its weights may change: they are read no more"
             ordered = set(filter(self._recipients.is_ordered, changing))
             self._recipients.abandon(why, ordered)
@@ -357,7 +357,7 @@ class InstallJob(Job):
             self._recipients.abandon(self._asked_back, self._apart())
 
     def message(self, member: Member, body: object, now: float) -> None:
-        """Takes an outcome, or how far a replica is."""
+        """Takes an outcome, the end of a rank's part, or a replica's progress."""
         match body:
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 if self._course.phase is Phase.INSTALLING:
@@ -372,15 +372,15 @@ class InstallJob(Job):
                     self._listen()
 
     def advance(self, now: float) -> Job | None:
-        """Has the report recorded, once every replica has an outcome."""
+        """Has the report recorded, once every replica has an outcome and every rank's part has ended."""
         if self._course.phase is not Phase.INSTALLING or self._waiting_for():
             return None
         self._course.phase = Phase.REPORTING
         self._course.note(Phase.REPORTING, now)
         self._recipients.resolve(self.version.identity)
-        self._collective.over()
+        self._collective.conclude()
         self.reported = self._report(now)
-        # Callers wait for this, and the update has kept no more than that back; a disk that hangs changes no outcome.
+        # Callers wait for this, and the update has reserved no more time; a disk that hangs changes no outcome.
         self._course.run(Entry.REPORT, RecordOutcome(self.reported, self._course.state.deadlines.report))
         return None
 
@@ -413,7 +413,7 @@ class InstallJob(Job):
 
     def _changing(self) -> set[str]:
         """Those of `_live` that read what may change from now on, since a rank has left its call."""
-        return self._live() if self.parts.ranks.left else set()
+        return self._live() if self.parts.ranks.departed else set()
 
     def _live(self) -> set[str]:
         """The replicas without an outcome, and of no collective, that read memory of ranks as it is now."""
@@ -437,14 +437,14 @@ class InstallJob(Job):
         self._course.timer(CourseTimer.SILENCE, seconds)
 
     def _waiting_for(self) -> list[str] | list[int]:
-        """Replicas without an outcome; once all have one, ranks whose part in a collective goes on."""
+        """Replicas without an outcome; once all have one, ranks that still take part in a collective."""
         return self._recipients.waiting_for() or self._collective.waiting_for()
 
     def _named(self) -> list[str]:
         return [f"{'rank' if isinstance(each, int) else 'replica'} {each}" for each in self._waiting_for()]
 
     def _report(self, now: float, held: bool = False) -> manager_pb2.UpdateReport:
-        """What is to be told now. held: relays hold the version, and installs go on."""
+        """Builds the report as of now. held: relays hold the version, and installs go on."""
         report = build_report(
             self.fence,
             self.version.identity,
@@ -457,21 +457,21 @@ class InstallJob(Job):
         if self.parts.relays is not None:
             self.parts.relays.add_to(report)
         tell_not_finite(report, self._course.not_finite)
-        report.collective = self._collective.said()
+        report.collective = self._collective.describe()
         report.timeline.CopyFrom(self._course.timeline)
         return report
 
 
 class Update:
-    """Runs towards one goal. over: called once, when nothing is left to do. before: an update whose installs go on."""
+    """Runs one goal. on_end: called once, when all is done. before: the update with installs that go on."""
 
     def __init__(
-        self, state: ManagerState, goal: Goal, over: Callable[[Update], None], before: Update | None = None
+        self, state: ManagerState, goal: Goal, on_end: Callable[[Update], None], before: Update | None = None
     ) -> None:
         self.state, self.goal = state, goal
         self.course = course = Course(state, goal)
         self.fence, self.number = course.fence, course.number
-        self._over = over
+        self._on_end = on_end
         recipients = Recipients(state, goal, self.fence)
         self._parts = Parts(
             course,
@@ -490,7 +490,7 @@ class Update:
 
     @property
     def phase(self) -> Phase:
-        """What it does."""
+        """What it does now."""
         return self.course.phase
 
     @property
@@ -505,7 +505,7 @@ class Update:
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """The replicas that were told to install, with an outcome unknown: by name the session that was told."""
+        """Replicas told to install whose outcome is unknown, with the session of the agent that was told."""
         return self._parts.recipients.unresolved
 
     @property
@@ -519,7 +519,7 @@ class Update:
         return self._job.fence if isinstance(self._job, CommitJob | InstallJob) else None
 
     def describe(self) -> str:
-        """What runs, for those that must wait for it."""
+        """One line for blocked callers: what runs."""
         return self.course.describe(self.installs or self.fence)
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -530,7 +530,7 @@ class Update:
         return refs + ([] if held is None or held.record is None else [held.record])
 
     def under_way(self) -> tuple[list[str], Version | None]:
-        """Which replicas it writes to or is about to, and what: from the intent on, until each has an outcome."""
+        """The replicas without an outcome, and the version, from the intent on: it writes to them, or is about to."""
         if isinstance(self._job, CommitJob | InstallJob) and self.phase is not Phase.REPORTING:
             return self._parts.recipients.waiting_for(), self._job.version.identity
         return [], None
@@ -542,7 +542,7 @@ class Update:
         self._send_missing(now)
 
     def cut_short(self, reason: str, now: float) -> None:
-        """Ends as soon as that is safe: something more important waits. Only for late replicas, and for what waits."""
+        """Ends as soon as that is safe, since something more important waits. Only for attempts."""
         self.course.cut = reason
         if self.course.refusable:
             self._refuse(Problem(code=Problem.ABORTED, message=reason))
@@ -550,16 +550,16 @@ class Update:
             self._job.ask_back(reason)
 
     def outrun(self) -> None:
-        """Members have seen higher epochs than the ledger had: they would not obey this one."""
+        """Refuses, since members have seen higher epochs than the ledger had and would not obey this one."""
         if self.course.refusable:
             self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
 
     def caller_left(self, rank: int) -> None:
-        """Notes that a rank's call was cancelled."""
+        """Takes the cancellation of a rank's call."""
         self._parts.ranks.caller_left(rank)
 
     def look(self, now: float) -> None:
-        """Goes on if what it waited for of other updates is over."""
+        """Goes on if other updates that it waited for have ended."""
         before = self._parts.before
         if before is not None and before.phase is Phase.OVER:
             self._parts.before = None
@@ -572,38 +572,38 @@ class Update:
         """Gives a lost member some time to come back."""
         if isinstance(member, Holder) and self.relays is not None:
             self.relays.lost(member)
-        if self._parts.absences.concern(member):
+        if self._parts.absences.concerns(member):
             self._parts.absences.lost(member, now)
 
-    def member_back(self, member: Member, now: float) -> None:
-        """Tells a member that said hello again, or published, what it may have missed, and takes in what it said: a
-        relay counts as filled once its hello names the version."""
-        relay = isinstance(member, Holder) and self.relays is not None and self.relays.back(member)
-        if not relay and not self._parts.absences.concern(member):
+    def note_return(self, member: Member, now: float) -> None:
+        """Takes what a member said when it came back or published (a relay counts as filled once its hello names the
+        version), and sends it what it may have missed."""
+        relay = isinstance(member, Holder) and self.relays is not None and self.relays.note_return(member)
+        if not relay and not self._parts.absences.concerns(member):
             return
-        self._parts.absences.back(member)
+        self._parts.absences.note_return(member)
         if isinstance(member, TrainerRank):
-            self._parts.ranks.back(member)
+            self._parts.ranks.note_return(member)
         elif isinstance(member, Replica) and member.last_outcome is not None:
             self.message(member, member.last_outcome, now)
         self._send_missing(now)
 
-    def member_gone(self, member: Member, now: float, alive: bool) -> None:
+    def drop_member(self, member: Member, now: float, alive: bool) -> None:
         """Goes on without a member that said goodbye, was replaced by another process, or did not come back in time.
         alive: its process was connected until now."""
         if isinstance(member, Holder) and self.relays is not None:
-            self.relays.gone(member.source, "it left while it was being filled", now)
+            self.relays.drop(member.source, "it left while it was being filled", now)
             self._go_on(now)
-        if not self._parts.absences.concern(member):
+        if not self._parts.absences.concerns(member):
             return
         if isinstance(member, Replica):
             if self.phase in (Phase.PREPARING, Phase.INSTALLING):
                 self._parts.absences.leave_out(member, now)
                 self._go_on(now)
         else:
-            self._parts.ranks.gone(member, alive)
+            self._parts.ranks.drop(member, alive)
             if isinstance(member, TrainerRank):
-                self._parts.collective.gone(member)
+                self._parts.collective.drop(member)
                 if alive:
                     self._job.send(now)
                 self._go_on(now)
@@ -611,18 +611,18 @@ class Update:
     # -- messages, results and timers
 
     def message(self, member: Member, body: object, now: float) -> None:
-        """Something of a member that carries a fence; other fences than this one's are of the past."""
+        """Takes a member's message. The job ignores those with another fence."""
         self._job.message(member, body, now)
         self._go_on(now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a pipeline ended, which may be of this update."""
+        """Takes the end of a pipeline's task, which may be of this update."""
         if not self._parts.pipeline.done(task, done) and self.relays is not None:
             self.relays.planned(task, done, now)
         self._go_on(now)
 
     def done(self, step: Key, done: Done, now: float) -> None:
-        """The ledger has answered."""
+        """Takes the ledger's answer."""
         match self._job:
             case CommitJob() if step is Entry.INTENT:
                 self._begin(self._job.written(done, now))
@@ -631,7 +631,7 @@ class Update:
                 self._begin(Over(report=report))
 
     def timer(self, step: Key, now: float) -> None:
-        """A timer of this update fired."""
+        """Takes a timer of this update."""
         match step:
             case CourseTimer.RESEND:
                 self.course.timer(CourseTimer.RESEND, self.state.deadlines.resend)
@@ -649,7 +649,7 @@ class Update:
                 self._parts.ranks.timer(rank)
                 self._send_missing(now)
             case MemberAbsent() if (member := self._parts.absences.overdue(step)) is not None:
-                self.member_gone(member, now, alive=False)
+                self.drop_member(member, now, alive=False)
             case RelayAbsent() | RelayRetry() if self.relays is not None:
                 self.relays.timer(step, now)
                 self._go_on(now)
@@ -662,12 +662,12 @@ class Update:
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """Goes on as far as the answers that are there allow."""
+        """Goes on as far as the answers allow."""
         while (following := self._job.advance(now)) is not None:
             self._begin(following)
 
     def _begin(self, job: Job) -> None:
-        """The job before has ended."""
+        """Begins a job, since the one before has ended; or ends the update."""
         self._job = job
         if not isinstance(job, Over):
             return
@@ -676,25 +676,25 @@ class Update:
             self.course.refuse(job.refusal)
         elif job.report is not None:
             self.course.answer(job.report)
-        self.course.over()
+        self.course.end()
         self.course.release()
-        self._over(self)
+        self._on_end(self)
 
     def _refuse(self, problem: Problem) -> None:
-        """Nothing was touched, and nothing will be."""
+        """Refuses the update: nothing was touched, and nothing will be."""
         self._begin(Over(problem))
 
     def _phase_over(self, now: float) -> None:
-        """A member was silent too long."""
-        ended = self._job.overdue(now - self.course.started, now)
-        if ended is not None:
-            self._begin(ended)
+        """Has the job go on without silent members, or ends."""
+        job = self._job.overdue(now - self.course.started, now)
+        if job is not None:
+            self._begin(job)
         self._go_on(now)
 
     def _out_of_time(self, now: float) -> None:
         seconds = now - self.course.started
         if self.course.refusable:
-            self._refuse(deadline(f"the update was still {self.course.said} after {seconds:.1f} s").problem)
+            self._refuse(deadline(f"the update was still {self.course.activity} after {seconds:.1f} s").problem)
         elif isinstance(self._job, InstallJob):
             self._job.out_of_time(seconds)
             self._go_on(now)

@@ -1,10 +1,10 @@
-"""What the options of a call ask for, first of all for which replicas: those that it names, or all of its pool.
+"""Decides what the options of a call ask for, above all for which replicas: those that it names, or all of its pool.
 
 A pool is a name that replicas are started with; those without one are a pool, too. An update is for one pool, so runs
 that share a manager do not meet: replicas of another pool are not touched, and naming one is refused.
 
-An update is also for replicas whose agents are not connected: their engines may serve an older version, so a report
-must not leave them out. A replica that said goodbye or was evicted is not registered any more.
+An update is also for replicas without a connected agent: their engines may serve an older version, so a report must not
+leave them out. A replica that said goodbye or was evicted is not registered any more.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ckpt_engine.v1 import manager_pb2
 
 
 def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
-    """The same options with what a caller has not said, so that equal wishes are equal messages.
+    """A copy of the options with defaults filled in, so that equal options are equal messages.
 
-    Raises INVALID_ARGUMENT for words that this manager does not know, or that contradict each other, and for times that
-    are none.
+    Raises INVALID_ARGUMENT for values that this manager does not know, that contradict each other, or that are not a
+    time.
     """
     for what, value, known in (
         ("prefetch", options.prefetch, manager_pb2.Prefetch.values()),
@@ -36,33 +36,33 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
             raise invalid(f"this manager does not know {what} {value}; bring manager and caller to one version")
     if options.timeout_seconds:
         check_seconds("a timeout", options.timeout_seconds)
-    found = manager_pb2.UpdateOptions()
-    found.CopyFrom(options)
-    found.prefetch, found.until = (
+    completed = manager_pb2.UpdateOptions()
+    completed.CopyFrom(options)
+    completed.prefetch, completed.until = (
         options.prefetch or manager_pb2.PREFETCH_AUTO,
         options.until or manager_pb2.UNTIL_INSTALLED,
     )
-    found.replicas[:] = sorted(set(options.replicas))
-    if (found.prefetch, found.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
+    completed.replicas[:] = sorted(set(options.replicas))
+    if (completed.prefetch, completed.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
-    return found
+    return completed
 
 
 def difference(options: Iterable[manager_pb2.UpdateOptions]) -> list[str]:
-    """The options in which callers differ, who are to wish for the same; the time that each has is its own."""
+    """The names of options in which callers differ and must not; each may have its own timeout."""
     fields = manager_pb2.UpdateOptions.DESCRIPTOR.fields
-    told = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
-    values = {field.name: {each.get(field.name) for each in told} for field in fields}
+    wishes = [{field.name: repr(value) for field, value in each.ListFields()} for each in options]
+    values = {field.name: {each.get(field.name) for each in wishes} for field in fields}
     return [name for name, found in values.items() if len(found) > 1 and name != "timeout_seconds"]
 
 
 def min_replicas_of(options: manager_pb2.UpdateOptions) -> int | None:
-    """How many replicas suffice; None: the caller has not said."""
+    """The least number of replicas; None: the caller has not set it."""
     return options.min_replicas if options.HasField("min_replicas") else None
 
 
 def selection_of(options: manager_pb2.UpdateOptions) -> frozenset[str]:
-    """What a version is for, as `versions` remembers it: the names that were given, or everybody in the pool."""
+    """The selection of a commit, as in `versions`: the names that were given, or everybody in the pool."""
     return frozenset(options.replicas) or frozenset((everybody(options.pool),))
 
 
@@ -80,17 +80,17 @@ def check_named(members: Members, names: Iterable[str], pool: str) -> None:
 
 
 def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: float) -> tuple[str, ...]:
-    """The names of the replicas, in order. options: complete.
+    """The names of the replicas that options ask for, in order. options: complete.
 
-    Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that one of
-    those that are connected does not have, and FAILED_PRECONDITION for a named replica that an operator holds, for one
-    that receives no weights, or if too few are connected, or have been so a moment ago.
+    Raises NOT_FOUND for an unknown name, INVALID_ARGUMENT for one of another pool or a pause mode that a connected
+    replica does not have, and FAILED_PRECONDITION for a named replica that an operator holds or that receives no
+    weights, or if too few replicas are connected or were a moment ago.
     """
     members = state.members
     check_named(members, options.replicas, options.pool)
     for name in options.replicas:
         if (hold := state.holds.get(name)) is not None:
-            raise precondition(f"replica {name!r} is {hold.told(name)}, or leave it out of this call", replica=name)
+            raise precondition(f"replica {name!r} is {hold.describe(name)}, or leave it out of this call", replica=name)
         if not members.replica(name).receives:
             raise precondition(
                 f"replica {name!r} is colocated: it sleeps and wakes, but receives no weights", replica=name
@@ -98,22 +98,22 @@ def replicas_for(state: ManagerState, options: manager_pb2.UpdateOptions, now: f
     receiving = (
         name for name, replica in members.replicas.items() if replica.receives and replica.pool == options.pool
     )
-    found = [members.replicas[name] for name in options.replicas or sorted(receiving)]
+    replicas = [members.replicas[name] for name in options.replicas or sorted(receiving)]
     least = min_replicas_of(options)
     least = 1 if least is None else least
-    away = [each for each in found if each.peer is None and now - each.heard >= state.deadlines.lease]
-    if len(found) - len(away) < least:
+    away = [each for each in replicas if each.peer is None and now - each.heard >= state.deadlines.lease]
+    if len(replicas) - len(away) < least:
         why = "; ".join(f"{each.name}: {not_there(each, now).problem.message}" for each in away)
         pools = sorted({replica.pool for replica in members.replicas.values() if replica.receives} | {options.pool})
         where = f" {in_pool(options.pool)}" if len(pools) > 1 or options.pool else ""
         others = [in_pool(pool) for pool in pools if pool != options.pool]
         start = f"start some with `ckpt-engine agent{f' --pool {options.pool}' if options.pool else ''}`"
         raise precondition(
-            f"{len(found) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
+            f"{len(replicas) - len(away)} replicas{where} that receive weights are connected, {least} are required; "
             + (why or start + (f" (there are others {', '.join(others)})" if others else "")),
             replica=away[0].name if away else "",
         )
-    for replica in found:
+    for replica in replicas:
         if replica.peer is not None and replica.engine is not None:
             check_pause_mode(replica.name, replica.engine, options.pause_mode)
-    return tuple(replica.name for replica in found)
+    return tuple(replica.name for replica in replicas)

@@ -1,16 +1,15 @@
 """The part of an update in which weights go by way of relays: these are filled, then installs are planned from them.
 
-It lies between sealing and the intent, so nothing is paused meanwhile, and whatever fails in it leaves every replica as
-it was. Replicas that no relay serves are installed from the trainer's memory, unless the trainer is not to wait for
-them (`until="held"`): then they keep what they serve. Where all can read that memory, and no relay was asked for,
-relays that another update uses are not waited for until the time is over.
+It lies between sealing and the intent, so nothing is paused meanwhile, and a failure leaves every replica as it was.
+Replicas that no relay serves are installed from the trainer's memory, unless the trainer is not to wait for them
+(`until="held"`): then they keep what they serve. Where all can read that memory, and no relay was asked for, the update
+does not spend all of its time on waiting for relays that another update uses.
 
-Plans of installs read only from relays which hold the version. Relays and replicas that have to do with each other are
-one group: mostly one relay, and the replicas of its host; a replica on several hosts, or two relays of one host, bring
-relays together. Groups go side by side, and one that fails spoils no other. On each: what its relays hold is joined,
-plans are compiled along the sealed record, finer pieces are digested by the relays and must add up to it. A relay that
-fails on the way is left out, and its group begins again with the others, which may hold all that is needed. If it is
-not known which one failed, each is tried alone.
+Plans of installs read only from relays which hold the version. Relays that share a replica are one group with their
+replicas: mostly one relay, and the replicas of its host. Groups are planned side by side, and one that fails affects no
+other. For each group what its relays hold is joined, plans are compiled along the sealed record, and finer pieces are
+digested by the relays and must add up to it. A relay that fails on the way is left out, and its group begins again with
+the others, which may hold all that is needed. If it is unknown which one failed, each is tried alone.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry, UpdatePrefetch
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_facts import away, relay_hosts
+from ckpt_engine.machines.manager.relay_facts import missing_relays, relay_hosts
 from ckpt_engine.machines.manager.relay_filling import PlannedFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class UpdateRelays:
-    """The relays of one update whose root is known. record: its sealed record."""
+    """The relays of one update, once its root is known. record: the sealed record."""
 
     def __init__(self, course: Course, recipients: Recipients, identity: Version, record: manager_pb2.BlobRef) -> None:
         self._course = course
@@ -42,15 +41,15 @@ class UpdateRelays:
         self._prefetch = UpdatePrefetch(course, recipients, identity, record)
         self._before: UpdateRelays | None = None
         self._groups = RelayGroups(course, recipients, identity, record)
-        self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is settled
-        self.trainer_gone: weights_pb2.Problem | None = None  # why it is not to be read any more; None: it may be
-        self.late: weights_pb2.Problem | None = None  # why none was filled in time, if others kept them for too long
-        self._queued, self._without, self._free = False, False, 0.0
+        self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is decided
+        self.trainer_gone: weights_pb2.Problem | None = None  # why the trainer must not be read any more; None: it may
+        self.late_problem: weights_pb2.Problem | None = None  # why none was filled in time, if others used them
+        self._queued, self._skipped, self._free = False, False, 0.0
         course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
 
     def start(self, compiled: Compiled, before: UpdateRelays | None, now: float) -> bool:
-        """Begins to fill relays, or waits for updates that use them; whether there are any to fill. before: of the one
-        whose installs go on."""
+        """Begins to fill relays, or waits for updates that use them. Returns whether there are any to fill. before: the
+        relays of the update whose installs go on."""
         self._compiled, self._before = compiled, before
         return self._begin(now)
 
@@ -73,55 +72,57 @@ class UpdateRelays:
         return min(self._course.state.deadlines.fill, (self._course.goal.end - now) / 2)
 
     def _patience(self, now: float) -> float:
-        """Seconds to wait for relays that others use: all that there are if some replica needs them."""
+        """Seconds to wait for relays that others use: all that are left if some replica needs relays."""
         return self._filling_seconds(now) if self._may_do_without else self._course.goal.end - now
 
     @property
     def _may_do_without(self) -> bool:
-        """Whether relays only make it better, and every replica can read the trainer itself."""
+        """Whether relays are optional: every replica can read the trainer, and no option asks for relays."""
         goal = self._course.goal
-        wanted = goal.prefetch != manager_pb2.PREFETCH_AUTO or goal.until == manager_pb2.UNTIL_HELD
-        return not wanted and not self._recipients.cut_off
+        required = goal.prefetch != manager_pb2.PREFETCH_AUTO or goal.until == manager_pb2.UNTIL_HELD
+        return not required and not self._recipients.cut_off
 
     def send(self, now: float) -> None:
-        """Tells all that have not answered, the first time and again."""
+        """Sends commands, again, to all relays that have not answered."""
         if self._course.phase is Phase.FILLING:
-            self._prefetch.send(self._course.left(now))
+            self._prefetch.send(self._course.remaining(now))
         else:
             self._groups.send(now)
 
     def advance(self, now: float) -> bool:
-        """Goes on as far as it can: from waiting for relays to filling them, then to plans. Returns whether nothing is
-        waited for any more."""
-        if self._without:
+        """Advances as far as it can: from waiting for relays to filling them, then to plans. Returns whether all is
+        done."""
+        if self._skipped:
             return True
         if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
             return not self._course.waits
         if self._course.phase is Phase.FILLING:
-            self._prefetch.advance(self._course.left(now))
+            self._prefetch.advance(self._course.remaining(now))
         if self._course.phase is Phase.FILLING and not self._prefetch.missing():
             self._course.begin(Phase.JOINING, self._course.state.deadlines.plan, now)
             self._groups.start(self._prefetch.held(), now)
-        return self._course.phase is Phase.JOINING and self._groups.over
+        return self._course.phase is Phase.JOINING and self._groups.finished
 
     def overdue(self, seconds: float, now: float) -> None:
-        """This phase's time is over, `seconds` after the update began: those that have not answered are left out."""
+        """Ends a phase, `seconds` after the update began: relays that have not answered are left out."""
         if self._course.phase is Phase.QUEUEING:
             if self._may_do_without:
-                self._without = True
+                self._skipped = True
                 self._course.state.claims.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
                 self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase is Phase.FILLING:
             self._prefetch.overdue(seconds)
-            if (given := seconds - self._free) < self._free:
+            if (fill_seconds := seconds - self._free) < self._free:
                 why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
-                self.late = deadline(f"{why}, and these were not filled in the {given:.1f} s that were left").problem
+                self.late_problem = deadline(
+                    f"{why}, and these were not filled in the {fill_seconds:.1f} s that were left"
+                ).problem
         else:
             self._groups.overdue(seconds, now)
 
     def conclude(self) -> None:
-        """Decides how each replica is installed, and leaves those out that cannot be."""
+        """Decides how each replica is installed, and leaves out those that cannot be."""
         self.ways = self._groups.ways()
         for relay, problem in self._groups.unread().items():
             self._prefetch.leave_out(relay, problem)
@@ -132,8 +133,8 @@ class UpdateRelays:
             if name in why:
                 why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
-        if gone := away(self._course.state):
-            unknown += f"; {gone}"
+        if disconnected := missing_relays(self._course.state):
+            unknown += f"; {disconnected}"
         if self.trainer_gone is not None:
             never, unknown = self.trainer_gone.message, "no relay was filled for it"
         elif self._course.goal.until == manager_pb2.UNTIL_HELD:
@@ -141,9 +142,9 @@ class UpdateRelays:
         why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
         self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
 
-    def alone(self, problem: weights_pb2.Problem) -> bool:
-        """Gives the trainer up, which is gone or may change its weights: returns whether the update goes on without it,
-        from relays that hold the version or are being filled. Then none is to read the trainer."""
+    def give_up_trainer(self, problem: weights_pb2.Problem) -> bool:
+        """Gives up the trainer, which is lost or may change its weights. Returns whether the update goes on without it,
+        from relays that hold the version or are being filled. Then the trainer is not read any more."""
         if self._course.phase is Phase.QUEUEING:
             return False  # no relay was told anything
         if self.trainer_gone is None and (self._prefetch.missing() or self._prefetch.held()):
@@ -151,9 +152,9 @@ class UpdateRelays:
         return self.trainer_gone is not None
 
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
-        """What relays did."""
+        """Adds to a report what relays did."""
         report.relays.extend(self._prefetch.reports())
-        report.prefetch = self._prefetch.said()
+        report.prefetch = self._prefetch.describe()
         report.warnings.extend(self._prefetch.warnings())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -163,32 +164,32 @@ class UpdateRelays:
     # -- relays come, go and answer
 
     def lost(self, holder: Holder) -> None:
-        """Notes that a member's session ended."""
+        """Takes the end of a holder's session."""
         if self._course.refusable:
             self._prefetch.lost(holder)
 
-    def back(self, holder: Holder) -> bool:
-        """Notes that a member said hello; returns whether it takes part."""
-        return self._prefetch.back(holder)
+    def note_return(self, holder: Holder) -> bool:
+        """Takes a holder's hello. Returns whether it takes part."""
+        return self._prefetch.note_return(holder)
 
-    def gone(self, relay: str, why: str, now: float) -> None:
-        """Goes on without a relay that is not there any more, and that is not waited for."""
+    def drop(self, relay: str, why: str, now: float) -> None:
+        """Goes on without a relay that will not come back, or has not in time."""
         if self._course.refusable:
-            self._prefetch.gone(relay, why)
-            self._groups.gone(relay, why, now)
+            self._prefetch.drop(relay, why)
+            self._groups.drop(relay, why, now)
 
     def timer(self, step: RelayAbsent | RelayRetry, now: float) -> None:
-        """A timer of a relay fired."""
+        """Takes a timer of a relay."""
         match step:
             case RelayAbsent(relay):
                 lease = self._course.state.deadlines.lease
-                lost = f"it lost its session and did not come back within {lease:g} s"
-                self.gone(relay, f"{lost}: see whether it runs and reaches this manager", now)
+                why = f"it lost its session and did not come back within {lease:g} s"
+                self.drop(relay, f"{why}: see whether it runs and reaches this manager", now)
             case RelayRetry(relay):
-                self._prefetch.again(relay)
+                self._prefetch.retry(relay)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
-        """A relay was filled, or says how far it is."""
+        """Takes a relay's answer or progress."""
         if (
             self._course.phase is not Phase.FILLING
             or not isinstance(member, Holder)
@@ -198,19 +199,19 @@ class UpdateRelays:
         if isinstance(body, manager_pb2.RelayFilled):
             self._prefetch.take(member, body)
         else:
-            said = f"filling {member.source}"
+            message = f"filling {member.source}"
             progress = manager_pb2.UpdateProgress(
-                stage=manager_pb2.STAGE_PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=said
+                stage=manager_pb2.STAGE_PLAN, bytes_done=body.bytes_done, bytes_total=body.bytes_total, message=message
             )
             self._course.tell(progress)
 
     def sealed(self, body: manager_pb2.Sealed, now: float) -> None:
-        """An answer to being asked for finer digests."""
+        """Takes a relay's digests of finer pieces."""
         if self._course.phase is Phase.JOINING:
             self._groups.take(body, now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a group's pipeline ended."""
+        """Takes the end of a pipeline's task, which may be of a group."""
         if self._course.phase is Phase.JOINING:
             self._groups.planned(task, done, now)
 
@@ -220,22 +221,22 @@ Problem = weights_pb2.Problem
 
 @dataclass
 class RelayGroup:
-    """Relays that together serve some replicas, and how far the plans of these have come."""
+    """Relays that together serve some replicas, and the state of these replicas' plans."""
 
     fillings: tuple[PlannedFilling, ...]  # of its relays
     pipeline: PlanPipeline
-    unfit: dict[str, Problem] = field(default_factory=dict)  # replicas that no plan can be made for
-    out: dict[str, Problem] = field(default_factory=dict)  # relays that failed on it
-    replaced: bool = False  # others go on in its place
+    unfit: dict[str, Problem] = field(default_factory=dict)  # replicas for which no plan can be made
+    failures: dict[str, Problem] = field(default_factory=dict)  # why relays failed
+    replaced: bool = False  # other groups go on in its place
 
     @property
     def relays(self) -> set[str]:
-        """The relays, by the ids of what they offer."""
+        """The ids of what its relays offer."""
         return {filling.relay for filling in self.fillings}
 
     @property
     def replicas(self) -> set[str]:
-        """The replicas, by name."""
+        """The names of its replicas."""
         return {name for filling in self.fillings for name in filling.replicas}
 
     @property
@@ -244,18 +245,18 @@ class RelayGroup:
         return {filling.answer.table for filling in self.fillings if filling.answer is not None}
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more comes of it."""
+    def finished(self) -> bool:
+        """Whether it has plans, or has failed."""
         return isinstance(self.pipeline.stage, Way | Failed)
 
     @property
     def unread(self) -> dict[str, Problem]:
-        """The relays of it that are not read, with the reason."""
+        """Its relays that are not read, with the reason."""
         stage = self.pipeline.stage
         if isinstance(stage, Way) or self.replaced:
-            return self.out
+            return self.failures
         why = stage.problem if isinstance(stage, Failed) else next(iter(self.unfit.values()), None)
-        return {} if why is None else dict.fromkeys(self.relays, why) | self.out
+        return {} if why is None else dict.fromkeys(self.relays, why) | self.failures
 
 
 class RelayGroups:
@@ -270,19 +271,19 @@ class RelayGroups:
         self._groups: list[RelayGroup] = []
 
     def start(self, fillings: Sequence[PlannedFilling], now: float) -> None:
-        """Begins with the relays that hold the version. fillings: theirs."""
+        """Begins to plan. fillings: of the relays that hold the version."""
         for each in _connected(fillings):
             self._join(each, now)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing is waited for."""
-        return all(group.over for group in self._groups)
+    def finished(self) -> bool:
+        """Whether all groups have plans, or have failed."""
+        return all(group.finished for group in self._groups)
 
     def send(self, now: float) -> None:
-        """Tells, again, the relays that have not digested."""
+        """Sends commands, again, to the relays that have not digested."""
         for group in self._groups:
-            group.pipeline.send(self._course.left(now))
+            group.pipeline.send(self._course.remaining(now))
 
     def take(self, body: manager_pb2.Sealed, now: float) -> None:
         """Takes an answer of a relay."""
@@ -291,25 +292,25 @@ class RelayGroups:
                 self._go_on(group, now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
-        """A task of a pipeline ended, which may be of one group."""
+        """Takes the end of a pipeline's task, which may be of one group."""
         for group in tuple(self._groups):
             if group.pipeline.done(task, done):
                 self._go_on(group, now)
 
     def overdue(self, seconds: float, now: float) -> None:
-        """Ends the groups whose time is over, `seconds` after the update began. They begin anew without the relays that
-        are silent."""
+        """Ends the groups without plans, `seconds` after the update began. Those with silent relays begin again without
+        these."""
         self._course.begin(Phase.JOINING, self._state.deadlines.plan, now)
         problem = deadline(f"it was not planned with {seconds:.1f} s after the update began").problem
         for group in tuple(self._groups):
             silent = [source.source for source in group.pipeline.missing()]
             if silent:
-                self._again(group, dict.fromkeys(silent, problem), problem, now)
-            elif not group.over:
+                self._restart(group, dict.fromkeys(silent, problem), problem, now)
+            elif not group.finished:
                 group.pipeline.stage = Failed(problem)
 
     def ways(self) -> dict[str, Way]:
-        """The way of each replica that is installed from relays only."""
+        """By name, the ways of the replicas that are installed from relays."""
         return {
             name: way
             for group in self._groups
@@ -317,19 +318,19 @@ class RelayGroups:
             for name in {name for name, _ in way.compiled.plans}
         }
 
-    def gone(self, relay: str, why: str, now: float) -> None:
-        """Goes on without a relay that is not there any more."""
+    def drop(self, relay: str, why: str, now: float) -> None:
+        """Goes on without a relay that will not come back."""
         problem = unavailable(f"{relay}: {why}").problem
         for group in tuple(self._groups):
-            if relay in group.relays and not group.over:
-                self._again(group, {relay: problem}, problem, now)
+            if relay in group.relays and not group.finished:
+                self._restart(group, {relay: problem}, problem, now)
 
     def unread(self) -> dict[str, Problem]:
-        """Relays that hold the version and are not read, with the reason."""
+        """The relays that hold the version and are not read, with the reason."""
         return {relay: why for group in self._groups for relay, why in group.unread.items()}
 
     def unfit(self) -> dict[str, Problem]:
-        """Why replicas that were to be installed from relays are not; by name."""
+        """By name, why replicas that were to be installed from relays are not."""
         return {name: problem for group in self._groups if not group.replaced for name, problem in group.unfit.items()}
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
@@ -340,39 +341,40 @@ class RelayGroups:
         group = RelayGroup(fillings, PlanPipeline(self._state))
         offers = self._state.members.offers(self._identity)
         self._groups.append(group)
-        read = tuple(offer for offer in offers if offer.table.digest in group.tables)
-        group.pipeline.run(JoinSources(self._identity, read, self._record, self._course.left(now)))
+        read_offers = tuple(offer for offer in offers if offer.table.digest in group.tables)
+        group.pipeline.run(JoinSources(self._identity, read_offers, self._record, self._course.remaining(now)))
 
-    def _again(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
-        """Goes on without those that failed; with each alone if it is not known which did. Ends it if none is left."""
+    def _restart(self, group: RelayGroup, failed: Mapping[str, Problem], why: Problem, now: float) -> None:
+        """Replaces a group by groups of the relays that did not fail, or of each relay alone if it is unknown which
+        failed. The group fails if none is left."""
         rest = [filling for filling in group.fillings if filling.relay not in failed]
         parts = _connected(rest) if failed else [(each,) for each in rest if len(rest) > 1]
-        group.out |= failed
+        group.failures |= failed
         group.replaced = bool(parts)
         group.pipeline.stage = Failed(why)
         for part in parts:
             self._join(part, now)
 
     def _go_on(self, group: RelayGroup, now: float) -> None:
-        """Goes on if a stage of a group's pipeline has ended."""
+        """Begins the next stage of a group's pipeline, if one has ended."""
         match group.pipeline.stage:
             case Failed(problem, sources):
-                self._again(group, dict.fromkeys(sources, problem), problem, now)
+                self._restart(group, dict.fromkeys(sources, problem), problem, now)
             case Joined() as joined:
                 self._plan(group, joined, now)
             case Planned(published, compiled):
                 self._seal(group, published, compiled, now)
             case Sealing() if not group.pipeline.missing():
-                group.pipeline.combine(self._course.left(now))
+                group.pipeline.combine(self._course.remaining(now))
 
     def _plan(self, group: RelayGroup, joined: Joined, now: float) -> None:
-        group.out |= joined.refused
+        group.failures |= joined.refused
         if joined.published is None or joined.record is None:
             refused = next(iter(joined.refused.values()), None)
             group.pipeline.stage = Failed(refused or unavailable("what it holds is not told any more").problem)
             return
         workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in group.replicas)
-        seconds, root, relays = self._course.left(now), self._identity.root, relay_hosts(self._course.state)
+        seconds, root, relays = self._course.remaining(now), self._identity.root, relay_hosts(self._course.state)
         task = CompilePlans(joined.published, workers, seconds, joined.record, root, relays=relays)
         group.pipeline.run(task)
 
@@ -380,19 +382,19 @@ class RelayGroups:
         group.unfit = dict(compiled.unfit)
         if not compiled.plans:
             unfit = next(iter(compiled.unfit.values()), None)
-            group.pipeline.stage = Failed(unfit or unavailable("nobody is left to read it").problem)
+            group.pipeline.stage = Failed(unfit or unavailable("no replica is left to read it").problem)
             return
         sealing = Sealing(self._course, published, compiled, self._course.relay_fence, keep=True)
-        group.pipeline.seal(sealing, self._course.left(now))
+        group.pipeline.seal(sealing, self._course.remaining(now))
         self._go_on(group, now)
 
 
 def _connected(fillings: Iterable[PlannedFilling]) -> list[tuple[PlannedFilling, ...]]:
-    """Groups of relays: those that share a replica are together."""
-    found: list[tuple[PlannedFilling, ...]] = []
+    """Groups the fillings of relays: those that share a replica are together."""
+    groups: list[tuple[PlannedFilling, ...]] = []
     for filling in fillings:
-        near = [other for other in found if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
-        found = [other for other in found if other not in near] + [
+        near = [other for other in groups if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
+        groups = [other for other in groups if other not in near] + [
             (*(each for other in near for each in other), filling)
         ]
-    return found
+    return groups

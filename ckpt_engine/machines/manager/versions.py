@@ -1,13 +1,13 @@
 """The versions: their numbers and roots, where the bytes of each lie, and which one each replica is to serve.
 
-A number never goes down and never gets another root, also when the manager was restarted in between: the ledger keeps
-each lineage's highest number apart from its commits, and members tell of numbers that the ledger lost. Only a
-rollback installs a lower one, under the root that the ledger or a worker's words know it by; numbers go on above the
-highest all the same.
+A number never goes down and never gets another root, also across restarts of the manager: the ledger stores each
+lineage's highest number apart from its commits, and members tell of numbers that the ledger lost. Only a rollback
+installs a lower number, under the root that the ledger or a worker's words know it by; the next update's number is
+still above the highest.
 
 A *commit* is the durable decision that a selection of replicas, some names or everybody in a pool, is to serve a
-version. A replica is to serve the version of the newest commit whose selection contains it: newcomers that of their
-pool. So runs that share no replica do not meet, one that takes a replica over has it from then on, and what a commit
+version. A replica is to serve the version of the newest commit that selects it, and a newcomer that of its pool. So
+runs that share no replica do not meet. A run that takes a replica over has it from then on. A replica that a commit
 does not select keeps what it was to serve.
 """
 
@@ -26,18 +26,18 @@ HIGHEST_VERSION = (1 << 63) - 1
 """What the wire and the state words hold."""
 
 _POOL = "pool\n"
-"""No replica's name begins so."""
+"""The prefix of what stands for a pool; no replica's name begins with it."""
 
 KNOWN_ROOTS = 1000
-"""Versions whose roots are remembered, the newest: as many as the ledger keeps reports."""
+"""The number of newest versions with remembered roots: as many as the ledger keeps reports."""
 
 EVERYBODY = ""
-"""In place of a replica's name: all that receive weights and are in the pool without a name."""
+"""In place of a replica's name: all replicas that receive weights in the pool without a name."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """That a selection of replicas is to serve a version, as the ledger has it."""
+    """The decision that a selection of replicas is to serve a version, as the ledger has it."""
 
     epoch: int  # orders commits
     identity: Version
@@ -47,7 +47,7 @@ class Commit:
 class Commits:
     """What the ledger knows of commits when a manager begins."""
 
-    until: int = 0  # epoch of the last intent, also of one that carried out an older commit; others may be spent ahead
+    until: int = 0  # epoch of the last intent, also of one that carried out an older commit; later ones may be spent
     last: tuple[Commit, ...] = ()  # the newest one of each lineage
     desired: Mapping[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
 
@@ -59,22 +59,22 @@ class Content:
     identity: Version
     published: Published | None = None  # None after a restart of the manager, until its ranks have published again
     record: manager_pb2.BlobRef | None = None  # its SealedRecord; None: there is none
-    sealed_since: bool = False  # ranks of its lineage sealed another version since: what they hold is to be hashed
+    sealed_since: bool = False  # its ranks sealed another version since: what they hold must be hashed again
 
 
 @dataclass
 class Versions:
-    """Which versions there are, and which one each replica is to serve."""
+    """The known versions, and which one each replica is to serve."""
 
-    known_until: int = 0  # see Commits.until: what a word says of epochs above is news
+    known_until: int = 0  # see Commits.until: what workers' words say of higher epochs is new
     desired: dict[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
     last: dict[str, Commit] = field(default_factory=dict)  # by lineage
     contents: dict[Version, Content] = field(default_factory=dict)  # of all commits above
     pools: dict[str, str] = field(default_factory=dict)  # by replica that has said hello, or that a commit names
     highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
-    doubtful: frozenset[str] = frozenset()  # whose newest commit is not known, as in `desired`
-    revision: int = 0  # rises when what replicas are to serve changes by more than the one that says hello
+    doubtful: frozenset[str] = frozenset()  # keys of `desired` with a newest commit that is unknown
+    revision: int = 0  # rises when what replicas are to serve changes, except for one that says hello
 
     @classmethod
     def from_ledger(
@@ -83,8 +83,8 @@ class Versions:
         """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
         intents that are kept, oldest first."""
         versions = cls(commits.until, dict(commits.desired), _last(commits))
-        known = (*versions.last.values(), *commits.desired.values())
-        versions.contents = {commit.identity: Content(commit.identity) for commit in known}
+        all_commits = (*versions.last.values(), *commits.desired.values())
+        versions.contents = {commit.identity: Content(commit.identity) for commit in all_commits}
         committed = [each.identity for each in (*commits.last, *commits.desired.values())]
         for identity in (*committed, *highest):
             versions.take_number(identity)
@@ -95,25 +95,25 @@ class Versions:
     # -- numbers
 
     def take_number(self, identity: Version) -> bool:
-        """Notes that its number is used. Returns whether it is above all that the lineage has used before."""
-        known = self.highest.get(identity.lineage)
-        if known is not None and identity.number <= known.number:
+        """Notes that a version's number is used. Returns whether it is the lineage's highest."""
+        highest = self.highest.get(identity.lineage)
+        if highest is not None and identity.number <= highest.number:
             return False
         self.highest[identity.lineage] = identity
         return True
 
     def doubt(self, identity: Version, selection: frozenset[str]) -> None:
-        """It is not known whether its intent was written. It may be on the disk all the same, and what is there counts:
-        its number is taken, and nothing is committed for the selection until the ledger is read again."""
+        """Notes that a version's intent may be on the disk, where it counts: its number is taken, and nothing is
+        committed for the selection until the ledger is read again."""
         self.take_number(identity)
         self.doubtful |= selection
 
     def read_again(self, commits: Commits) -> None:
-        """The ledger was read: what it has and was not known is to be served."""
+        """Takes the commits that were read from the ledger; newer ones than the known are to be served."""
         self.revision += 1
         self.doubtful = frozenset()
-        for found, known in ((commits.desired, self.desired), (_last(commits), self.last)):
-            for key, commit in found.items():
+        for stored_commits, known in ((commits.desired, self.desired), (_last(commits), self.last)):
+            for key, commit in stored_commits.items():
                 if key not in known or known[key].epoch < commit.epoch:
                     known[key] = commit
                     self.contents.setdefault(commit.identity, Content(commit.identity))
@@ -125,58 +125,58 @@ class Versions:
         return self.doubtful.isdisjoint((*names, everybody(pool)))
 
     def remember(self, identity: Version) -> None:
-        """The ledger, or the words of a worker, say that this version has this root. The first word is believed."""
-        named = identity.lineage, identity.number
-        self.roots[named] = self.roots.pop(named, identity.root)
+        """Remembers a version's root, which the ledger or a worker's words tell. The first one is believed."""
+        key = identity.lineage, identity.number
+        self.roots[key] = self.roots.pop(key, identity.root)
         while len(self.roots) > KNOWN_ROOTS:
             del self.roots[next(iter(self.roots))]
 
     def knows(self, identity: Version) -> bool:
-        """Whether this version was meant for installing with this root. What a holder says does not make it so."""
+        """Whether this root of the version is known from the ledger or a worker; a holder's word does not count."""
         return self.roots.get((identity.lineage, identity.number)) == identity.root
 
     def next_number(self, lineage: str) -> int:
         """The number of an update that names none: 0 in a new lineage. Raises FAILED_PRECONDITION if none is left."""
-        known = self.highest.get(lineage)
-        if known is not None and known.number >= HIGHEST_VERSION:
-            raise precondition(f"no number is left above {known}: start a new lineage")
-        return 0 if known is None else known.number + 1
+        highest = self.highest.get(lineage)
+        if highest is not None and highest.number >= HIGHEST_VERSION:
+            raise precondition(f"no number is left above {highest}: start a new lineage")
+        return 0 if highest is None else highest.number + 1
 
     def check_rises(self, lineage: str, version: int) -> None:
         """Raises FAILED_PRECONDITION for a number below the lineage's highest."""
-        known = self.highest.get(lineage)
-        if known is not None and version < known.number:
+        highest = self.highest.get(lineage)
+        if highest is not None and version < highest.number:
             raise precondition(
-                f"version {version} goes backwards: {known} was installed before. To go back to a version "
+                f"version {version} goes backwards: {highest} was installed before. To go back to a version "
                 f"that is still held, `ckpt-engine rollback --version {version}`; to other weights, start a new "
                 'lineage: Trainer(..., lineage="NAME"), or `ckpt-engine update --lineage NAME`'
             )
 
     def check_number(self, identity: Version, sealed: Version | None) -> None:
-        """Whether weights are the version that they say they are, now that their root is known. sealed: the version
-        that was sealed before and is read again; None: they are to be the lineage's next version, or the last one
-        once more.
+        """Raises FAILED_PRECONDITION if weights with this root cannot be this version: its number is too low, or has
+        another root.
 
-        Raises FAILED_PRECONDITION for a number that went down, or that has another root.
+        sealed: the version that was sealed before and is read again; None: they are to be the lineage's next version,
+        or its last one again.
         """
         if sealed is None:
             self.check_rises(identity.lineage, identity.number)
-        known = sealed or self.highest.get(identity.lineage)
-        if known is not None and known.number == identity.number and known != identity:
+        expected = sealed or self.highest.get(identity.lineage)
+        if expected is not None and expected.number == identity.number and expected != identity:
             raise precondition(
-                f"the weights are not those of {known}: their root is {identity.root.hex()[:12]}; "
+                f"the weights are not those of {expected}: their root is {identity.root.hex()[:12]}; "
                 "take a higher version, or start a new lineage"
             )
 
     # -- what each is to serve
 
     def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
-        """What the ledger is to know. A late replica gets what it was to serve already, so nothing is committed."""
+        """The ledger's task that records an intent. That of an attempt commits nothing, so its selection is empty."""
         return RecordIntent(epoch, identity, seconds, tuple(sorted(goal.selection)))
 
     def begin(self, identity: Version, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
-        """A version is about to be installed into those that were selected; or a late replica is to get it, for which
-        all of it was hashed again if there is a record now."""
+        """Takes a version that is about to be installed: commits it for the goal's selection. For an attempt stores the
+        record, if all was hashed again."""
         self.remember(identity)
         self.revision += 1
         if goal.is_attempt:
@@ -187,31 +187,31 @@ class Versions:
         commit = Commit(epoch, identity)
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
-        # Which holders have what was gone back to, and its record, is asked whenever that is needed.
+        # The holders of what was rolled back to, and its record, are looked up when they are needed.
         self.contents[identity] = Content(identity, None if goal.is_rollback else goal.published, record)
         if not goal.is_rollback:
             self._overwritten(identity)
         self._forget_superseded()
 
     def sealed_anew(self, lineage: str) -> None:
-        """The ranks of a lineage are told to seal what they have now."""
+        """Notes that the ranks of a lineage are told to seal what they have now."""
         for content in self.contents.values():
             if content.identity.lineage == lineage:
                 content.sealed_since = True
 
-    def joined(self, name: str, pool: str) -> None:
-        """A replica said hello. One that comes back in another pool belongs to that one alone."""
+    def register(self, name: str, pool: str) -> None:
+        """Takes a replica that said hello. One that comes back in another pool belongs to that one alone."""
         if self.pools.get(name, pool) != pool:
             self.desired.pop(name, None)
         self.pools[name] = pool
 
-    def left(self, name: str) -> None:
-        """A replica is not registered any more."""
+    def unregister(self, name: str) -> None:
+        """Takes a replica out that is not registered any more."""
         if name not in self.desired:
             self.pools.pop(name, None)
 
     def learn(self, name: str, identity: Version, epoch: int) -> None:
-        """A replica holds what the ledger does not know of. It tells of that replica, and of no other."""
+        """Takes a version that a replica holds and the ledger may not know, as a commit for this replica alone."""
         commit, last = self.commit_of(name), self.last.get(identity.lineage)
         if epoch <= self.known_until or (commit is not None and epoch <= commit.epoch):
             return
@@ -224,27 +224,27 @@ class Versions:
 
     def commit_of(self, name: str) -> Commit | None:
         """The newest commit that selects a replica, by its name, or all of a pool; None: there is none."""
-        found = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
-        return max(found, key=lambda commit: commit.epoch, default=None)
+        commits = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
+        return max(commits, key=lambda commit: commit.epoch, default=None)
 
     def of(self, name: str) -> Content | None:
-        """What a replica is to serve; None: nothing, until it is selected."""
+        """The content that a replica is to serve; None: nothing, until it is selected."""
         commit = self.commit_of(name)
         return None if commit is None else self.contents[commit.identity]
 
     def last_of(self, lineage: str) -> Content | None:
-        """The version of a lineage that was committed last."""
+        """The content of a lineage that was committed last; None: none was."""
         commit = self.last.get(lineage)
         return None if commit is None else self.contents[commit.identity]
 
     def newest(self) -> Version | None:
-        """What was committed last, of all lineages."""
+        """The version that was committed last, of all lineages; None: none was."""
         commit = max(self.last.values(), key=lambda commit: commit.epoch, default=None)
         return None if commit is None else commit.identity
 
     def forget(self, lineage: str, registered: Collection[str]) -> None:
-        """Forgets what was committed of a lineage, but for its numbers and their roots. registered: the replicas that
-        there are; none of them is to serve it."""
+        """Forgets what was committed of a lineage, except its numbers and their roots. registered: the names of all
+        replicas, of which none is to serve it."""
         self.revision += 1
         self.last.pop(lineage, None)
         for key in [key for key, commit in self.desired.items() if commit.identity.lineage == lineage]:
@@ -254,18 +254,18 @@ class Versions:
         self._forget_superseded()
 
     def served_lineages(self) -> set[str]:
-        """The lineages that some replica is to serve, or one that comes for the first time would."""
+        """The lineages that some replica is to serve, or that a newcomer would."""
         commits = (self.commit_of(key) for key in (*self.desired, EVERYBODY))
         return {commit.identity.lineage for commit in commits if commit is not None}
 
     def needed(self, registered: Collection[str]) -> set[Version]:
-        """The versions that a replica is to serve, a newcomer would, or that a lineage committed last. registered: the
-        replicas that there are."""
+        """The versions that a replica is to serve, that a newcomer would, or that a lineage committed last. registered:
+        the names of all replicas."""
         keys = (key for key in self.desired if key in registered or key == self._everybody_with(key))
         return {self.desired[key].identity for key in keys} | {commit.identity for commit in self.last.values()}
 
     def _overwritten(self, identity: Version) -> None:
-        """The ranks of a lineage have another version now: what they held before is to be read from files only."""
+        """Notes that the ranks of a lineage have this version now: others of it can be read from files only."""
         for content in self.contents.values():
             other = content.identity.lineage == identity.lineage and content.identity != identity
             if other and content.published is not None:
@@ -273,28 +273,27 @@ class Versions:
                 content.published = content.published if files else None
 
     def _forget_superseded(self) -> None:
-        """Forgets commits that no replica is to carry out any more, and where such versions lie."""
+        """Forgets commits that do not count for any replica any more, and the contents of such versions."""
         for key in [key for key, commit in self.desired.items() if self.commit_of(key) != commit]:
             del self.desired[key]
-        kept = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
-        self.contents = {identity: content for identity, content in self.contents.items() if identity in kept}
+        in_use = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
+        self.contents = {identity: content for identity, content in self.contents.items() if identity in in_use}
 
     def _everybody_with(self, name: str) -> str:
-        """What stands for everybody of a replica's pool, or of the pool that this means."""
+        """What stands for everybody in a replica's pool. name: of a replica, or what stands for a pool itself."""
         if name.startswith(_POOL):
             return name
         return everybody(self.pools.get(name, ""))
 
 
 def _last(commits: Commits) -> dict[str, Commit]:
-    """The last commit of each lineage of which something is to be served still, by lineage: others have taken the place
-    of the rest."""
+    """By lineage, the last commit of each lineage that is still to be served: other lineages have replaced the rest."""
     served = {commit.identity.lineage for commit in commits.desired.values()}
     return {each.identity.lineage: each for each in commits.last if each.identity.lineage in served}
 
 
 def selected(key: str) -> str:
-    """What a key of `Versions.desired` stands for, for people."""
+    """The replicas that a key of `Versions.desired` stands for, for people."""
     if key == EVERYBODY:
         return "a replica that comes to the pool without a name"
     pool = key.startswith(_POOL)

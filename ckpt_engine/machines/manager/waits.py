@@ -1,7 +1,7 @@
-"""Calls that wait for the end of an update: for callers that returned when relays held its version, and others.
+"""Calls that wait for the end of an update: from callers that returned when relays held its version, and others.
 
-What runs is waited for. How an update ended is known from memory, or from the ledger if it ended before this manager
-began. Late replicas that were brought up are no updates here: no call asked for them.
+A call waits for an update that runs. How an update ended is known from memory, or from the ledger if it ended before
+this manager began. Attempts for late replicas are not updates here: no call asked for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 REMEMBERED = 16
-"""Reports that are kept in memory: the ledger's disk may refuse what has happened all the same."""
+"""Reports that are kept in memory: the ledger may have failed to write them."""
 
 VersionNumber = tuple[str, int]
 """A lineage and a number."""
@@ -40,81 +40,78 @@ class ReportSearch:
 
 @dataclass
 class Waiting:
-    """One call. end: until when it waits. sought: the ledger is being asked."""
+    """One call."""
 
     call: Call
     version: VersionNumber
-    seconds: float
-    sought: bool = False
+    seconds: float  # that it waits at most
+    searching: bool = False  # the ledger is being asked
 
 
 @dataclass
 class Waits:
-    """Calls of WaitForUpdate, and the reports that answer them.
-
-    waiting: by number. ended: reports by version, oldest first.
-    """
+    """Calls of WaitForUpdate, and the reports that answer them."""
 
     state: ManagerState
-    waiting: dict[int, Waiting] = field(default_factory=dict)
-    ended: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)
-    numbers: int = 0
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # by number
+    reports: dict[VersionNumber, manager_pb2.UpdateReport] = field(default_factory=dict)  # oldest first
+    numbers: int = 0  # how many calls have waited
 
     def join(self, call: Call, request: manager_pb2.WaitForUpdateRequest, running: Sequence[Update]) -> None:
-        """Takes a call in. Raises INVALID_ARGUMENT for what names no version."""
+        """Takes a call in. Raises INVALID_ARGUMENT if the request names no version."""
         if not request.lineage or request.version < 0:
             raise invalid(f"version {request.version} of lineage {request.lineage!r} names no update")
         if request.timeout_seconds:
             check_seconds("a timeout", request.timeout_seconds)
         version = request.lineage, request.version
-        known = self.ended.get(version)
-        if known is not None and _to(running, version) is None:
-            self.state.out.append(FinishCall(call, response=known))
+        report = self.reports.get(version)
+        if report is not None and _to(running, version) is None:
+            self.state.out.append(FinishCall(call, response=report))
             return
         self.numbers += 1
         seconds = request.timeout_seconds or self.state.deadlines.update
         waiting = self.waiting[self.numbers] = Waiting(call, version, seconds)
         self.state.set_timer(WaitEnd(self.numbers), seconds)
         if _to(running, version) is None:
-            waiting.sought = True
+            waiting.searching = True
             self.state.run(ReportSearch(self.numbers), FindReport(*version, self.state.deadlines.ledger))
 
     def cancelled(self, call: Call) -> None:
-        """Forgets a call whose caller has gone."""
+        """Forgets a call that was cancelled."""
         for number in [number for number, waiting in self.waiting.items() if waiting.call == call]:
             self._end(number)
 
-    def over(self, update: Update) -> None:
-        """An update has ended: tells those that wait for it."""
+    def update_ended(self, update: Update) -> None:
+        """Answers the calls that wait for an update that has ended."""
         if update.goal.is_attempt or update.goal.dry_run:
             return
         version = update.goal.lineage, update.goal.version
         if update.report is not None:
-            self.ended.pop(version, None)
-            self.ended[version] = update.report
-            while len(self.ended) > REMEMBERED:
-                del self.ended[next(iter(self.ended))]
+            self.reports.pop(version, None)
+            self.reports[version] = update.report
+            while len(self.reports) > REMEMBERED:
+                del self.reports[next(iter(self.reports))]
         for number, waiting in list(self.waiting.items()):
-            if waiting.version == version and not waiting.sought:
+            if waiting.version == version and not waiting.searching:
                 self._finish(number, FinishCall(waiting.call, update.refusal, update.report))
 
     def found(self, number: int, done: Done, running: Sequence[Update]) -> None:
-        """The ledger was asked."""
+        """Takes the ledger's answer about a call's version."""
         waiting = self.waiting.get(number)
         if waiting is None:
             return
-        waiting.sought = False
+        waiting.searching = False
         if _to(running, waiting.version) is not None:
             return  # it began meanwhile
-        report, problem = self.ended.get(waiting.version), done.problem
+        report, problem = self.reports.get(waiting.version), done.problem
         if report is None and problem is None:
-            found = cast(Found, done.result)
-            early, unknown = _ended_early(waiting.version, found.epoch), unknown_version(waiting.version, found.last)
-            report, problem = found.report, unknown if found.epoch is None else early
+            record = cast(Found, done.result)
+            early, unknown = _ended_early(waiting.version, record.epoch), unknown_version(waiting.version, record.last)
+            report, problem = record.report, unknown if record.epoch is None else early
         self._finish(number, FinishCall(waiting.call, None if report is not None else problem, report))
 
     def timer(self, number: int, running: Sequence[Update]) -> None:
-        """A caller's time is over."""
+        """Refuses a call when its time has ended."""
         waiting = self.waiting.get(number)
         if waiting is not None:
             update = _to(running, waiting.version)
@@ -132,7 +129,7 @@ class Waits:
 
 
 def _to(running: Sequence[Update], version: VersionNumber) -> Update | None:
-    """The one of those that run that is to this version."""
+    """The running update to this version; None: there is none."""
     orders = ((update, update.goal) for update in running if not (update.goal.is_attempt or update.goal.dry_run))
     return next((each for each, goal in orders if (goal.lineage, goal.version) == version), None)
 
@@ -141,12 +138,12 @@ def _ended_early(version: VersionNumber, epoch: int | None) -> weights_pb2.Probl
     lineage, number = version
     return aborted(
         f"the manager ended during update {epoch} (version {number} of lineage {lineage!r}), so there is no report of "
-        "it: replicas that lack that version are brought to it if somebody holds it; `ckpt-engine status` shows them"
+        "it: replicas that lack that version are brought to it if a member holds it; `ckpt-engine status` shows them"
     ).problem
 
 
 def unknown_version(version: VersionNumber, last: Sequence[int]) -> weights_pb2.Problem:
-    """That no update to a version is known. last: versions of its lineage that updates were to, newest first."""
+    """The problem that no update to a version is known. last: versions of the lineage's updates, newest first."""
     lineage, number = version
-    said = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
-    return not_found(f"no update to version {number} of lineage {lineage!r} is known: {said}").problem
+    hint = f"its last ones were to {', '.join(map(str, last))}" if last else "none of this lineage is"
+    return not_found(f"no update to version {number} of lineage {lineage!r} is known: {hint}").problem

@@ -1,11 +1,11 @@
-"""What goes into the machines of an engine's nodes and what comes out, beside what all machines know (`../events.py`).
+"""Events and commands of the machines of an engine's nodes, in addition to those of all machines (`../events.py`).
 
 Agents on several nodes run one engine. That of node 0 leads: `LeaderMachine`. The others follow: `FollowerMachine`.
 Their messages are NodeMessage to the leader and NodeCommand back. A message may be lost or come twice; it never
 overtakes an earlier one of the same connection.
 
-The leader's question to the agent's own machine is that machine's event, `WorkerAsked`, and its answer that machine's
-command, `Reply`.
+The leader hands questions of far workers to the agent's own machine as its event `WorkerAsked`, and takes that
+machine's command `Reply` as the answer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ class SayLine:
 
 
 @dataclass(frozen=True)
-class NodeTold:
-    """An event: a follower's message. here: the boot ids in the page of this start of the engine now, by rank, of
-    workers on all nodes; b"" where there is none yet."""
+class FollowerMessage:
+    """An event: a follower's message."""
 
     peer: Peer
     message: worker_pb2.NodeMessage
-    here: tuple[bytes, ...]
+    boot_ids: tuple[bytes, ...]  # in this start's page now, by rank, of workers on all nodes; b"" for none yet
 
 
 @dataclass(frozen=True)
 class GatherNodes:
-    """An event: the engine is to be started. Answered by `AllHere`, or by `NodesMissing` after so many `seconds`."""
+    """An event: the engine is to be started. Answered by `AllHere`, or by `NodesMissing` after `seconds`."""
 
     seconds: float
 
@@ -63,37 +62,37 @@ class AllHere:
 
 @dataclass(frozen=True)
 class NodesMissing:
-    """A command: in words, which nodes are not ready."""
+    """A command: some nodes are not ready."""
 
-    reason: str
+    reason: str  # names them, for people
 
 
 @dataclass(frozen=True)
 class Begin:
-    """An event: all parts of the engine start. port: at which they meet, free on node 0. The page is new."""
+    """An event: all parts of the engine start. The page is new."""
 
-    port: int
+    port: int  # at which the parts meet, free on node 0
 
 
 @dataclass(frozen=True)
 class Look:
-    """An event: bring what the followers' pages say now into ours. number: rises. Answered by `Looked` within so many
-    `seconds`; the workers of who does not tell in time read as dead."""
+    """An event: bring what the followers' pages say now into ours. Answered by `Looked` within `seconds`; workers of a
+    node that does not answer in time read as dead."""
 
-    number: int
+    number: int  # rises
     seconds: float
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A command: the answer to `Look`, or to that with a lower number."""
+    """A command: the answer to the `Look` of this number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class EndParts:
-    """An event: the engine ends, or has ended, everywhere. Answered by `PartsEnded`, in time."""
+    """An event: the engine ends, or has ended, on all nodes. Answered by `PartsEnded`, in time."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +102,17 @@ class PartsEnded:
 
 @dataclass(frozen=True)
 class ShowWord:
-    """A command: write this word of a worker on another node into the page, before anything else is done.
-
-    alive: False: it reads as dead. identity: set if state is CLEAN, and then one that a word can hold.
-    """
+    """A command: write this word of a worker on another node into the page, before anything else is done."""
 
     rank: int
     boot_id: bytes
-    alive: bool
+    alive: bool  # False: it reads as dead
     state: manager_pb2.WorkerState
     epoch: int
-    identity: weights_pb2.Identity | None = None
+    identity: weights_pb2.Identity | None = None  # set if state is CLEAN, and then one that a word can hold
 
 
-LeaderEvent: TypeAlias = Start | NodeTold | GatherNodes | Begin | Look | EndParts | Reply | TimerFired
+LeaderEvent: TypeAlias = Start | FollowerMessage | GatherNodes | Begin | Look | EndParts | Reply | TimerFired
 LeaderCommand: TypeAlias = (
     Send
     | SetTimer
@@ -133,35 +129,35 @@ LeaderCommand: TypeAlias = (
 # ------------------------------------------------------------------------------------------------ of a follower
 
 LEADER = Peer("leader")
-"""Where a follower sends to. Its shell puts what its page says at that moment into `workers` of what it sends, if the
-message says that there is a part of the engine."""
+"""Where a follower sends to. If a message says that there is a part of the engine, the shell fills its `workers` with
+what the page says at that moment."""
 
 
 @dataclass(frozen=True)
 class StartPart:
-    """A command: start this node's part of the engine. Answered by `PartStarted`. address, port: where parts meet."""
+    """A command: start this node's part of the engine. Answered by `PartStarted`."""
 
-    address: str
+    address: str  # where the parts meet
     port: int
 
 
 @dataclass(frozen=True)
 class PartStarted:
-    """An event. problem: why there is none; empty: there is one."""
+    """An event: the part has started, or could not be started."""
 
-    problem: str = ""
+    problem: str = ""  # why it could not; empty: it has started
 
 
 @dataclass(frozen=True)
 class PartFailed:
-    """An event: the part has ended by itself, or one of its workers has, and why. It is still to be ended in order."""
+    """An event: the part, or one of its workers, has ended by itself. It is still to be ended in order."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class EndPart:
-    """A command: end it, whatever it takes. Answered by `PartEnded`."""
+    """A command: end the part, by force if need be. Answered by `PartEnded`."""
 
 
 @dataclass(frozen=True)

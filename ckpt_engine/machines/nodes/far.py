@@ -1,10 +1,10 @@
 """Words of workers on other nodes, in the page of the node that leads, where the gate reads them.
 
-It decides when a word that a follower told may stand there. The page may show a far worker as worse than it is, never
-as better. A far worker writes only after an order that went through the leader, so from that order on its word is DIRTY
-until the worker has told what became of the order, or what its node has read since says so.
+It decides when a word from a follower may stand there. The page may show a far worker as worse than it is, never as
+better. A far worker writes only after an order that went through the leader. So from that order on its word is DIRTY,
+until the worker has reported on the order, or its node has read the order's result since.
 
-The words belong to the leading agent's process: when it ends they are those of a dead worker, and the gate is closed.
+The words belong to the leading agent's process: when it ends they read as those of dead workers, and the gate closes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ ROOT_BYTES = 32
 
 @dataclass
 class _Far:
-    """A worker on another node. pid: there. shown: its word. ordered: the epoch of an order that it has not accounted
-    for; 0: none."""
+    """A worker on another node."""
 
     node: int
-    pid: int
-    shown: ShowWord
-    ordered: int = 0
+    pid: int  # on that node
+    word: ShowWord  # as it stands in the page
+    ordered: int = 0  # the epoch of an order that it has not accounted for; 0: none
 
 
 class FarWorkers:
@@ -39,22 +38,22 @@ class FarWorkers:
         self._write = show
         self._far: dict[int, _Far] = {}
 
-    def take(self, node: int, statuses: Sequence[manager_pb2.WorkerStatus], here: Sequence[bytes]) -> str:
-        """What node `node` read in its page, after everything that `accounted` was told before.
+    def take(self, node: int, statuses: Sequence[manager_pb2.WorkerStatus], boot_ids: Sequence[bytes]) -> str:
+        """Takes what node `node` read in its page, after everything that `accounted` was told before.
 
-        here: as in NodeTold. Returns why nothing of it is taken: a worker that another node has, or that cannot be;
-        empty: it is.
+        boot_ids: as in FollowerMessage. Returns why nothing of it is taken: a worker that another node has, or that
+        cannot be; empty: it is taken.
         """
-        theirs = [status for status in statuses if status.boot_id]  # a page has a slot for every node's workers
-        for status in theirs:
-            if wrong := self._wrong(node, status, here):
+        started = [status for status in statuses if status.boot_id]  # a page has a slot for every node's workers
+        for status in started:
+            if wrong := self._wrong(node, status, boot_ids):
                 return wrong
-        for status in theirs:
+        for status in started:
             self._take(node, status)
         return ""
 
     def has(self, node: int, rank: int, boot_id: bytes) -> bool:
-        """Whether this is a worker of which that node has told."""
+        """Whether that node has reported this worker."""
         far = self._known(rank, boot_id)
         return far is not None and far.node == node
 
@@ -71,35 +70,35 @@ class FarWorkers:
         return True
 
     def accounted(self, rank: int, boot_id: bytes, epoch: int) -> None:
-        """A far worker has told what became of its order: what its node reads after this is the truth."""
+        """Notes that a far worker has reported on its order: what its node reads from now on is the truth."""
         far = self._known(rank, boot_id)
         if far is not None and far.ordered <= epoch:
             far.ordered = 0
 
     def lose(self, node: int) -> None:
-        """Nobody knows what the workers of this node hold: they read as dead until the node is heard again."""
+        """Marks the workers of this node as dead until the node is heard again: what they hold is unknown."""
         for far in self._far.values():
             if far.node == node:
-                self._show(far, NONE, far.shown.epoch, alive=False)
+                self._show(far, NONE, far.word.epoch, alive=False)
 
     def place(self, rank: int) -> tuple[int, int] | None:
-        """The node and the pid there of a far worker; None: it is none."""
+        """The node of a far worker and its pid there; None: the worker is not on another node."""
         far = self._far.get(rank)
         return None if far is None else (far.node, far.pid)
 
     def _known(self, rank: int, boot_id: bytes) -> _Far | None:
         far = self._far.get(rank)
-        return far if far is not None and far.shown.boot_id == boot_id else None
+        return far if far is not None and far.word.boot_id == boot_id else None
 
-    def _wrong(self, node: int, status: manager_pb2.WorkerStatus, here: Sequence[bytes]) -> str:
-        rank, known = status.rank, self._far.get(status.rank)
-        if rank >= len(here) or len(status.boot_id) != BOOT_ID_BYTES:
-            return f"node {node} tells of worker {rank}, and there are {len(here)} workers"
+    def _wrong(self, node: int, status: manager_pb2.WorkerStatus, boot_ids: Sequence[bytes]) -> str:
+        rank, far = status.rank, self._far.get(status.rank)
+        if rank >= len(boot_ids) or len(status.boot_id) != BOOT_ID_BYTES:
+            return f"node {node} tells of worker {rank}, and there are {len(boot_ids)} workers"
         if status.HasField("identity") and not _fits(status.identity):
             return f"node {node} tells that worker {rank} holds what no state word can hold"
-        if known is not None and known.node != node:
-            return f"nodes {known.node} and {node} both have a worker {rank}"
-        if here[rank] not in (b"", None if known is None else known.shown.boot_id):
+        if far is not None and far.node != node:
+            return f"nodes {far.node} and {node} both have a worker {rank}"
+        if boot_ids[rank] not in (b"", None if far is None else far.word.boot_id):
             return f"nodes 0 and {node} both have a worker {rank}"
         return ""
 
@@ -117,7 +116,7 @@ class FarWorkers:
         elif status.state in (CLEAN, DIRTY):
             self._show(far, DIRTY, status.epoch)
         else:
-            self._show(far, NONE, far.shown.epoch)
+            self._show(far, NONE, far.word.epoch)
 
     def _show(
         self,
@@ -127,9 +126,9 @@ class FarWorkers:
         identity: weights_pb2.Identity | None = None,
         alive: bool = True,
     ) -> None:
-        word = ShowWord(far.shown.rank, far.shown.boot_id, alive, state, epoch, identity)
-        if word != far.shown:
-            far.shown = word
+        word = ShowWord(far.word.rank, far.word.boot_id, alive, state, epoch, identity)
+        if word != far.word:
+            far.word = word
             self._write(word)
 
 

@@ -1,7 +1,7 @@
 """The machine of a node that follows: its part of the engine, and the words and questions of its workers.
 
-It decides nothing about updates and does not know the manager: it starts its part when the leader says so, ends it
-when the leader says so or is not heard, and carries what its workers ask to the leader and the answers back.
+It starts its part when the leader says so, and ends it when the leader says so or is not heard. It carries its
+workers' questions to the leader and the answers back. It decides nothing about updates and does not know the manager.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LEASE: Key = ("lease",)
 
 
 class NodeEngineState(Enum):
-    """What there is of this node's part of the engine."""
+    """The state of this node's part of the engine."""
 
     NONE = 0
     STARTS = 1
@@ -54,7 +54,7 @@ class NodeEngineState(Enum):
 class FollowerMachine:
     """One following agent.
 
-    session: of this process. rank: of the node, of so many `nodes`. leader: its address. kind: of the engine.
+    session: of this process. rank: of the node, among `nodes` nodes. leader: its address. kind: of the engine.
     transports: that this node can read over.
     """
 
@@ -71,7 +71,7 @@ class FollowerMachine:
         self._leader = leader
         self._deadlines = deadlines
         self._out: list[FollowerCommand] = []
-        self._said = worker_pb2.NodeMessage(
+        self._report = worker_pb2.NodeMessage(
             session_id=session,
             node_rank=rank,
             nodes=nodes,
@@ -80,7 +80,7 @@ class FollowerMachine:
             digest_format=DIGEST_FORMAT,
         )
         self._part = NodeEngineState.NONE
-        self._ours = b"", 0  # session and generation of the leader that began the part which there is, or was last
+        self._ours = b"", 0  # session and generation of the leader that began the present part, or the last one
         self._command = worker_pb2.NodeCommand()
         self._leads = False  # whether the leader was heard lately
         self._refused = ""
@@ -104,7 +104,7 @@ class FollowerMachine:
                 self._timer(key)
             case PartStarted(problem):
                 self._part = NodeEngineState.NONE if problem else NodeEngineState.RUNS
-                self._said.reason = problem
+                self._report.reason = problem
                 if problem:
                     self._out.append(SayLine(problem))
                 self._tell()
@@ -134,33 +134,33 @@ class FollowerMachine:
     # -- the engine's part
 
     def _bring_about(self) -> None:
-        """What the leader wants, one step of it."""
-        if self._part is NodeEngineState.RUNS and (reason := self._over()):
+        """Takes the next step to what the leader wants."""
+        if self._part is NodeEngineState.RUNS and (reason := self._end_reason()):
             self._part = NodeEngineState.ENDS
-            self._said.reason = reason
+            self._report.reason = reason
             self._out += [SayLine(f"{reason}; this part of the engine is ended"), EndPart()]
-        elif self._part is NodeEngineState.NONE and self._wanted():
+        elif self._part is NodeEngineState.NONE and self._is_part_due():
             command = self._command
             self._part, self._ours, self._failed = NodeEngineState.STARTS, (command.session_id, command.generation), ""
-            said = self._said
-            said.leader_session, said.generation, said.reason = command.session_id, command.generation, ""
-            said.looked = 0  # another leader counts its looks anew
+            report = self._report
+            report.leader_session, report.generation, report.reason = command.session_id, command.generation, ""
+            report.looked = 0  # another leader counts its looks from 0
             self._out.append(StartPart(command.master_address, command.master_port))
 
-    def _wanted(self) -> bool:
+    def _is_part_due(self) -> bool:
         """Whether the leader wants a part that has not been begun yet."""
         command = self._command
-        begun = (command.session_id, command.generation) == self._ours
-        return self._leads and command.run and not begun and not self._stopped
+        is_known = (command.session_id, command.generation) == self._ours
+        return self._leads and command.run and not is_known and not self._stopped
 
-    def _over(self) -> str:
-        """Why the part that runs has to end; empty: it has not."""
+    def _end_reason(self) -> str:
+        """Why the part that runs has to end; empty: it may go on."""
         if self._failed or self._stopped:
             return self._failed or self._stopped
         if not self._leads:
             return f"the leader was not heard for {self._deadlines.lease:g} s"
         if self._command.session_id != self._ours[0]:
-            return "the leader was started anew"
+            return "the leader was restarted"
         return "" if self._obeys(self._command) else "the leader ends the engine"
 
     # -- the leader
@@ -180,26 +180,26 @@ class FollowerMachine:
         if not self._obeys(command):
             return
         if command.HasField("reply"):
-            asked = command.rank, command.boot_id, command.reply.sequence
+            question = command.rank, command.boot_id, command.reply.sequence
             for number, request in tuple(self._questions.items()):
-                if (request.rank, request.boot_id, request.sequence) == asked:
+                if (request.rank, request.boot_id, request.sequence) == question:
                     self._reply(number, command.reply)
-        if command.look > self._said.looked:
-            self._said.looked = command.look
+        if command.look > self._report.looked:
+            self._report.looked = command.look
             self._tell()
 
     def _obeys(self, command: worker_pb2.NodeCommand) -> bool:
-        """Whether it is about the part that there is here."""
-        there = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
-        return there and command.run and (command.session_id, command.generation) == self._ours
+        """Whether a command is about the part that this node has now."""
+        has_part = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
+        return has_part and command.run and (command.session_id, command.generation) == self._ours
 
     def _tell(self, request: worker_pb2.WorkerRequest | None = None) -> None:
-        """Tells all that there is to tell, and again after a heartbeat."""
-        said = self._said
-        said.sequence += 1
-        said.running = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
+        """Sends the whole state, and a request if there is one; the state is sent again after a heartbeat."""
+        report = self._report
+        report.sequence += 1
+        report.running = self._part in (NodeEngineState.RUNS, NodeEngineState.ENDS)
         message = worker_pb2.NodeMessage(request=request)
-        message.MergeFrom(said)
+        message.MergeFrom(report)
         self._out += [Send(LEADER, message), SetTimer(BEAT, self._deadlines.heartbeat)]
 
     # -- what its workers ask
@@ -209,6 +209,6 @@ class FollowerMachine:
         self._out.append(SetTimer(("ask", number), self._deadlines.worker_attempt))
 
     def _reply(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
-        """None: the worker shall ask again."""
+        """Answers a question. reply: None: the worker is to ask again."""
         del self._questions[number]
         self._out += [CancelTimer(("ask", number)), CancelTimer(("answer", number)), Reply(number, reply)]

@@ -1,8 +1,8 @@
-"""The machine of an engine's node 0, as far as other nodes go: who is there, when all parts start and end.
+"""The machine of an engine's node 0 for the other nodes: which are present, and when all parts start and end.
 
-It decides when a start of the engine (a generation) begins, which followers belong to it, when it has to end because
-of one of them, what of their words stands in the gate's page (`far.py`), and which of their workers' questions reach
-the agent's own machine. It starts nothing itself.
+It decides when a start of the engine (a generation) begins, which followers belong to it, and when it has to end
+because of one of them. It also decides which of their workers' questions reach the agent's own machine; `far.py`
+decides what stands in the gate's page. It starts nothing itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ckpt_engine.machines.nodes.events import (
     AllHere,
     Begin,
     EndParts,
+    FollowerMessage,
     GatherNodes,
     LeaderCommand,
     LeaderEvent,
     Look,
     Looked,
     NodesMissing,
-    NodeTold,
     PartsEnded,
     SayLine,
 )
@@ -39,24 +39,23 @@ END: Key = ("end",)
 
 @dataclass(eq=False)
 class _Question:
-    """The last question of one far worker; its answer once there is one. generation: in which it was asked."""
+    """The last question of one far worker."""
 
     node: _Node
-    generation: int
+    generation: int  # in which it was asked
     request: worker_pb2.WorkerRequest
-    reply: worker_pb2.AgentReply | None = None
+    reply: worker_pb2.AgentReply | None = None  # None: not answered yet
 
 
 @dataclass(eq=False)
 class _Node:
-    """What was last heard from one session of a node's agent, and when. peer: where commands to it go. looked: the last
-    look that its words answer. questions: by its workers' ranks."""
+    """One session of a node's agent."""
 
-    peer: Peer
-    heard: float
-    message: worker_pb2.NodeMessage
-    looked: int = 0
-    questions: dict[int, _Question] = field(default_factory=dict)
+    peer: Peer  # where commands to it go
+    heard: float  # when it was heard last, monotonic seconds
+    message: worker_pb2.NodeMessage  # the last one
+    looked: int = 0  # the last look that its words answer
+    questions: dict[int, _Question] = field(default_factory=dict)  # by its workers' ranks
 
 
 class LeaderMachine:
@@ -94,7 +93,7 @@ class LeaderMachine:
         self._ending = False
         self._look = 0
         self._looking: set[int] = set()
-        self._asked: dict[int, _Question] = {}
+        self._open_questions: dict[int, _Question] = {}
         self._questions = 0
 
     def handle(self, event: LeaderEvent, now: float) -> list[LeaderCommand]:
@@ -108,7 +107,7 @@ class LeaderMachine:
         for rank, session in self._members.items():
             node = self._nodes[rank]
             if node.message.session_id != session:
-                return f"the agent of node {rank} was started anew"
+                return f"the agent of node {rank} was restarted"
             if not self._is_heard(node, now):
                 return f"the agent of node {rank} was not heard for {self._deadlines.lease:g} s"
             if self._current(node.message) and not node.message.running and node.message.reason:
@@ -116,7 +115,7 @@ class LeaderMachine:
         return ""
 
     def placed(self, status: manager_pb2.WorkerStatus) -> manager_pb2.WorkerStatus:
-        """The same with the node and the process where the worker runs."""
+        """Adds the node and the process where the worker runs. Returns `status`."""
         place = None if self._far is None else self._far.place(status.rank)
         if place is not None:
             status.node, status.pid = place
@@ -124,8 +123,8 @@ class LeaderMachine:
 
     def _take(self, event: LeaderEvent, now: float) -> None:
         match event:
-            case NodeTold():
-                self._told(event, now)
+            case FollowerMessage():
+                self._take_message(event, now)
             case Reply(question, reply):
                 self._answered(question, reply)
             case GatherNodes(seconds):
@@ -149,7 +148,7 @@ class LeaderMachine:
                 self._timer(key, now)
             case Start():
                 self._out.append(SetTimer(BEAT, self._deadlines.heartbeat))
-        self._answer_who_waits(now)
+        self._answer_waiting(now)
 
     def _timer(self, key: Key, now: float) -> None:
         match key:
@@ -166,19 +165,19 @@ class LeaderMachine:
                 how = f"--nodes {self._count} --node-rank R --leader {self._leader}"
                 self._out.append(NodesMissing(f"{missing} after {seconds:g} s: start its agent with {how}"))
             case ("look", int() as number) if number in self._looking:
-                for rank in self._late(number):
+                for rank in self._lagging_nodes(number):
                     if self._far is not None:
                         self._far.lose(rank)
                 self._looked(number)
             case ("end",) if self._ending:
                 self._parts_ended()
 
-    def _answer_who_waits(self, now: float) -> None:
+    def _answer_waiting(self, now: float) -> None:
         if self._gathering is not None and not self._missing(now):
             self._gathering = None
             self._out += [CancelTimer(NOTICE), CancelTimer(GATHER), AllHere()]
         for number in sorted(self._looking):
-            if not self._late(number):
+            if not self._lagging_nodes(number):
                 self._looked(number)
         running = [node for node in self._nodes.values() if node.message.running and self._is_heard(node, now)]
         if self._ending and not running:
@@ -203,7 +202,7 @@ class LeaderMachine:
         self._tell_all()
 
     def _end(self) -> None:
-        """There is to be no engine, and what its nodes hold counts no more."""
+        """Ends the generation: what its nodes hold does not count any more."""
         if self._far is not None:
             for rank in self._nodes:
                 self._far.lose(rank)
@@ -212,19 +211,19 @@ class LeaderMachine:
 
     def _missing(self, now: float) -> str:
         """Which nodes are not ready for a new start; empty: all are."""
-        there = {rank for rank, node in self._nodes.items() if self._is_heard(node, now)}
-        if absent := [rank for rank in range(1, self._count) if rank not in there]:
+        heard = {rank for rank, node in self._nodes.items() if self._is_heard(node, now)}
+        if absent := [rank for rank in range(1, self._count) if rank not in heard]:
             return f"no agent of node {', '.join(map(str, absent))} has joined"
         ending = [rank for rank, node in sorted(self._nodes.items()) if node.message.running]
         return f"node {', '.join(map(str, ending))} still has a part of the engine before" if ending else ""
 
-    def _late(self, number: int) -> list[int]:
-        """Nodes whose words were read before this look."""
+    def _lagging_nodes(self, number: int) -> list[int]:
+        """The nodes that have not read their words since this look."""
         return [rank for rank in self._members if self._nodes[rank].looked < number]
 
     # -- what followers tell
 
-    def _told(self, event: NodeTold, now: float) -> None:
+    def _take_message(self, event: FollowerMessage, now: float) -> None:
         message, rank = event.message, event.message.node_rank
         if refused := self._refusal(message, now):
             problem = weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=refused)
@@ -234,13 +233,13 @@ class LeaderMachine:
         if node is None or node.message.session_id != message.session_id:
             self._out.append(SayLine(f"node {rank} has joined"))
             if self._far is not None:
-                self._far.lose(rank)  # the words of the agent before it are nobody's any more
+                self._far.lose(rank)  # the words of the agent before it do not count any more
             node = self._nodes[rank] = _Node(event.peer, now, message)
         elif message.sequence <= node.message.sequence:
             return
         node.peer, node.heard, node.message = event.peer, now, message
         if self._far is not None and self._current(message):
-            self._take_words(self._far, node, event.here)
+            self._take_words(self._far, node, event.boot_ids)
         self._tell(node)
 
     def _refusal(self, message: worker_pb2.NodeMessage, now: float) -> str:
@@ -262,12 +261,12 @@ class LeaderMachine:
             return f"node {rank} has an agent already: each node has its own --node-rank"
         return ""
 
-    def _take_words(self, far: FarWorkers, node: _Node, here: Sequence[bytes]) -> None:
+    def _take_words(self, far: FarWorkers, node: _Node, boot_ids: Sequence[bytes]) -> None:
         message, rank = node.message, node.message.node_rank
         request = message.request if message.HasField("request") else None
         if request is not None and request.HasField("installed"):
             far.accounted(request.rank, request.boot_id, request.installed.fence.epoch)
-        if wrong := far.take(rank, message.workers, here):
+        if wrong := far.take(rank, message.workers, boot_ids):
             self._wrong = wrong
             far.lose(rank)
             return
@@ -276,7 +275,7 @@ class LeaderMachine:
             self._ask(node, request)
 
     def _current(self, message: worker_pb2.NodeMessage) -> bool:
-        """Whether it is about the engine that there is to be now."""
+        """Whether a message is about the present generation."""
         return (
             message.leader_session == self._session
             and message.generation == self._generation
@@ -289,21 +288,21 @@ class LeaderMachine:
     # -- what their workers ask
 
     def _ask(self, node: _Node, request: worker_pb2.WorkerRequest) -> None:
-        """Has a far worker's question answered once, however often it comes."""
-        known = node.questions.get(request.rank)
-        if known is not None and known.request.boot_id == request.boot_id:
-            if request.sequence < known.request.sequence:
+        """Has a far worker's question answered once, and sends the answer again if the question is repeated."""
+        last = node.questions.get(request.rank)
+        if last is not None and last.request.boot_id == request.boot_id:
+            if request.sequence < last.request.sequence:
                 return
-            if request.sequence == known.request.sequence:
-                self._give(known)
+            if request.sequence == last.request.sequence:
+                self._give(last)
                 return
         question = node.questions[request.rank] = _Question(node, self._generation, request)
         self._questions += 1
-        self._asked[self._questions] = question
+        self._open_questions[self._questions] = question
         self._out.append(WorkerAsked(self._questions, request))
 
     def _answered(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
-        question = self._asked.pop(number, None)
+        question = self._open_questions.pop(number, None)
         if question is None or self._far is None or question.generation != self._generation:
             return
         node, request = question.node, question.request
@@ -339,7 +338,7 @@ class LeaderMachine:
         self._out.append(Send(node.peer, self._command(node)))
 
     def _command(self, node: _Node) -> worker_pb2.NodeCommand:
-        """Our whole state. An agent that came later than this start of the engine has no part in it."""
+        """This machine's whole state for a node. An agent that joined after this start of the engine has no part."""
         return worker_pb2.NodeCommand(
             session_id=self._session,
             generation=self._generation,

@@ -8,9 +8,9 @@ Its session, and the digests that it is asked for, are those of every holder. He
   one memory.
 - The slot of the version that replicas are to hold now is never filled.
 - Memory is counted before a slot is given up. What is given up is said before the first byte changes.
-- What is missing of a version that a slot holds is brought beside the rest of it, which stays lent.
+- What is missing of a version that a slot holds is added to the rest of it, which stays lent.
 - A version is said to be held only once it was compared with its sealed record.
-- A session's end changes nothing: filling goes on, and the answer is given to whoever repeats the command.
+- A session's end changes nothing: filling goes on, and the answer goes to the session that repeats the command.
 
 Nothing outlives the process: a relay that was killed comes back with nothing, under another session.
 """
@@ -40,11 +40,11 @@ from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, RelayPro
 
 @dataclass(frozen=True)
 class HeldNotice:
-    """A version to say that it is held. table, record: serialised."""
+    """A version that is announced as held."""
 
     identity: Version
-    table: bytes
-    record: bytes
+    table: bytes  # a serialised SourceTable
+    record: bytes  # a serialised SealedRecord
 
 
 RelayCommand: TypeAlias = Run | StopFilling
@@ -54,34 +54,34 @@ Answer: TypeAlias = RelayFilled | RelayProgress
 
 @dataclass
 class _SlotState:
-    """needs, everything, within: what was asked for when it was filled. since: which filling it was."""
+    """One slot. `needs`, `everything` and `within` are of the command that filled it."""
 
-    held: HeldNotice | None = None
-    told: RelayFilled | None = None
-    needs: frozenset[bytes] = frozenset()
+    held: HeldNotice | None = None  # None: it is empty
+    answer: RelayFilled | None = None  # to the command that filled it
+    needs: frozenset[bytes] = frozenset()  # digests
     everything: bool = False
-    within: frozenset[bytes] = frozenset()
-    since: int = 0
+    within: frozenset[bytes] = frozenset()  # digests
+    since: int = 0  # the number of its filling
 
 
 @dataclass
 class _FillWork:
-    """A command that is carried out. came, until: of the machine's clock. slot: once it is known which."""
+    """A command that is being carried out. Moments are monotonic seconds."""
 
     command: FillRelay
     came: float
     until: float
-    slot: int = -1
-    more: bool = False
-    step: str = ""
-    overtaken: bool = False
+    slot: int = -1  # -1: not chosen yet
+    more: bool = False  # the slot holds a part of the version already
+    step: str = ""  # of the task that runs
+    overtaken: bool = False  # a newer command waits for its end
 
 
 class RelayFilling:
     """The slots of one relay.
 
-    emit: takes commands. send: tells the manager, if there is one; what must arrive is asked for again. hold: says what
-    is held, all of it, whenever that changes. clock: of the session.
+    emit: takes commands. send: sends to the manager, if there is one; the manager repeats its command until the answer
+    arrives. hold: announces all that is held, whenever that changes. clock: of the session.
     """
 
     def __init__(
@@ -104,24 +104,24 @@ class RelayFilling:
 
     @property
     def epoch(self) -> int:
-        """The highest that it has obeyed."""
+        """The highest epoch that it has obeyed."""
         return self._obeyed[0]
 
     def is_newer(self, body: FillRelay) -> bool:
-        """Whether a command is none of those that it has obeyed, nor before them."""
+        """Whether a command comes after all that it has obeyed."""
         return _turn(body) > self._obeyed
 
     @property
     def held(self) -> tuple[HeldNotice, ...]:
-        """Each version once, the one that was filled last first."""
-        found: dict[Version, HeldNotice] = {}
+        """The versions held, each once, the last filled first."""
+        notices: dict[Version, HeldNotice] = {}
         for slot in sorted(self._slots, key=lambda slot: -slot.since):
             if slot.held is not None:
-                found.setdefault(slot.held.identity, slot.held)
-        return tuple(found.values())
+                notices.setdefault(slot.held.identity, slot.held)
+        return tuple(notices.values())
 
     def message(self, body: FillRelay, cluster: str, now: float) -> None:
-        """A command of the manager of `cluster`."""
+        """Takes a command of the manager of `cluster`."""
         if body.fence.cluster != cluster or _turn(body) < self._obeyed:
             return
         if not self.is_newer(body):
@@ -138,7 +138,7 @@ class RelayFilling:
             self._emit(StopFilling())
 
     def done(self, done: Done, now: float) -> bool:
-        """Whether the task that ended was one of this machine's."""
+        """Takes the end of a task. Returns whether it was one of this machine's."""
         match done.key:
             case ("relay", str(), int() as count):
                 if count == self._count and self._work is not None:
@@ -146,14 +146,14 @@ class RelayFilling:
                 return True
         return False
 
-    def progress(self, said: FillingProgress) -> None:
-        """Passed on while that filling is what the manager waits for."""
+    def progress(self, report: FillingProgress) -> None:
+        """Passes progress on to the manager, unless its filling was overtaken."""
         work = self._work
-        if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(said.fence):
-            self._send(RelayProgress(fence=said.fence, bytes_done=said.bytes_done, bytes_total=said.bytes_total))
+        if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(report.fence):
+            self._send(RelayProgress(fence=report.fence, bytes_done=report.bytes_done, bytes_total=report.bytes_total))
 
     def stop(self) -> None:
-        """The process is to end."""
+        """Stops filling, since the process is to end."""
         self._next = None
         if self._work is not None:
             self._work.overtaken = True
@@ -165,17 +165,18 @@ class RelayFilling:
         if work is None:
             return
         command = work.command
-        known = next((slot for slot in self._slots if _serves(slot, command)), None)
-        if known is not None:
-            assert known.told is not None
-            self._answered(work, known.told, now)
+        serving = next((slot for slot in self._slots if _serves(slot, command)), None)
+        if serving is not None:
+            assert serving.answer is not None
+            self._answered(work, serving.answer, now)
             return
         part = next((number for number, slot in enumerate(self._slots) if _has_a_part(slot, command)), None)
         work.slot, work.more = (self._free(command), False) if part is None else (part, True)
         self._run(work, "count", CountSlot(work.slot, command, bounded(work.until - now), work.more))
 
     def _free(self, command: FillRelay) -> int:
-        """The slot to fill: not that of the version to keep; an empty one, else the one that was filled first."""
+        """The number of the slot to fill: an empty one, else the one that was filled first. Never that of the version
+        to keep."""
         keep = Version.or_none(command.keep)
         free = [number for number, slot in enumerate(self._slots) if slot.held is None or slot.held.identity != keep]
         if not free:  # both hold it, for other needs: the one that is read stays, else the fuller one, which came later
@@ -201,29 +202,29 @@ class RelayFilling:
 
     def _filled(self, work: _FillWork, filled: SlotFilled, now: float) -> None:
         command = work.command
-        told = RelayFilled(table=blob_digest(filled.table))
-        told.MergeFrom(filled.told)
+        answer = RelayFilled(table=blob_digest(filled.table))
+        answer.MergeFrom(filled.answer)
         self._slots[work.slot] = _SlotState(
             held=HeldNotice(Version.of(command.identity), filled.table, filled.record),
-            told=told,
+            answer=answer,
             needs=_digests(command.needs),
             everything=command.everything,
             within=_digests(command.within),
             since=self._count,
         )
         self._hold(self.held)
-        self._answered(work, told, now)
+        self._answered(work, answer, now)
 
     def _give_up(self, number: int) -> None:
         if self._slots[number].held is not None:
             self._slots[number] = _SlotState()
             self._hold(self.held)
 
-    def _answered(self, work: _FillWork, told: RelayFilled, now: float) -> None:
+    def _answered(self, work: _FillWork, result: RelayFilled, now: float) -> None:
         self._work = None
         if not work.overtaken:
             answer = RelayFilled()
-            answer.CopyFrom(told)
+            answer.CopyFrom(result)
             answer.fence.CopyFrom(work.command.fence)
             answer.identity.CopyFrom(work.command.identity)
             answer.attempt = _turn(work.command)[1]
@@ -234,7 +235,7 @@ class RelayFilling:
 
 
 def _turn(body: FillRelay) -> tuple[int, int]:
-    """Epoch and attempt."""
+    """What orders commands: epoch and attempt."""
     return body.fence.epoch, body.attempt
 
 
@@ -243,21 +244,21 @@ def _digests(refs: object) -> frozenset[bytes]:
 
 
 def _is_read(slot: _SlotState, command: FillRelay) -> bool:
-    return slot.told is not None and slot.told.table == command.keep_table != b""
+    return slot.answer is not None and slot.answer.table == command.keep_table != b""
 
 
 def _has_a_part(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds some of the version, laid out as this command would have it."""
-    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
+    if slot.held is None or slot.answer is None or slot.held.identity != Version.of(command.identity):
         return False
     same = slot.needs == _digests(command.needs) and slot.everything == command.everything
-    return same and slot.within == _digests(command.within) and bool(slot.told.missing_cells)
+    return same and slot.within == _digests(command.within) and bool(slot.answer.missing_cells)
 
 
 def _serves(slot: _SlotState, command: FillRelay) -> bool:
     """Whether a slot holds all that a command asks for."""
-    if slot.held is None or slot.told is None or slot.held.identity != Version.of(command.identity):
+    if slot.held is None or slot.answer is None or slot.held.identity != Version.of(command.identity):
         return False
-    if slot.told.missing_cells or (slot.within and not (command.within and _digests(command.within) <= slot.within)):
+    if slot.answer.missing_cells or (slot.within and not (command.within and _digests(command.within) <= slot.within)):
         return False
     return slot.everything or (not command.everything and _digests(command.needs) <= slot.needs)

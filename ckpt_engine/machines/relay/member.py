@@ -1,12 +1,12 @@
 """The machine of a relay's process: a holder of kind "relay" that the manager can tell to bring versions.
 
-Its session and the digests that it is asked for are those of every holder, what it does with its slots is in
+Its session and the digests that it is asked for are those of every holder; what it does with its slots is in
 `RelayFilling`. Here is what lies between the two:
 
-- Sealing and filling obey one count of fill fences: what is below the highest of both is late, whatever it asks for.
-- What it holds is told before that it was brought: whoever hears the answer can plan with it. What it gives up is told
-  before the first byte changes.
-- It lets go of memory that its owner takes back once nothing reads that, and keeps what it has brought from there.
+- Sealing and filling obey one count of fill fences: a command below the highest of both is stale.
+- What it holds is announced before the answer that it was brought, so that the manager can plan with it as soon as it
+  has the answer. What it gives up is announced before the first byte changes.
+- It lets go of memory that its owner takes back once nothing reads that, and keeps what it has copied from there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LET_GO_SECONDS = 600.0
 class RelayMachine(HolderMachine):
     """One relay. filling: its memory and what it wants; the shell may change it, and the next hello says so.
 
-    Events: those of a holder but which it feeds itself, FillingProgress and ChunksPassed. Commands: a holder's, Run of
-    CountSlot and FillSlot (one of them at a time), LetGoOf (beside them), and StopFilling.
+    Events: a holder's except HoldVersions, which it makes itself, and FillingProgress and ChunksPassed. Commands: a
+    holder's, Run of CountSlot or FillSlot (one at a time), Run of LetGoOf (beside these), and StopFilling.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RelayMachine(HolderMachine):
         super().__init__(KIND, name, session_id, host, deadlines, filling)
         self._filling = RelayFilling(self._out.append, self._answer, self._hold, self._session.clock)
         self._letting_go = 0
-        self._brought: manager_pb2.RelayFilled | None = None  # to be said once what it holds was told
+        self._unsent_answer: manager_pb2.RelayFilled | None = None  # waits until what it holds is announced
 
     def _take(self, event: TrainerEvent, now: float) -> None:
         match event:
@@ -53,8 +53,8 @@ class RelayMachine(HolderMachine):
                 return
             case ChunksPassed():
                 rate = manager_pb2.Rate(bytes_per_second=event.sent.per_second, seconds=event.sent.seconds)
-                said = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
-                self._session.send(said)
+                message = manager_pb2.RelayPassedOn(fence=event.fence, attempt=event.attempt, sent=rate)
+                self._session.send(message)
                 return
             case Stop():
                 self._filling.stop()
@@ -65,7 +65,7 @@ class RelayMachine(HolderMachine):
             case manager_pb2.FillRelay():
                 if body.fence.epoch >= self._obeyed():
                     if self._filling.is_newer(body):
-                        self._brought = None
+                        self._unsent_answer = None
                     self._filling.message(body, self._session.cluster, now)
             case manager_pb2.LetGo():
                 self._letting_go += 1
@@ -82,14 +82,14 @@ class RelayMachine(HolderMachine):
 
     def _answer(self, body: Answer) -> None:
         if not isinstance(body, manager_pb2.RelayProgress):
-            self._brought = None
+            self._unsent_answer = None
         if isinstance(body, manager_pb2.RelayFilled) and not body.HasField("problem") and self._held is None:
-            self._brought = body
+            self._unsent_answer = body
         else:
             self._session.send(body)
 
     def _publish(self) -> None:
         super()._publish()
-        if self._brought is not None and self._held is not None:
-            self._session.send(self._brought)
-            self._brought = None
+        if self._unsent_answer is not None and self._held is not None:
+            self._session.send(self._unsent_answer)
+            self._unsent_answer = None

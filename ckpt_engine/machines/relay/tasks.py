@@ -1,4 +1,4 @@
-"""Work that the relay's machine asks of its shell, and what is said meanwhile; see `machines/tasks.py`."""
+"""Tasks of the relay's machine (see `machines/tasks.py`), and what its shell reports meanwhile."""
 
 from __future__ import annotations
 
@@ -22,44 +22,46 @@ class CountSlot:
 
 @dataclass(frozen=True)
 class SlotFilled:
-    """What a slot holds now. table, record: serialised. told: the answer, but for fence and identity."""
+    """What a slot holds now."""
 
-    table: bytes
-    record: bytes
-    told: manager_pb2.RelayFilled
+    table: bytes  # a serialised SourceTable
+    record: bytes  # a serialised SealedRecord
+    answer: manager_pb2.RelayFilled  # without fence and identity
 
 
 @dataclass(frozen=True)
 class FillSlot:
-    """Lend the slot to nobody, wait for its readers as long as they may keep it, fill it, compare, and lend it. Result:
-    SlotFilled. If it fails the slot holds nothing and is lent to nobody. A second one waits for the first to end,
-    within its own time, whatever the machine was told of the first.
+    """Stop lending the slot, wait for its readers as long as they may keep it, fill it, compare, and lend it. Result:
+    SlotFilled.
 
-    more: the slot holds a part of this very version, which others may be reading: it stays as it is and lent, also if
-    this fails, and only the rest is brought."""
+    If it fails the slot holds nothing and is not lent. A second task waits for the first to end, within its own time,
+    even if the first was answered for already.
+    """
 
     slot: int
     command: manager_pb2.FillRelay
     seconds: float
+    # The slot holds a part of this version, which others may be reading: that stays lent, also if this fails, and only
+    # the rest is brought.
     more: bool = False
 
 
 @dataclass(frozen=True)
 class LetGoOf:
-    """Unmap what these tables offer, once nothing reads it. Result: None. tables: digests."""
+    """Unmap what these tables offer, once nothing reads it. Result: None."""
 
-    tables: tuple[bytes, ...]
+    tables: tuple[bytes, ...]  # digests
     seconds: float
 
 
 @dataclass(frozen=True)
 class StopFilling:
-    """A command: end the task that counts or fills, soon; its Done comes as ever."""
+    """A command: end the task that counts or fills, soon; its Done comes all the same."""
 
 
 @dataclass(frozen=True)
 class FillingProgress:
-    """An event: how far the filling with this fence is. Needs not come; a few a second at most."""
+    """An event: how far the filling with this fence is. Optional; a few a second at most."""
 
     fence: weights_pb2.Fence
     bytes_done: int
@@ -68,8 +70,8 @@ class FillingProgress:
 
 @dataclass(frozen=True)
 class ChunksPassed:
-    """An event: how fast the filling with this fence and attempt was passed on in all, now that nobody asks for more of
-    it. Needs not come."""
+    """An event: how fast the filling with this fence and attempt was passed on in all, once no relay asks for more of
+    it. Optional."""
 
     fence: weights_pb2.Fence
     attempt: int

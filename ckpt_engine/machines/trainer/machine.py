@@ -17,11 +17,10 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 class TrainerMachine(OfferingMachine):
-    """One rank. session_id: of this process; survives reconnects. It offers one table, of weights that have no identity
-    yet.
+    """One rank. It offers one table, of weights that have no identity yet.
 
-    It takes part in a collective once an install fence, and in none of a lower one; a repeated command is answered as
-    before. What has begun goes on whatever becomes of the manager.
+    It takes part in a collective once per install fence, and in none of a lower fence; a repeated command is answered
+    as before. What has begun goes on without the manager. session_id: of this process; survives reconnects.
     """
 
     def __init__(
@@ -33,21 +32,21 @@ class TrainerMachine(OfferingMachine):
         host: weights_pb2.Host,
         deadlines: Deadlines | None = None,
     ) -> None:
-        def hello(told: HelloState) -> manager_pb2.TrainerHello:
+        def hello(state: HelloState) -> manager_pb2.TrainerHello:
             return manager_pb2.TrainerHello(
-                cluster=told.cluster,
+                cluster=state.cluster,
                 lineage=lineage,
                 rank=rank,
                 world_size=world_size,
                 session_id=session_id,
                 host=host,
-                table=told.held[0].table if told.held else None,
-                epoch=told.epoch,
+                table=state.held[0].table if state.held else None,
+                epoch=state.epoch,
                 digest_format=DIGEST_FORMAT,
             )
 
-        def changed(told: HelloState) -> manager_pb2.Publish:
-            return manager_pb2.Publish(table=told.held[0].table if told.held else None)
+        def changed(state: HelloState) -> manager_pb2.Publish:
+            return manager_pb2.Publish(table=state.held[0].table if state.held else None)
 
         super().__init__(MemberKind("TrainerSession", manager_pb2.TrainerMessage, hello, changed), deadlines)
         self._part = Fence()
@@ -73,14 +72,14 @@ class TrainerMachine(OfferingMachine):
             if self._took is not None:
                 self._session.send(self._took)
             return
-        late = fence.cluster == self._part.cluster and fence.epoch < self._part.epoch
-        if late or fence.cluster != self._session.cluster:
+        stale = fence.cluster == self._part.cluster and fence.epoch < self._part.epoch
+        if stale or fence.cluster != self._session.cluster:
             return
         self._part, self._took = fence, None
         task = RunPart(fence.epoch, body.sealed.epoch, body.collective, body.member, bounded(body.deadline_seconds))
         self._out.append(Run(("part", fence.epoch), task))
 
     def _part_over(self, result: object, problem: weights_pb2.Problem | None) -> None:
-        taken = PartTaken(problem) if problem is not None else cast(PartTaken, result)
-        self._took = manager_pb2.TookPart(fence=self._part.message(), problem=taken.problem, blamed=taken.blamed)
+        part = PartTaken(problem) if problem is not None else cast(PartTaken, result)
+        self._took = manager_pb2.TookPart(fence=self._part.message(), problem=part.problem, blamed=part.blamed)
         self._session.send(self._took)
