@@ -1,4 +1,5 @@
-"""An HTTP server inside a process of ours: silent, and it leaves the process's signals and logging alone."""
+"""An HTTP server inside one of our processes. It logs warnings only, and leaves the process's signal handlers and
+logging configuration as they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An engine as its agent sees it: where it lies, how it is driven, whether it is still there.
+"""An engine as its agent sees it: its address and directory, its adapter, and whether it still runs.
 
-Two kinds, with one face (`EngineHost`): an engine that we launch (launched.py) and one that runs beside us
-(attached.py). Both tell `EngineEvents` when the engine is ready and when it has gone, any number of times.
+There are two implementations of `EngineHost`: an engine that the agent launches (launched.py), and one that the user
+started (attached.py). Both report to `EngineEvents` each time the engine becomes ready, and each time it exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineEvents(Protocol):
     def engine_ready(self, ready: EngineReady) -> None: ...
 
     def engine_exited(self, reason: str) -> None:
-        """The engine has gone: at most once after each `engine_ready`. Its workers hold nothing any more."""
+        """The engine has exited, so its workers hold nothing. Called at most once after each `engine_ready`."""
         ...
 
     def say(self, line: str) -> None:

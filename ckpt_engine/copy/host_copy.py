@@ -33,7 +33,8 @@ _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def host_work(pairs: Iterable[Pair]) -> list[Work]:
-    """Pairs of CPU tensors as work for threads: each `copy` runs within one thread and outside of torch's own."""
+    """Cuts pairs of CPU tensors into units of work. The `copy` of each runs on the calling thread only, without torch's
+    thread pool."""
     near: list[Pair] = []
     rows: list[Rows] = []
     for whole_destination, whole_source in pairs:
@@ -48,7 +49,7 @@ def host_work(pairs: Iterable[Pair]) -> list[Work]:
 
 
 class CopyBatch:
-    """Pairs that a thread takes at once, and copies by one call outside of the interpreter's lock."""
+    """Pairs that a thread takes together, and copies with one call that releases the interpreter's lock."""
 
     __slots__ = ("_destinations", "_sources", "bytes")
 
@@ -66,7 +67,8 @@ Work = CopyBatch | Rows
 
 
 class HostRun:
-    """One run over batches, which this thread and its helpers share: hands them out, counts bytes, and stops."""
+    """One run over batches that this thread and its helpers share. Hands out batches, counts bytes, and can be
+    stopped."""
 
     def __init__(self, batches: Sequence[Work]) -> None:
         self._waiting = iter(batches)

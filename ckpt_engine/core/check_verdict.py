@@ -1,10 +1,9 @@
 """What the check of an engine's version asks, and when it passes. Pure.
 
-Two versions of made-up weights, A and B, are each loaded by the engine's own loader and by an install of ours, in the
-order of ROUNDS. So each install of ours replaces the other version, and whatever it leaves of that (a derived tensor, a
-cache) shows. After each round the engine is asked for the log-probabilities of PROMPT and of the tokens that it
-continues with. Equal tokens alone would prove little: they repeat.
-"""
+Two versions of made-up weights, A and B, are each loaded by the engine's own loader and by ckpt-engine's install, in
+the order of ROUNDS. So each install of ours replaces the other version, and whatever it leaves of that (a derived
+tensor, a cache) shows. After each round the engine is asked for the log-probabilities of PROMPT and of the tokens that
+it continues with. Equal tokens alone would prove little: they repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Round:
     """One version, loaded in one way."""
 
     seed: int  # 1: version A, 2: version B
-    by_engine: bool  # by the engine's own loader; else by an install of ours
+    by_engine: bool  # by the engine's own loader; else by ckpt-engine's install
 
 
 ROUNDS = (Round(1, True), Round(2, False), Round(2, True), Round(1, False))
@@ -62,8 +61,8 @@ def failure(scores: Sequence[Score]) -> str:
         found = 0.0 if each.by_engine else _difference(score, by_engine[each.seed])
         if found > SHARE * control:
             return (
-                f"after an install of ours its log-probabilities differ by up to {found:.3g} from those after its own "
-                f"loader brought the same weights (two versions differ by {control:.3g})"
+                f"after ckpt-engine's install its log-probabilities differ by up to {found:.3g} from "
+                f"those after its own loader brought the same weights (two versions differ by {control:.3g})"
             )
     return ""
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from ckpt_engine.core.problems import invalid
 
 TREES = 8
-"""At most, over hosts that want the same chunks."""
+"""The most trees over hosts that want the same chunks."""
 
 FROM_TRAINERS = -1
-"""As a parent: the host reads each chunk from the trainers' host that `FanOut.feeders` names."""
+"""In place of a parent: the host reads each chunk from the trainers' host that `FanOut.feeders` names."""
 
 LEAF_BELOW = 0.55
 """A host below this share of the median rate passes nothing on. Above one half, since a host at half the rate does not
@@ -38,7 +38,8 @@ _ENOUGH = 0.95  # the sum of the trees' shares: no host sends more than 1 / 0.95
 
 
 class Chunk(NamedTuple):
-    """What travels at a time. Hosts and holders are sorted numbers in two lists that go with the chunks."""
+    """The unit that hosts read and pass on. Hosts and holders are numbers in two lists that come with the chunks,
+    sorted."""
 
     bytes: int  # on the wire
     hosts: tuple[int, ...]  # that want it

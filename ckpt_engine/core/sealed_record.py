@@ -27,13 +27,14 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 @dataclass(frozen=True, eq=False)
 class Cutting:
-    """Manifest and cells of a record, which tile it; records of versions that were cut alike share one."""
+    """The manifest of a record and the cells that tile it. Records with the same manifest and cells share one
+    Cutting."""
 
     record: SealedRecord
     boxes: tuple[tuple[Box, ...], ...]  # for each tensor of the manifest its cells, sorted
     first: tuple[int, ...]  # the number of each tensor's first cell
-    tensor: Indices  # of each cell
-    hasher: RootHasher  # of their roots
+    tensor: Indices  # the number of the tensor, by cell
+    hasher: RootHasher  # computes roots for this manifest
 
     def is_of(self, record: SealedRecord) -> bool:
         """Whether a record has this manifest and these cells."""
@@ -54,7 +55,7 @@ class Cutting:
 
 @dataclass(frozen=True, eq=False)
 class ProvenRecord:
-    """A record that proved itself."""
+    """A record whose digests add up to its root."""
 
     record: SealedRecord
     cut: Cutting

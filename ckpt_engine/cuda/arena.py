@@ -34,7 +34,7 @@ class CudaArena:
                     )
                 self.pointer = driver().allocate(size)
         except CudaDriverError as error:
-            raise unavailable(f"{size} bytes of cuda:{device} cannot be had: {error}") from error
+            raise unavailable(f"cannot allocate {size} bytes on cuda:{device}: {error}") from error
         self._bytes: torch.Tensor | None = device_bytes(self.pointer, size, device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -26,8 +26,8 @@ class FiniteRule(NamedTuple):
 
 
 def _rule(dtype: str, mask: int, guard: int, least: int, flip: int = 0) -> FiniteRule:
-    """The rule of a dtype. mask, guard, least, flip: for the lane with sign and exponent, the last one of an element
-    or of half a complex one."""
+    """The rule of a dtype, from the values for one lane: the last lane of an element (of each half of a complex
+    number), which has the sign and the exponent."""
     size = 4 if dtype == "complex64" else ITEMSIZES[dtype]
     shift = 8 * (size - min(size, 2))
     places = range(0, 64, 8 * size)

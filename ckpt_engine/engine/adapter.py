@@ -93,7 +93,7 @@ class LaunchPlan:
     sleep_argument: str = ""
 
     def command(self, sleeps: bool) -> tuple[str, ...]:
-        """`argv`, with what an engine needs that is to give memory up."""
+        """`argv`, with the option that lets an engine sleep. sleeps: whether this engine is to sleep."""
         if sleeps and self.sleep_argument and self.sleep_argument not in self.argv:
             return (*self.argv, self.sleep_argument)
         return self.argv
@@ -106,16 +106,11 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What an adapter is told about the engine that it drives.
+    """What an adapter is told about the engine that it drives."""
 
-    url: base URL, without a trailing slash.
-    directory: the engine's runtime directory (see words/directory.py).
-    token: sent with every call (`headers`); without it the gate refuses control routes. Secret.
-    """
-
-    url: str
-    directory: Path
-    token: str
+    url: str  # base URL, without a trailing slash
+    directory: Path  # the engine's runtime directory (see words/directory.py)
+    token: str  # sent with every call (`headers`); without it the gate refuses control routes. Secret
 
     @property
     def headers(self) -> dict[str, str]:
@@ -125,11 +120,11 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class AdapterAvailability:
-    """Whether engines of a kind can be started on this host. version: of the installed engine; empty if none."""
+    """Whether engines of a kind can be started on this host."""
 
     ok: bool
-    version: str
-    reason: str
+    version: str  # of the installed engine; empty: none is installed
+    reason: str  # why not, or what was found
 
 
 class EngineCallError(Exception):
@@ -174,8 +169,10 @@ class EngineAdapter(Protocol):
         ...
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
-        """What the engine makes of `tokens`, and of `more` that it goes on with, greedily. The gate may be closed to
-        all others. What does not have the engine's form raises KeyError, TypeError, ValueError or IndexError."""
+        """The engine's log-probabilities of `tokens` and of `more` tokens that it generates greedily after them.
+
+        Works while the gate is closed to all other requests. Raises KeyError, TypeError, ValueError or IndexError if
+        the engine's answer has an unknown form."""
         ...
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
@@ -202,8 +199,10 @@ class EngineAdapter(Protocol):
         ...
 
     async def sleep(self, level: int, seconds: float) -> None:
-        """Gives up memory; requests that are inside end. Level 1 keeps weights on the host, 2 discards them: then each
-        worker must call `EngineWorker.discard()` once more by itself before they go, in whatever order calls come."""
+        """Gives up memory; requests that run are ended. Level 1 keeps the weights on the host; level 2 discards them.
+
+        At level 2 each worker must itself call `EngineWorker.discard()` again before the weights go, since calls may
+        come in any order."""
         ...
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
@@ -230,7 +229,7 @@ class AdapterModule(Protocol):
     """What the module of an adapter offers at its top level. Importing it must not import the engine."""
 
     CAPABILITIES: Capabilities
-    """What `create_adapter(...).capabilities` is, for who only wants to know."""
+    """The same as `create_adapter(...).capabilities`, without an adapter."""
 
     def create_adapter(self, settings: AdapterSettings) -> EngineAdapter:
         """A driver for the engine at `settings.url`. No I/O."""
@@ -245,8 +244,8 @@ class AdapterModule(Protocol):
         ...
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why the engine that `command` starts cannot be driven whatever else is so; empty: it may be. Starts nothing
-        of the engine; may take a tenth of a second."""
+        """Why the engine that `command` would start can never be driven; empty: no reason is known. Does not start it;
+        may take a tenth of a second."""
         ...
 
     def availability(self) -> AdapterAvailability:

@@ -1,10 +1,10 @@
 """Which checkpoint tensors other workers of the same server load: those of other pipeline stages, other experts.
 
-The engine's model itself knows: layers of other stages stand as placeholders in it, and each layer of experts maps
-global expert numbers to its own. Here that is read by checkpoint name. It decides nothing about what this worker loads;
-the recorded loader does, and only what it leaves is asked for here.
+The engine's model knows this: it has placeholders for layers of other stages, and each layer of experts maps global
+expert numbers to its own. This module looks that up by checkpoint name. It does not decide what this worker loads: the
+recorded loader does, and only the tensors that it did not load are looked up here.
 
-vLLM and SGLang have both of one origin, and call them alike.
+vLLM and SGLang name these attributes alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERT = re.compile(r"\.(\d+)\.")
 
 
 class Elsewhere:
-    """What other workers load, as one worker's model tells it; the model stays as it is."""
+    """Says of a checkpoint tensor why another worker loads it, from this worker's model. Does not change the model."""
 
     def __init__(self, model: nn.Module, mapper: str, missing: tuple[type[nn.Module], ...]) -> None:
         """mapper: the model's attribute that maps a checkpoint's names to its own, if it has one. missing: classes of

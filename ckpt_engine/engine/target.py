@@ -13,11 +13,11 @@ moment during an install. The Installer asks for staged tensors layer by layer:
             copy, fill, digest layer.tensors    # (Installer) this is the last time these bytes can be read
             layer.finish()                      # post-process, move to where the kernels read, release
 
-so one layer at a time needs memory, and its digest is graded "as handed to its loader". What the loader computes on
-values it writes by itself (`load_weights`, on real tensors) before `finish`; if several layers depend on each other in
-that, a layer is finished only after the next ones were materialised. While the loader is recorded
-(`recording()`), staged tensors stand as torch meta tensors of the loader's shapes, strides and dtypes; nothing is
-written, so they need no memory. A target may mix resident and staged tensors.
+so one layer at a time needs memory, and its digest says which bytes its loader was given, not which bytes it holds now.
+Some loaders compute on values. They write these by themselves (`load_weights`, on real tensors) before `finish`. Where
+such a computation needs several layers, a layer is finished only after the next ones were materialised. While the
+loader is recorded (`recording()`), staged tensors stand as torch meta tensors of the loader's shapes, strides and
+dtypes; nothing is written, so they need no memory. A target may mix resident and staged tensors.
 
 Everything runs on the engine's own thread, the one that calls EngineWorker.prepare() and install().
 """

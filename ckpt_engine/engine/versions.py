@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter drives, and which one is installed, beside us or where a command would run it.
+"""Which versions of an engine an adapter drives, and which one is installed: here, or in the Python of a command.
 
 Importing it imports no engine.
 """
@@ -24,25 +24,25 @@ _ASK_SECONDS = 20.0
 class Supported:
     """The versions of an engine that an adapter drives.
 
-    A version that tests have run is driven as it is. A newer one, or one in between, is checked by itself before its
-    first update (machines/agent/check.py). One below the first that tests have run cannot work.
+    A tested version is used without further checks. An untested version that is newer than the first tested one is
+    checked on its host before its first update (machines/agent/check.py). An older one is refused.
     """
 
-    engine: str  # what people call it
-    tested: tuple[str, ...]  # rising; whole versions ("0.5.16"), or beginnings that end with a dot ("0.26.")
-    module: str  # that the engine is imported as
-    distributions: tuple[str, ...]  # that may have brought it
+    engine: str  # its name in messages
+    tested: tuple[str, ...]  # ascending; whole versions ("0.5.16"), or prefixes that end with a dot ("0.26.")
+    module: str  # the name under which Python imports the engine
+    distributions: tuple[str, ...]  # the packages on an index that can contain that module
 
     def refusal(self, version: str) -> str:
-        """Why `version` cannot be driven at all; empty: it can, or it is to be checked."""
+        """Why `version` cannot be used at all; empty: it can, or has to be checked first."""
         if not _numbers(version):
-            return f"{self.engine} does not tell its version, but {version!r}; {self._supported}"
+            return f"{self.engine} reports {version!r}, which is not a version; {self._supported}"
         if _numbers(version) < _numbers(self.tested[0]):
             return f"{self.engine} {version} is not supported; {self._supported}"
         return ""
 
     def missing(self, python: str) -> str:
-        """Says that the engine is not installed for a Python."""
+        """The message for a Python that has no such engine. python: its path."""
         return f"{self.engine} is not installed for {python}; {self._supported}"
 
     @property
@@ -54,14 +54,14 @@ class Supported:
         )
 
     def untested(self, version: str) -> str:
-        """Says that no test has run `version`; empty: tests have."""
+        """A sentence that says that `version` is untested; empty: it is tested."""
         if any(version.startswith(each) if each.endswith(".") else version == each for each in self.tested):
             return ""
         tested = ", ".join(f"{each}x" if each.endswith(".") else each for each in self.tested)
         return f"{self.engine} {version} is not among the tested versions ({tested})"
 
     def installed(self) -> AdapterAvailability:
-        """What is installed beside us; engines in another environment are found only by asking that."""
+        """What is installed in this Python environment. Other environments are not searched."""
         if importlib.util.find_spec(self.module) is None:
             return AdapterAvailability(False, "", self.missing(sys.executable))
         for distribution in self.distributions:
@@ -70,15 +70,14 @@ class Supported:
                 refusal, untested = self.refusal(version), self.untested(version)
                 said = f"{untested}: it is checked before its first update" if untested else "installed"
                 return AdapterAvailability(not refusal, version, refusal or said)
-        reason = f"{self.module} can be imported, but has no metadata that tells its version"
+        reason = f"{self.module} can be imported, but has no metadata with its version: install it with pip"
         return AdapterAvailability(False, "", reason)
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why what `command` starts cannot be driven, from the metadata of the Python that it runs, in the words of
-        `installed`; empty: it may be.
+        """Why the engine that `command` would start cannot be used; empty: nothing speaks against it.
 
-        Takes a tenth of a second, in the calling thread. Nothing is refused if the command's Python cannot be told, or
-        imports the engine from where there is no metadata.
+        Asks the command's Python for the engine's metadata, in the calling thread; takes a tenth of a second. Refuses
+        nothing if that Python cannot be found, or has the engine without metadata.
         """
         python = python_of(command)
         if not python:
@@ -105,6 +104,6 @@ class Supported:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 26) of "0.26.1rc2" compares as a person would, for as many parts as are numbers."""
+    """The leading numbers of a version, to compare it by: (0, 26, 1) for "0.26.1rc2"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -37,7 +37,7 @@ PASSED = ("/v1/chat/completions",)
 """Routes that are always passed on as they came."""
 
 DROP_SECONDS = 2.0
-"""How long the body of a request that is refused is read on."""
+"""How many seconds the rest of a refused request's body is still read."""
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -54,13 +54,13 @@ class RequestWork(Protocol):
 
 
 class Gateway:
-    """Requests of this process. stopping: no new ones; ending: those that run end now, with what they have."""
+    """The HTTP side of one gateway process: its routes, and the requests that run in it."""
 
     def __init__(self, placing: Placing, door: GatewayDoor) -> None:
         self.placing, self._door = placing, door
-        self.stopping = False
-        self.ending = asyncio.Event()
-        self.inside = 0
+        self.stopping = False  # True: new requests are refused
+        self.ending = asyncio.Event()  # set: running requests end now, with what they have
+        self.inside = 0  # requests that run
         self._nobody = asyncio.Event()
         self._nobody.set()
         self._models: tuple[bytes, str] | None = None
@@ -101,7 +101,7 @@ class Gateway:
         return application
 
     async def idle(self, seconds: float) -> bool:
-        """Waits until no request runs, at most so long. Whether that came true."""
+        """Waits until no request runs, at most `seconds`. Returns whether that was reached."""
         try:
             await asyncio.wait_for(self._nobody.wait(), seconds)
         except TimeoutError:

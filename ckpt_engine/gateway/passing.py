@@ -1,9 +1,8 @@
-"""Requests that are passed on as they came: texts, chats, and what engines do not stream. On the gateway's loop.
+"""Requests that are passed on unchanged: texts, chats, and what engines do not stream. On the gateway's loop.
 
-They wait for a replica like others, and go to another one as long as none has let them in. They are not resumed: text
-cannot be joined without a tokenizer, so what breaks inside an engine ends with a reason and what ids there are. What an
-update interrupts is asked for again from its beginning if its caller has got nothing of it.
-"""
+They wait for a replica like other requests, and try the next replica until one admits them. They are not resumed, since
+text cannot be joined without a tokenizer. If the engine breaks off, the caller gets the reason and the token ids so
+far. If an update interrupts a request before its caller got anything, the request starts again from its beginning."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
 MOST_IDS = 1 << 20
-"""Ids that are remembered of a stream, for the case that it breaks."""
+"""The most token ids of a stream that are kept for the answer if it breaks off."""
 
 
 MOST_EARLY = 8
-"""Events that are kept back, since they say nothing, until one says something."""
+"""The most events without text or ids that are held back until one has some."""
 
 
 class AbortedError(Exception):
-    """An engine was paused before the end of its answer, in a mode that ends what runs."""
+    """An engine was paused before the end of its answer, in a pause mode that ends running requests."""
 
 
 class PassedRequest:
-    """Passes one request on. Run `work` once."""
+    """Passes one request on to a replica. Call `work` once."""
 
     def __init__(self, placing: Placing, route: str, body: Mapping[str, Any], wishes: Wishes, writer: Writer) -> None:
         self._placing, self._route, self._body = placing, route, body
@@ -86,7 +85,7 @@ class PassedRequest:
             placing.check(want, patience)
 
     def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
-        """Raises RefusedError unless an answer that was cut off can be asked for once more from its beginning."""
+        """Raises RefusedError unless an answer that was cut off can be requested again from its beginning."""
         said = f"an update interrupted it at {member.name} (pause mode abort)"
         if self._told:
             why = f"{said}, and a request that is passed on as it came is not resumed"
@@ -124,7 +123,7 @@ class PassedRequest:
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        early: list[bytes] = []  # events that say nothing: until one says something, another engine may answer
+        early: list[bytes] = []  # events without content: until one has some, another engine may still answer
         checked = False
         async for told in stream.events():
             events = []
@@ -163,7 +162,7 @@ class PassedRequest:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
     async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        """Raises RefusedError if what made the answer is not what the caller asked for."""
+        """Raises RefusedError if the answer was made by another version than the caller asked for."""
         want = self._wishes.want
         if want.any_version and not want.lineage:
             return
@@ -198,7 +197,7 @@ def _load(data: bytes) -> Any:
 
 
 def _without_end(content: Any) -> list[bytes]:
-    """What an event says beside how it ended, where it says anything."""
+    """The event without its finish reasons, serialised; empty if nothing is left to say."""
     if not says(content):
         return []
     for sample in samples_of(content):

@@ -1,10 +1,9 @@
 """Which fields of a request let it be resumed, one table a dialect. Pure.
 
-A resumed leg asks for the prompt and the tokens so far. That is the same request only if nothing that chooses a token
-looks at where the output began. Each field that a caller may set stands in a table with what becomes of it on later
-legs; one that stands in none travels on and makes the request not resumable, since nobody knows what it does.
-`docs/gateway.md` has the same table for people, and a test compares the two.
-"""
+A resumed leg asks for a continuation of the prompt and the tokens so far. That is the same request only if the choice
+of a token does not depend on where the output began. Each field that a caller may set is listed in a table, with what
+becomes of it on later legs. A field that is not listed is sent on, and makes the request not resumable, since its
+effect is unknown. `docs/gateway.md` has the same table for people, and a test compares the two."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class FieldKind(Enum):
-    """What becomes of a field."""
+    """What becomes of a field of a request on later legs."""
 
     TRAVELS = "goes on every leg as it came"
     COUNTED = "reduced by the tokens so far"
@@ -30,21 +29,18 @@ NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 @dataclass(frozen=True)
 class FieldRule:
-    """What becomes of one field of a request on later legs.
-
-    neutral: values with which a field of NEVER or WHOLE changes nothing. why: in words, for the answer.
-    """
+    """What becomes of one field of a request on later legs."""
 
     kind: FieldKind
-    neutral: tuple[Any, ...] = NOTHING
-    why: str = ""
+    neutral: tuple[Any, ...] = NOTHING  # values with which a field of NEVER or WHOLE has no effect
+    why: str = ""  # the reason that the caller is told
 
 
 Table = Mapping[str, FieldRule]
 
 
 def rules(kind: FieldKind, names: str, neutral: tuple[Any, ...] = NOTHING, why: str = "") -> dict[str, FieldRule]:
-    """One rule for several fields. names: theirs, with blanks between."""
+    """The same rule for several fields. names: of the fields, separated by spaces."""
     return dict.fromkeys(names.split(), FieldRule(kind, neutral, why))
 
 
@@ -61,7 +57,8 @@ ELSEWHERE = "it ties the request to memory of one engine"
 
 
 def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:
-    """Why a request with these fields is not resumable; empty: it is. where: what the fields stand in, with a dot."""
+    """Why a request with these fields is not resumable; empty: it is. where: a prefix for their names, as
+    "sampling_params."."""
     reasons = []
     for name, value in fields.items():
         rule = table.get(name)
@@ -73,17 +70,17 @@ def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:
 
 
 def not_streamed(fields: Mapping[str, Any], table: Table) -> bool:
-    """Whether an engine answers it whole only."""
+    """Whether the engine cannot stream the answer to a request with these fields."""
     rules = ((value, table.get(name)) for name, value in fields.items())
     return any(rule and rule.kind is FieldKind.WHOLE and not is_neutral(value, rule.neutral) for value, rule in rules)
 
 
 def travelling(fields: Mapping[str, Any], table: Table, first: bool) -> dict[str, Any]:
-    """The fields that go on a leg as they came. first: no token has come yet."""
+    """The fields that a leg sends unchanged. first: no token has come yet."""
     kept = {FieldKind.TRAVELS, FieldKind.NEVER, FieldKind.WHOLE} | ({FieldKind.FIRST} if first else set())
     return {name: value for name, value in fields.items() if name not in table or table[name].kind in kept}
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether the value is one of these; a number is no truth value here."""
+    """Whether the value is one of these; 0 and False, 1 and True are different values here."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)

@@ -1,7 +1,7 @@
-"""Plans that are ready: their regions open, what they read and check laid out on the model's memory and compiled.
+"""Plans that are ready to run: regions are open, and reads and checks are bound to the model's memory and compiled.
 
-The one that is served and the one that comes are kept, so that going from one to the other opens nothing. Which memory
-is read is a plan's own matter; when, and what follows, is the installer's. The engine's thread.
+The plan of the served version and the next plan are both kept, so that a change from one to the other opens no region.
+A plan decides which memory is read. The installer decides when, and what follows. Runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadyPlan:
-    """What is kept of a plan. resident: of the tensors that stay; `standing` tells whether they did. landed: room for
-    what a collective brings of those that do not, on `device`. unopened: what could not be, so that it is open another
-    way."""
+    """One plan that is kept open."""
 
-    digest: bytes
+    digest: bytes  # of the serialised plan
     resolved: Resolved
-    opened: dict[str, OpenedRegions]
-    staged: frozenset[str]
-    resident: Ready | None = None
-    standing: Standing | None = None
-    landed: dict[tuple[int, Box], torch.Tensor] | None = None
-    unopened: tuple[weights_pb2.Unopened, ...] = ()
-    device: torch.device | None = None
+    opened: dict[str, OpenedRegions]  # by transport
+    staged: frozenset[str]  # names of staged tensors (engine/target.py); all others are resident
+    resident: Ready | None = None  # the work on resident tensors; None: not laid out yet
+    standing: Standing | None = None  # tells whether the resident tensors are still where `resident` expects them
+    landed: dict[tuple[int, Box], torch.Tensor] | None = None  # memory for what a collective brings of staged tensors
+    unopened: tuple[weights_pb2.Unopened, ...] = ()  # regions that could not be opened, and are read another way
+    device: torch.device | None = None  # of `landed`
 
     def lay_out(self, target: LoadTarget) -> Ready:
-        """The work on tensors that stay, made anew only if one of them moved. Every move is checked here."""
+        """Prepares the work on resident tensors, again only if one of them has changed its memory. Checks every
+        move."""
         if self.resident is None or self.standing is None or not self.standing.holds():
             tensors = dict(target.named_tensors())
             names = [name for name in self.resolved.work if name not in self.staged]
@@ -59,8 +58,9 @@ class ReadyPlan:
         return self.resident
 
     def make_room(self, device: torch.device) -> None:
-        """Makes `landed`, on the device that a collective unpacks on, unless it is there. Costs memory only for tensors
-        that engines transform, or whose values their loaders compute on."""
+        """Makes `landed` if it is missing or on another device. device: where a collective unpacks.
+
+        Takes memory only for tensors that engines transform, or whose values their loaders compute on."""
         if self.landed is not None and self.device == device:
             return
         made: dict[tuple[int, Box], torch.Tensor] = {}
@@ -73,7 +73,7 @@ class ReadyPlan:
         self.landed, self.device = made, device
 
     def arrivals(self, target: LoadTarget) -> list[tuple[int, Box, torch.Tensor]]:
-        """Everything that a collective is to bring, and where to."""
+        """Everything that a collective is to bring: tensor of the manifest, box, and the memory to write to."""
         landed = [(tensor, box, memory) for (tensor, box), memory in (self.landed or {}).items()]
         return [*self.lay_out(target).arrivals, *landed]
 
@@ -83,8 +83,10 @@ class ReadyPlan:
         return sum(memory.nbytes for memory in (self.landed or {}).values())
 
     def edges(self, memory: int = 0, joined: float = 0.0) -> Iterator[manager_pb2.EdgeReport]:
-        """One EdgeReport for each plan edge, with the transport's notes. memory: of a collective's member, bytes.
-        joined: seconds that its engine stood still for it before the pause."""
+        """One EdgeReport for each plan edge, with the transport's notes.
+
+        memory: bytes that the member of a collective takes. joined: seconds that the engine computed nothing while the
+        member joined, before the pause."""
         notes = self.resident.notes if self.resident is not None else {}
         buffers = f"{(memory + self.buffers) / (1 << 20):.1f} MiB of buffers, kept on the worker's side"
         if joined:
@@ -97,14 +99,14 @@ class ReadyPlan:
             yield told
 
     def rest(self) -> None:
-        """Rests: nothing is read before the next `check`. Owners that wait for their readers may write to their
+        """Promises to read nothing before the next `check`. Owners that wait for their readers may then write to their
         memory."""
         for regions in self.opened.values():
             if isinstance(regions, Leased):
                 regions.rest()
 
     def close(self) -> None:
-        """Lets go of the sources' memory."""
+        """Closes all regions, and drops what was laid out."""
         self.resident = self.landed = self.standing = None
         for regions in self.opened.values():
             regions.close()

@@ -70,23 +70,24 @@ class TensorWork:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One plan for one recording. work: by tensor of the model. handed: by what is handed to the engine's loader.
-    regions: by transport, what has to be open. collective: whether some of it comes in one. bytes: of all reads."""
+    """One plan for one recording."""
 
     recording: Recording
-    work: dict[str, TensorWork]
-    handed: dict[str, TensorWork]
-    regions: dict[str, list[weights_pb2.Region]]
-    collective: bool
-    edges: tuple[manager_pb2.EdgeReport, ...]
-    bytes: int
+    work: dict[str, TensorWork]  # by tensor of the model
+    handed: dict[str, TensorWork]  # by the name of what is handed to the engine's loader
+    regions: dict[str, list[weights_pb2.Region]]  # by transport, those that have to be open
+    collective: bool  # whether a collective brings some of it
+    edges: tuple[manager_pb2.EdgeReport, ...]  # one a source
+    bytes: int  # of all reads
 
 
 def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Resolved:
     """Makes the moves of a plan for this recording. Raises FAILED_PRECONDITION if the plan was made for another
     recording, INVALID_ARGUMENT if it is inconsistent."""
     if (plan.manifest_digest, plan.needs_digest) != (recording.manifest_digest, recording.needs_digest):
-        raise precondition(f"the plan is not for what worker {rank} prepared; it has to be prepared again")
+        raise precondition(
+            f"worker {rank} was prepared for other weights or another layout than this plan: update again"
+        )
     copies: list[list[Copy]] = [[] for _ in recording.needs]
     work: dict[str, TensorWork] = {name: TensorWork() for name in recording.layouts}
     for copy in recording.copies:

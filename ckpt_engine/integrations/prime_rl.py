@@ -216,7 +216,7 @@ async def _weight_dir(request: Request) -> str:
     async for chunk in request.stream():
         body += chunk
         if len(body) > BODY_BYTES:
-            raise invalid(f"a body has at most {BODY_BYTES} bytes")
+            raise invalid(f"the request's body must have at most {BODY_BYTES} bytes, and has more")
     try:
         directory: Any = load_json(body)["weight_dir"]
     except (ValueError, KeyError, TypeError):

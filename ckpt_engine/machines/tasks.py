@@ -231,15 +231,15 @@ class ScoreEngine:
 
 @dataclass(frozen=True)
 class FindCheck:
-    """Look whether a check of an engine was passed on this host. Result: bool."""
+    """Look up whether an engine passed its check on this host. Result: bool."""
 
-    key: str
+    key: str  # names the engine, its version and the models that were checked
     seconds: float = 5.0
 
 
 @dataclass(frozen=True)
 class KeepCheck:
-    """Store that a check was passed. Result: None. If it fails, the check is only run again."""
+    """Store that an engine passed its check. Result: None. If this task fails, the check only runs again next time."""
 
     key: str
     seconds: float = 5.0

@@ -111,7 +111,7 @@ def _bounded(receive: Receive) -> Receive:
         message = await receive()
         room -= len(message.get("body", b""))
         if room < 0:
-            raise HTTPException(413, f"a body has at most {BODY_BYTES} bytes")
+            raise HTTPException(413, f"the request's body must have at most {BODY_BYTES} bytes, and has more")
         return message
 
     return bounded

@@ -227,8 +227,8 @@ class _Publisher:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             raise unavailable(
-                f"the process that published {request.directory} {await self._how_it_ended()}; what the replicas do is "
-                "in the status, and the next update repairs it"
+                f"the process that published {request.directory} {await self._how_it_ended()}; see `ckpt-engine "
+                "status` for the replicas, and update again"
             ) from None
 
     async def _start(self) -> asyncio.subprocess.Process:

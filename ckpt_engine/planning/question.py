@@ -152,7 +152,7 @@ def _check(options: PlanOptions) -> None:
         ("--gpus-per-host", options.gpus_per_host),
     ):
         if number < 1:
-            raise invalid(f"{option} {number}: a number from 1")
+            raise invalid(f"{option} must be at least 1, got {number}")
     if options.cpu and options.trainer_memory == "gpu" and options.trainer != FILES:
         raise invalid("--cpu: workers without GPUs read no GPU memory; add --trainer-memory host, or leave --cpu out")
     if options.same_gpus and (options.hosts is not None or options.cpu or options.trainer == FILES):
@@ -217,7 +217,7 @@ def _replica(options: PlanOptions, model: Model) -> Parallel:
 def _cluster(options: PlanOptions, trainer: Split, replica: Split, holding: Holding) -> Cluster:
     for option, number in (("--hosts", options.hosts), ("--trainer-hosts", options.trainer_hosts)):
         if number is not None and number < 1:
-            raise invalid(f"{option} {number}: a number from 1")
+            raise invalid(f"{option} must be at least 1, got {number}")
     return place(
         trainer.count,
         options.replicas,

@@ -62,7 +62,7 @@ def optional(config: Config, *names: str) -> int | None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise invalid(f"config.json: {name} is {value!r}, and must be a whole number from 1")
+            raise invalid(f"config.json: {name} must be an int of at least 1, got {value!r}")
         return value
     return None
 

@@ -140,8 +140,9 @@ class _Planning:
         return PlanAnswer(question, self._offered, tuple(installs), fills, relays, tuple(dict.fromkeys(impossible)))
 
     def _compile(self, refused: dict[object, CkptEngineError]) -> Plans:
-        """Compiles the manager's plans for workers that read the trainer by themselves. refused: is filled with the
-        workers that cannot."""
+        """Compiles, as the manager does, plans for workers that read the trainer without relays.
+
+        refused: receives, by worker, why it cannot."""
         offers = self._offered
         check_complete(offers.publication.manifest, offers.needs, "replica-0")
         requests = [
@@ -175,7 +176,8 @@ class _Planning:
         )
 
     def _direct(self, name: str, worker: int, place: Spot, plan: WorkerPlan) -> list[Line]:
-        """The edges of a compiled plan, with the bytes of all tensors that are split alike."""
+        """The edges of one worker that reads the trainer itself. A piece of the plan stands for all tensors that are
+        split like it, so its bytes are multiplied."""
         offers = self._offered
         sizes = Counter[int]()
         needs = offers.needed_boxes[worker]

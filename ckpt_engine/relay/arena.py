@@ -73,7 +73,7 @@ class Arena:
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
-            raise unavailable(f"{self.size} bytes of shared memory cannot be had: {error}") from error
+            raise unavailable(f"cannot allocate {self.size} bytes of shared memory: {error}") from error
         except CkptEngineError:
             self._closer()
             raise
@@ -109,7 +109,7 @@ class Arena:
         try:
             os.posix_fallocate(self.descriptor, slot * self.slot_bytes + self._reserved[slot], more)
         except OSError as error:
-            raise unavailable(f"{more} more bytes of memory for {what} cannot be had: {error}") from error
+            raise unavailable(f"cannot allocate {more} more bytes of memory for {what}: {error}") from error
         self._reserved[slot] = size
         for writer in self.writers:
             writer.reserved[slot] = size

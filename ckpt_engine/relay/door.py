@@ -83,7 +83,7 @@ class ArenaDoor:
         except OSError as error:
             advice = unwritable(folder, error)
             raise unavailable(
-                f"no socket for relays can be had at {self._path}: {error}{'. ' if advice else ''}{advice}"
+                f"cannot open the relay's socket {self._path}: {error}{'. ' if advice else ''}{advice}"
             ) from error
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()

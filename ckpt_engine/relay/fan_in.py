@@ -197,9 +197,11 @@ class _Trees:
             self._give_up(self._direct)
             while self._following:
                 if cancelled():
-                    raise aborted("bringing this version was overtaken by a newer command")
+                    raise aborted("a newer command replaced the filling of this version")
                 if time.monotonic() >= self._stop_at:
-                    raise deadline("bringing this version into the relay took longer than it may: others passed it on")
+                    raise deadline(
+                        f"peers did not pass on all of this version within {self._stop_at - began:.1f} s, the deadline"
+                    )
                 if time.monotonic() >= enough:
                     break
                 with self._changed:
@@ -327,7 +329,7 @@ class _Trees:
 
     def _note_bytes(self) -> None:
         if self._stopped:
-            raise aborted("this filling has ended, and needs this chunk no more")
+            raise aborted("this filling has ended and no longer needs the chunk")
         if self._passing is not None:
             self._passing.moved()
 
@@ -337,7 +339,9 @@ class _Trees:
             names = sorted({self._slot.name(cell) for cell in wrong})
             with self._changed:
                 self._again += len(wrong)
-            raise data_loss(f"{', '.join(names[:3])} as {owner} passes it on is not what was sealed", names[:NAMED])
+            raise data_loss(
+                f"{owner} passed on {', '.join(names[:3])} with other bytes than were sealed", names[:NAMED]
+            )
         if self._passing is not None:
             self._passing.verified(number)
         with self._changed:

@@ -204,9 +204,9 @@ class SlotFilling:
 
     def _carry_on(self, stop_at: float, cancelled: Callable[[], bool]) -> None:
         if cancelled():
-            raise aborted("bringing this version was overtaken by a newer command")
+            raise aborted("a newer command replaced the filling of this version")
         if time.monotonic() >= stop_at:
-            raise deadline("bringing this version into the relay took longer than it may")
+            raise deadline("the relay could not read all of this version before its deadline")
 
     def _wrong(self, run: _FillRun) -> list[int]:
         differ = self._held & (run.found != self._expected)
@@ -235,8 +235,8 @@ class SlotFilling:
         box = self.layout.recorded.boxes[tensor][cell - self.layout.recorded.first[tensor]]
         return Problem(
             code=Problem.DATA_LOSS,
-            message=f"{box} of tensor {self._names[tensor]} as {' and '.join(sources)} has it is not what was sealed: "
-            "its bytes have changed since, or were damaged",
+            message=f"{box} of tensor {self._names[tensor]} at {' and '.join(sources)} has other bytes than were "
+            "sealed: they were changed since, or damaged",
             tensors=[self._names[tensor]],
         )
 

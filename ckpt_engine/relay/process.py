@@ -58,9 +58,8 @@ LOOKERS_SECONDS = 0.5
 async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     """Runs one relay until `stop` is set: then it says goodbye and takes back what it lends. Leaves nothing behind.
 
-    Raises CkptEngineError: TakenError; the directory or the memory cannot be had; the manager refuses it for good; its
-    machine failed (INTERNAL).
-    """
+    Raises CkptEngineError: TakenError; the directory or the memory is not available; the manager refuses it for good;
+    its machine failed (INTERNAL)."""
     state = RelayState(settings.called)
     folder = made_directory(bool(settings.users))
     with alone(folder, LOOKERS_SECONDS), scraped_at(settings.metrics, lambda: of_relay(state)) as scraped:
@@ -197,7 +196,9 @@ class _Relay:
                     self._disconnect_reason = notice.problem.message
                     log.warning("%s", narration.lost(self._settings.manager, notice))
             case PublicationDecided(_, problem) if problem is not None:
-                log.warning("the manager leaves out what this relay holds: %s", problem.message)
+                log.warning(
+                    "the manager did not accept what this relay holds, so nothing reads it here: %s", problem.message
+                )
             case StopFilling():
                 self._work.stop()
 

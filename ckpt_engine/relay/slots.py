@@ -214,7 +214,7 @@ class Slots:
         """Lays a version out, takes memory for it and opens its sources; returns its bytes. The slot still holds what
         it held. more: see `fill`.
 
-        Raises INVALID_ARGUMENT or DATA_LOSS (a record that is not what was sealed, needs that do not fit it),
+        Raises INVALID_ARGUMENT or DATA_LOSS (a record that differs from what was sealed, needs that do not fit it),
         FAILED_PRECONDITION or UNAVAILABLE (no memory, with both numbers), NOT_FOUND (no source within reach holds any
         of it), DEADLINE_EXCEEDED.
         """
@@ -337,7 +337,7 @@ class Slots:
         held = SlotVersion(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
         with self._lock:
             if cancelled():
-                raise aborted("bringing this version was overtaken by a newer command")
+                raise aborted("a newer command replaced the filling of this version")
             self._held[slot] = held
             if before is None:
                 self._ways.lend(slot)

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class Sealer:
-    """Holds the current source. Callable from any thread; one sealing at a time."""
+    """Holds the source that is published now, and seals and digests it. Callable from any thread; one seal at a
+    time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,10 +33,10 @@ class Sealer:
         self._withdrawing = False
 
     def offer(self, source: Source, check_finite: bool = False) -> bytes:
-        """Replaces the source and closes the former one. Returns the table to publish, serialised. The first call
-        compiles the digests, which takes a second or two, so that no update waits for that.
+        """Replaces the source and closes the former one. Returns the table to publish, serialised.
 
-        check_finite: refuse to seal what holds NaN or infinity.
+        The first call compiles the digest kernels, which takes a second or two, so that no update has to wait for it.
+        check_finite: refuse to seal weights that hold NaN or infinity.
         """
         if not all(_on_gpu(region) for region in source.table().regions):
             warm_up()
@@ -53,10 +54,11 @@ class Sealer:
         return self._source is not None and not self._withdrawing
 
     def seal(self, atoms: weights_pb2.Atoms, keep: bool) -> SealFigures:
-        """Seals and digests. keep=False reads the live weights: only on the thread that could change them.
+        """Seals the source and digests its atoms.
 
-        Raises CkptEngineError: FAILED_PRECONDITION if there is no source or `atoms` belong to another table; as the
-        source does.
+        keep: what was sealed before stays, and is only digested. Without it the live weights are read, so call it on
+        the thread that could change them. Raises FAILED_PRECONDITION if there is no source or `atoms` belong to another
+        table, and what Source.seal raises.
         """
         with self._lock:
             if self._source is None:

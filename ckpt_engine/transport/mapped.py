@@ -140,7 +140,10 @@ def span_of(size: int, offset: int, shape: Sequence[int], stride: Sequence[int],
     Raises INVALID_ARGUMENT unless it lies in a region of `size` bytes.
     """
     if len(shape) != len(stride) or offset < 0 or min((*shape, *stride), default=0) < 0:
-        raise invalid(f"a view at {offset} bytes with shape {list(shape)} and stride {list(stride)} makes no sense")
+        raise invalid(
+            f"a view needs as many strides as dimensions and no negative number; got offset {offset}, "
+            f"shape {list(shape)}, stride {list(stride)}"
+        )
     length = span(shape, stride)
     if length and offset + length * width > size:
         raise invalid(

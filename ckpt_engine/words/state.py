@@ -74,51 +74,43 @@ class WorkerWord:
 
 @dataclass(frozen=True, slots=True)
 class EngineMark:
-    """What the agent says of the engine as a whole; it outlives the agent.
+    """What the agent wrote about the whole engine. It stays valid after the agent has ended."""
 
-    own_weights: it serves weights that it loaded itself and that no update touches (mode colocated).
-    """
-
-    own_weights: bool = False
+    own_weights: bool = False  # it serves weights that it loaded itself, which no update changes (mode colocated)
     sleeping: Sleeping = AWAKE
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHold:
-    """What the agent says of an update that goes on; it outlives the agent.
+    """What the agent wrote about the running update. It stays valid after the agent has ended."""
 
-    epoch: of the update; 0: there is none. until: monotonic seconds of this host; when its time is over. closed: the
-    update is over, and the engine does not compute although its weights are whole.
-    """
-
-    epoch: int = 0
-    until: float = 0.0
-    closed: bool = False
+    epoch: int = 0  # of the update; 0: none runs
+    until: float = 0.0  # the update's deadline, in monotonic seconds of this host
+    closed: bool = False  # the update is over, but the engine does not compute although its weights are whole
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """How long the gate keeps a request during an update, in seconds (0: not at all), and of all together how many,
-    and how many bytes of bodies."""
+    """How long and how much the gate holds during an update."""
 
-    seconds: float = 30.0
-    requests: int = 4096
-    bytes: int = 256 * 2**20
+    seconds: float = 30.0  # for which a request is held; 0: it is refused at once
+    requests: int = 4096  # held at the same time
+    bytes: int = 256 * 2**20  # of the bodies of all held requests
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether an engine may answer requests, why not, and which version it would answer with (None: its own)."""
+    """Whether an engine may answer requests."""
 
     open: bool
-    reason: str
-    identity: weights_pb2.Identity | None
+    reason: str  # why not; empty if open
+    identity: weights_pb2.Identity | None  # the version that it answers with; None: its own weights, or closed
 
 
 def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Admission:
-    """What the gate decides: as `verdict`, and closed while any of the engine's memory is given up. Pure.
+    """The gate's decision: that of `verdict`, but closed while the engine sleeps or is `alone`. Pure.
 
-    alone: its agent promised to be there, and is not; see `EnginePage.alone`.
+    alone: the engine is to close without its agent, and the agent's lease has expired; see `EnginePage.alone`.
     """
     if alone:
         return Admission(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
@@ -128,9 +120,9 @@ def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False
 
 
 def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Admission:
-    """Whether the weights are whole: there is a worker, and all of them are alive and clean with one identity. Pure.
+    """Open if the weights are whole: there is a worker, and all are alive and clean with one identity. Pure.
 
-    own_weights: the engine's own ones are, as long as no worker is dead or half updated.
+    own_weights: the engine serves its own weights; those are whole unless a worker is dead or half updated.
     """
     if own_weights:
         for word in words:

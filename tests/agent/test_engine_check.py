@@ -65,9 +65,9 @@ async def test_a_pass_is_kept_for_the_next_engine_of_its_kind(manager: PlainMana
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("differs", "after an install of ours its log-probabilities differ by up to 0.1"),
-        ("keeps", "after an install of ours its log-probabilities differ by up to 1"),
-        ("refuses", "an install of ours did not bring made weights: no such layer"),
+        ("differs", "after ckpt-engine's install its log-probabilities differ by up to 0.1"),
+        ("keeps", "after ckpt-engine's install its log-probabilities differ by up to 1"),
+        ("refuses", "ckpt-engine's install did not load the check's weights: no such layer"),
     ],
 )
 async def test_an_engine_that_fails_its_check_is_refused_and_resumed(

@@ -137,7 +137,7 @@ def test_a_damaged_byte_is_read_from_another_holder_or_left_out(pair: tuple[Slot
     held = filled(far, 0, recorded, [first.table])
     (missing,) = held.filled.missing
     assert (missing.problem.code, list(missing.problem.tensors)) == (Problem.DATA_LOSS, [name])
-    assert "as relay near has it is not what was sealed" in missing.problem.message
+    assert "at relay near has other bytes than were sealed" in missing.problem.message
     with contextlib.closing(relay("other")) as other:
         second = filled(other, 0, recorded, tables(checkpoint)).table
         held = filled(far, 0, recorded, [first.table, second])

@@ -88,7 +88,7 @@ def test_what_a_source_damaged_is_read_from_another_holder(slots: Slots) -> None
     held = slots.fill(0, all_of(recorded, [*tables(checkpoint), *tables(copy, "copy")]), 60.0)
     assert (held.filled.missing, held.filled.again) == ((), 2)
     assert {fault.tensors[0] for fault in held.filled.faults} == {"layers.0.down", "embed_tokens.weight"}
-    assert all("as rank" in fault.message for fault in held.filled.faults)
+    assert all("at rank" in fault.message for fault in held.filled.faults)
     assert {source.split()[0] for source in held.filled.bytes_by_source} == {"rank", "copy"}
     assert sum(held.filled.bytes_by_source.values()) == held.layout.bytes, "what was read in vain counts for nothing"
     assert_holds(held, checkpoint)
@@ -103,7 +103,7 @@ def test_what_nobody_has_as_it_was_sealed_is_left_out_and_all_else_is_there(slot
     (missing,) = held.filled.missing
     assert missing.problem.code == Problem.DATA_LOSS
     assert list(missing.problem.tensors) == ["norm.weight"]
-    assert [fault.message.split(" as ")[1][:6] for fault in held.filled.faults] == ["rank 0", "copy 0"]
+    assert [fault.message.split(" at ")[1][:6] for fault in held.filled.faults] == ["rank 0", "copy 0"]
     names = {spec.name for spec in held.table.tensors}
     assert names == {*checkpoint.weights} - {"norm.weight"}
 
@@ -272,7 +272,7 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
     checkpoint, recorded = checkpoint_of()
     all = all_of(recorded, tables(checkpoint))
     slots.fill(0, all, 60.0)
-    with pytest.raises(CkptEngineError, match="took longer") as caught:
+    with pytest.raises(CkptEngineError, match="before its deadline") as caught:
         slots.fill(0, all, -1.0)
     assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
     assert slots.held(0) is None
@@ -284,7 +284,7 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
 
     with monkeypatch.context() as patch:
         patch.setattr(PieceBatch, "digest", digest)
-        with pytest.raises(CkptEngineError, match="overtaken") as caught:
+        with pytest.raises(CkptEngineError, match="newer command replaced") as caught:
             slots.fill(1, all, 60.0)
     assert caught.value.problem.code == Problem.ABORTED
     assert slots.held(1) is None
@@ -300,7 +300,7 @@ def test_a_filling_that_is_overtaken_when_all_has_come_holds_and_lends_nothing(s
         if done == total:
             slots.stop()
 
-    with pytest.raises(CkptEngineError, match="overtaken"):
+    with pytest.raises(CkptEngineError, match="newer command replaced"):
         slots.fill(0, all, 60.0, overtake)
     assert slots.held(0) is None
     with pytest.raises(CkptEngineError):
@@ -411,7 +411,7 @@ def test_what_arrives_is_digested_as_it_lies_in_the_slot(
 
 def test_what_arrives_ends_at_its_deadline(arriving: None, slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of(13)
-    with pytest.raises(CkptEngineError, match="took longer"):
+    with pytest.raises(CkptEngineError, match="before its deadline"):
         slots.fill(0, all_of(recorded, tables(checkpoint)), -1.0)
     assert slots.held(0) is None
     assert_holds(slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0), checkpoint)
@@ -516,7 +516,7 @@ def test_what_is_overtaken_writes_nothing_any_more(
         ended.append(self)
 
     monkeypatch.setattr(PieceBatch, "bring", counted)
-    with pytest.raises(CkptEngineError, match="overtaken"):
+    with pytest.raises(CkptEngineError, match="newer command replaced"):
         slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     assert begun == ended, "a copy goes on after the filling has ended"
     assert len(begun) < batches_of(slots)

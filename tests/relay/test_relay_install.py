@@ -134,6 +134,6 @@ def test_what_a_relay_lacks_is_named_when_a_plan_is_made(tmp_path: Path) -> None
         checkpoint.flip("norm.weight", (3,))
         filled = relay.fill(0, wish(recorded, 1, tables(checkpoint), [replica]))
         (why,) = filled["missing"]
-        assert why.startswith("[0:24] of tensor norm.weight as rank 0 has it is not what was sealed"), why
+        assert why.startswith("[0:24] of tensor norm.weight at rank 0 has other bytes than were sealed"), why
         with pytest.raises(CkptEngineError, match=r"of tensor norm.weight, and no source holds"):
             replica.install(filled["table"], recorded, 1)

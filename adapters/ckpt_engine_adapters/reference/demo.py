@@ -9,7 +9,7 @@ from ckpt_engine.demo.servers import GenerateServer
 
 
 class ReferenceServer(GenerateServer):
-    """See DemoServer."""
+    """Starts the reference engine for the demo, and asks it for tokens."""
 
     start_seconds: ClassVar[float] = 150.0
 

@@ -1,4 +1,4 @@
-"""The reference engine, as far as our core asks about it before it loads anything of the adapter."""
+"""What the core needs to know about the reference engine before it loads any other part of the adapter."""
 
 from __future__ import annotations
 

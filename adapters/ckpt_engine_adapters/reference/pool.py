@@ -167,12 +167,12 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class NodeMeeting:
-    """How one node's workers find those of the others. address, port: of the process group's store, on node 0."""
+    """How the workers of one node find those of the other nodes."""
 
-    nodes: int
-    node_rank: int
-    address: str
-    port: int
+    nodes: int  # how many there are
+    node_rank: int  # of this node
+    address: str  # of the process group's store, on node 0
+    port: int  # of that store
 
     def ranks(self, world_size: int) -> range:
         """Ranks of this node's workers."""

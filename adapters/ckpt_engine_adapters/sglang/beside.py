@@ -1,8 +1,8 @@
-"""Tensors that SGLang computes of weights while it loads a model, and keeps beside parameters and buffers.
+"""Tensors that SGLang computes from weights while it loads a model, and keeps outside of parameters and buffers.
 
 No loader writes them, so no recording sees them. MLA's absorbed projections are such tensors: plain attributes of the
-attention layers, which the model computes anew in `post_load_weights`. That it does, for each of them and in the same
-memory, is tried once: they are filled with NaN before, and none may be left.
+attention layers, which the model computes again in `post_load_weights`. A trial checks once that this step computes
+each of them, in the same memory: they are filled with NaN before the step, and no NaN may be left after it.
 
 Runs on the scheduler's main thread.
 """
@@ -20,9 +20,9 @@ from ckpt_engine_adapters.sglang.forms import storage_address, was_there
 
 
 def made_while_loading(model: nn.Module, apart: Collection[nn.Module]) -> dict[str, Tensor]:
-    """Tensors, by name, that the model has had only since it was loaded, and that show no parameter's memory.
+    """The tensors, by name, that loading added to the model and that are not views of a parameter or buffer.
 
-    apart: layers that are not looked at, since what they keep is made anew with their weights.
+    apart: layers to skip, since such tensors of theirs are made again together with their weights.
     """
     memory = {storage_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found = {}
@@ -36,12 +36,12 @@ def made_while_loading(model: nn.Module, apart: Collection[nn.Module]) -> dict[s
 
 
 def _may_be_of_weights(tensor: Tensor) -> bool:
-    """Indices and masks are not."""
+    """Whether a tensor can be computed from weights; indices and masks cannot."""
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8))
 
 
 class PostLoadTensors:
-    """The tensors that a model's post-load step makes, and whether it does."""
+    """The tensors that a model's post-load step must compute again, and the check that it does."""
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
         self._model = model
@@ -52,13 +52,13 @@ class PostLoadTensors:
         yield from self.tensors.items()
 
     def before(self) -> None:
-        """Called before the step."""
+        """Call before the step: fills the tensors with NaN, the first time."""
         if not self._tried:
             for tensor in self.tensors.values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
     def after(self) -> None:
-        """Called after the step. Raises INTERNAL: it leaves one of them as it was, or makes it somewhere else."""
+        """Call after the step. Raises INTERNAL if the step did not compute one of them, or put it into other memory."""
         modules = dict(self._model.named_modules())
         for name, tensor in self.tensors.items():
             prefix, _, attribute = name.rpartition(".")

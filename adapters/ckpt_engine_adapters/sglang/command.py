@@ -71,15 +71,15 @@ def check_options(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def worker_count(options: Options) -> int:
-    """Workers that the options ask for. Under data-parallel attention the tensor parallel ranks are divided again."""
+    """Workers that the options ask for. Data-parallel attention adds none: it divides the tensor parallel ranks."""
     return size(options, "--tensor-parallel-size") * size(options, "--pipeline-parallel-size")
 
 
 def server_arguments(given: Sequence[str]) -> list[str]:
-    """SGLang's own arguments with what our half needs: the loader, and no warm-up.
+    """SGLang's arguments, and with them our loader and `--skip-server-warmup`.
 
-    Loaders that the user names are kept. The warm-up would ask the server for tokens, which the gate refuses until
-    there are weights, and SGLang would then end itself.
+    Loaders that the user names are kept. The warm-up would ask the server for tokens. The gate refuses that until there
+    are weights, and SGLang would then exit.
     """
     options = options_of(given)
     added = []
@@ -92,10 +92,10 @@ def server_arguments(given: Sequence[str]) -> list[str]:
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """`command` with our wrapper in the place of SGLang's own module; a command of options only gets all of it. In
-    place of `sglang serve MODEL` the Python of that script runs our wrapper, with the model as an option.
+    """`command`, with our wrapper instead of SGLang's server module.
 
-    Raises ValueError: what it starts cannot be seen from the command.
+    Options alone become a whole command. For `sglang serve MODEL`, the Python of that script runs our wrapper, with the
+    model as an option. Raises ValueError if the command does not show how SGLang starts.
     """
     given = list(command)
     if not given or given[0].startswith("-"):
@@ -115,8 +115,10 @@ def wrapped(command: Sequence[str]) -> list[str]:
 
 
 def _served(arguments: Sequence[str]) -> list[str]:
-    """The options of SGLang's server module for what stands behind `sglang serve`: there the model may come first, and
-    an option says which kind of model it is. Raises ValueError for a kind that is not a language model."""
+    """Options for SGLang's server module that mean the same as these arguments of `sglang serve`.
+
+    `sglang serve` also takes the model as its first argument, and has an option for the kind of model. Raises
+    ValueError for a kind that is not a language model."""
     options = options_of(arguments)
     if _TYPE in options and value(options, _TYPE) not in _TYPES:
         raise ValueError(f"{_TYPE} {value(options, _TYPE)} cannot be used with ckpt-engine: only language models can")

@@ -13,7 +13,7 @@ _ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling
 
 
 class SglangServer(GenerateServer):
-    """See DemoServer."""
+    """Starts SGLang for the demo, and asks it for tokens."""
 
     package: ClassVar[str] = "sglang"
     python: ClassVar[str] = "CKPT_ENGINE_SGLANG_PYTHON"

@@ -96,7 +96,7 @@ CAPABILITIES = Capabilities(
 
 
 class SglangAdapter(HttpAdapter):
-    """See EngineAdapter."""
+    """Drives a running SGLang server over its HTTP routes."""
 
     kind = "sglang"
     capabilities = CAPABILITIES

@@ -11,7 +11,7 @@ from ckpt_engine_adapters.vllm.driver import MODULE
 
 
 class VllmServer(DemoServer):
-    """See DemoServer."""
+    """Starts vLLM for the demo, and asks it for tokens."""
 
     package: ClassVar[str] = "vllm"
     python: ClassVar[str] = "CKPT_ENGINE_VLLM_PYTHON"

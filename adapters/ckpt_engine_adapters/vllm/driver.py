@@ -87,7 +87,7 @@ _OTHER_SERVERS = {
 
 
 class VllmAdapter(HttpAdapter):
-    """See EngineAdapter."""
+    """Drives a running vLLM server over its HTTP routes."""
 
     kind = "vllm"
     capabilities = CAPABILITIES

@@ -34,7 +34,7 @@ STEPS = frozenset({"find check", "check pause", "check load", "check resume", "c
 
 
 class EngineCheck:
-    """One check, run as a part of preparing a manifest that all workers have recorded."""
+    """One run of the check, within the preparation of a manifest that all workers have recorded."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class EngineCheck:
         end: float,
         run: Callable[[str, AgentTask], None],
     ) -> None:
-        """models: by rank, what the worker says of its model. end: seconds of the machine's clock. run: starts a
-        task."""
+        """models: by rank, what the worker says about its model; they are a part of the key of a stored pass. end: the
+        deadline, in seconds of the machine's clock. run: starts a task, by the name of its step."""
         self.problem: Problem | None = None  # set when the check has ended and failed
         self._replica, self._fence, self._digest = replica, fence, manifest_digest
         self._end, self._run = end, run
@@ -98,7 +98,8 @@ class EngineCheck:
         return None
 
     def done(self, step: str, done: Done, now: float) -> bool:
-        """Takes the step after the one that ended. True: the check has ended, and `problem` says how."""
+        """Takes the result of a step and starts the next one. True: the check has ended; `problem` is None if it
+        passed."""
         replica = self._replica
         match step:
             case "find check":
@@ -157,10 +158,10 @@ class EngineCheck:
         first = next((each.problem for _, each in sorted(self._loaded.items()) if each.HasField("problem")), None)
         missing = [rank for rank in range(engine.world_size) if rank not in self._loaded]
         if first is not None:
-            how = "its own loader" if ROUNDS[len(self._scores)].by_engine else "an install of ours"
-            self._fail(first.code, f"{how} did not bring made weights: {first.message}")
+            how = "its own loader" if ROUNDS[len(self._scores)].by_engine else "ckpt-engine's install"
+            self._fail(first.code, f"{how} did not load the check's weights: {first.message}")
         elif missing:
-            message = done.problem.message if done.problem is not None else f"workers {missing} told nothing"
+            message = done.problem.message if done.problem is not None else f"workers {missing} did not answer"
             self._fail(Problem.UNAVAILABLE, message)
 
     def _passed(self, how: str) -> None:
@@ -169,7 +170,7 @@ class EngineCheck:
         self._replica.out.append(Say(self._replica.engine_check))
 
     def _fail(self, code: Problem.Code, why: str) -> None:
-        """Fails the check. Only one that ran to its end is a verdict on the engine; others may be tried again."""
+        """Fails the check with INVALID_ARGUMENT if it ran to its end; with other codes it may be tried again."""
         message = f"{self._what()}, and its check failed: {why}; no update is installed (--check-engine never: all are)"
         self._replica.engine_check = message
         self.problem = self._replica.problem(code, message)

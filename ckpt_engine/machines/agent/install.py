@@ -289,12 +289,14 @@ class Installing(LabellingOperation):
     # -- what comes from outside
 
     def repeated(self, now: float) -> None:
-        """Answers a repeated command with the progress, so that the manager knows that it has arrived."""
+        """Answers a repeated command with the progress, so that the manager knows that the command arrived."""
         self._tell_progress()
 
     def overtaken(self, reason: str, now: float) -> None:
-        """Goes back if no worker has fetched its order yet. The running step ends by itself first, unless it gets
-        workers ready: these write nothing, and a stopped one would not answer."""
+        """Abandons the install if no worker has fetched its order yet, and returns the engine to what it served.
+
+        The running step ends first. The step that makes workers ready is stopped at once: it writes nothing, and a
+        stopped worker would never answer."""
         if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
@@ -302,7 +304,7 @@ class Installing(LabellingOperation):
                 self.run("not ready", ReadWords())
 
     def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
-        """Answers a worker. Orders go out only while the engine installs, so a worker that asks too late gets none."""
+        """Answers a worker. Orders are given only while the engine installs, so a worker that asks later gets none."""
         match request.WhichOneof("body"):
             case "want_prepare" | "ready":
                 return self._readying.reply_to(request, self._blobs, self._remaining(now))

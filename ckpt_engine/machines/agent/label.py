@@ -17,7 +17,7 @@ ATTEMPTS = 3
 """How often an operation tells the engine its version before it goes on with an untrusted label."""
 
 RETRY_SECONDS = 0.2
-"""Before an engine that refused something is asked again."""
+"""Seconds before an engine that refused something is asked again."""
 
 
 class LabellingOperation(Operation):
@@ -29,10 +29,10 @@ class LabellingOperation(Operation):
         self._label: weights_pb2.Identity | None = None
 
     def label(self, reserve: float, remaining: float) -> bool:
-        """Starts a `stamp` if the engine may call its tokens by another version than its workers hold.
+        """Starts a `stamp` if the engine may attribute tokens to another version than its workers hold.
 
-        False: it does not, or it was tried often enough. All attempts together take about half of `reserve`, the
-        seconds reserved for resuming; `remaining` of these are left.
+        False: there is no need, or no attempt is left. All attempts together take about half of `reserve`, the seconds
+        reserved for resuming; `remaining` of these are left.
         """
         identity = self.replica.words.identity
         if identity is None or identity == self.replica.labelled or self._attempts == ATTEMPTS:
@@ -56,12 +56,12 @@ class LabellingOperation(Operation):
 
 
 class Stamping(LabellingOperation):
-    """Tells an engine its version once while it computes, since it may call its tokens by another one."""
+    """Tells a computing engine its version once, since it may attribute its tokens to another one."""
 
     kind: ClassVar[str] = "stamp"
 
     def start(self, now: float) -> None:
-        """Reads the words first: those that began this may be older than the last install."""
+        """Reads the state words again: what is known of them may be older than the last install."""
         self.run("look", ReadWords())
 
     def done(self, step: str, done: Done, now: float) -> None:

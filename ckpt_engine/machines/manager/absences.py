@@ -109,7 +109,7 @@ class Absences:
                     self._recipients.leave_out(name, not_there(replica, now).problem)
 
     def leave_out(self, replica: Replica, now: float) -> None:
-        """Leaves out a replica that did not come back in time, or will not, unless it has an outcome already."""
+        """Excludes a replica that did not come back in time or will not come back, unless it already has an outcome."""
         if self._recipients.outcome(replica.name) is None:
             problem = not_there(replica, now).problem
             if self._recipients.is_ordered(replica.name):
@@ -121,7 +121,7 @@ class Absences:
         self._timer(MemberAbsent(member_id(replica)), seconds)
 
     def _patience(self, replica: Replica, now: float) -> float:
-        """Seconds in which it may still come back; not positive: none."""
+        """Seconds for which the update still waits for it; 0 or less: it does not wait."""
         return min(replica.heard + self._state.deadlines.lease - now, (self._goal.end - now) / 2)
 
 
@@ -143,21 +143,23 @@ def not_there(replica: Replica, now: float) -> CkptEngineError:
 
 
 class Ranks:
-    """The trainer ranks of one update. refuse: ends it with a problem."""
+    """Decides how one update goes on when its ranks or other sources cancel, come back or are lost."""
 
     def __init__(self, course: Course, refuse: Callable[[weights_pb2.Problem], None]) -> None:
+        """refuse: ends the update with a problem."""
         self._course = course
         self._goal = course.goal
         self._refuse = refuse
         self.relays: UpdateRelays | None = None
-        # Ranks that cancelled their call and may be dead: no intent is recorded meanwhile.
+        # Ranks that cancelled their call and may be dead. While there are any, no intent is recorded.
         self.undecided: set[int] = set()
-        # Ranks that live and left their call after the intent: their weights may change.
+        # Ranks that cancelled their call after the intent, and still run: their weights may change.
         self.departed: set[int] = set()
 
     def caller_left(self, rank: int) -> None:
-        """Takes a cancelled call. Whether its rank has died or does not want the update is known a little later. The
-        caller of a version that was sealed before is not a rank: no source has died."""
+        """Handles a cancelled call. Only `timer`, a little later, knows whether the rank died or meant to cancel.
+
+        If the version was sealed before the call, the caller is not a rank, so no source was lost."""
         del self._goal.calls[rank]
         if self._goal.sealed is not None:
             if self._course.refusable:
@@ -167,8 +169,10 @@ class Ranks:
             self._course.timer(CallerAbsent(rank), LEFT_SECONDS)
 
     def timer(self, rank: int) -> None:
-        """Decides about a rank some time after its call was cancelled. If its process is connected it meant to leave,
-        and its weights may change from now on. Those of a dead one do not, and one that was only cut off comes back."""
+        """Decides about a rank some time after its call was cancelled.
+
+        If its process is connected, it meant to cancel, and its weights may change from now on. The weights of a dead
+        rank do not change, and a rank that only lost its connection comes back."""
         self.undecided.discard(rank)
         trainer = self._course.state.members.ranks(self._goal.lineage).get(rank)
         if trainer is None or trainer.peer is None:
@@ -179,7 +183,7 @@ class Ranks:
             self._leaves(trainer)
 
     def note_return(self, trainer: TrainerRank) -> None:
-        """Takes a rank's hello, or what it has published: it may have left its call, or offer other weights."""
+        """Handles a rank's hello or publication: it may have cancelled its call, or may offer other weights."""
         if not self._course.refusable and trainer.rank not in self._goal.calls:
             self._leaves(trainer)
         tables = {source.rank: source.table for source in self._goal.published.sources}
@@ -188,14 +192,14 @@ class Ranks:
             self._drop_trainer(_problem(trainer, f"rank {trainer.rank} {did} while {self._course.phase}"))
 
     def drop(self, member: TrainerRank | Holder, alive: bool) -> None:
-        """Goes on, or refuses, without a source that will not come back. alive: it was connected, and said goodbye or
-        was evicted."""
+        """Goes on without a source that will not come back, or refuses the update. alive: the source was connected, and
+        said goodbye or was evicted."""
         if alive and isinstance(member, TrainerRank) and not self._course.refusable:
             self._leaves(member)
         self._drop_trainer(_problem(member, f"{speaker(member)} is gone while {self._course.phase}"))
 
     def _leaves(self, trainer: TrainerRank) -> None:
-        """Notes that a rank lives and does not wait for the update any more: its weights may change."""
+        """Notes that a rank runs and no longer waits for the update, so its weights may change."""
         if self._goal.sealed is None and trainer.session_id == self._course.sessions.get(trainer.rank):
             self.departed.add(trainer.rank)
 

@@ -25,17 +25,17 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Claim:
-    """What one job needs of holders, which are named by the ids of what they offer."""
+    """What one job needs of holders. A holder is named by the id of what it offers."""
 
-    orders: frozenset[str] = frozenset()  # holders that it orders to fill a slot, or to digest what they hold
-    fills: frozenset[str] = frozenset()  # relays among `orders` of which it overwrites a slot
-    keeps: Version | None = None  # what the relays in `fills` go on holding; None: nothing
-    reads: Version | None = None  # the version that it reads
-    sources: frozenset[str] = frozenset()  # holders from which it reads that
-    doubles: frozenset[str] = frozenset()  # relays among `sources` that hold it twice: filling overwrites one of them
+    orders: frozenset[str] = frozenset()  # holders that the job commands to fill a slot, or to digest what they hold
+    fills: frozenset[str] = frozenset()  # the relays among `orders` in which the job overwrites a slot
+    keeps: Version | None = None  # the version that relays in `fills` must keep in their other slot; None: none
+    reads: Version | None = None  # the version that the job reads
+    sources: frozenset[str] = frozenset()  # the holders from which the job reads that version
+    doubles: frozenset[str] = frozenset()  # relays among `sources` with it in both slots: a fill overwrites one of them
 
     def meets(self, other: Claim) -> bool:
-        """Whether one of the two claims has to wait for the other."""
+        """Whether the two claims conflict, so that one of them has to wait."""
         return bool(self.orders & other.orders) or self._overwrites(other) or other._overwrites(self)
 
     def reading(self) -> Claim:
@@ -63,7 +63,7 @@ class Claims:
     _counter: Iterable[int] = field(default_factory=count)
 
     def lets(self, claim: Claim, call: int | None = None) -> bool:
-        """Whether a job may begin that needs this from its beginning. call: its number, if it waits."""
+        """Whether a job that needs this claim may begin now. call: the number of the waiting call, if it waits."""
         ticket = NEVER if call is None else self._tickets.get(call, NEVER)
         return not self._ahead(claim, ticket)
 
@@ -77,7 +77,7 @@ class Claims:
             self.waiting[number] = claim
 
     def begin(self, number: int, claim: Claim, call: int | None = None) -> None:
-        """Begins a job that `lets` has let: its orders carry its number as their fence. call: see `lets`."""
+        """Begins a job that `lets` allowed. Its orders carry its number as their fence. call: see `lets`."""
         if call is not None and call in self._tickets:
             self._tickets[number] = self._tickets.pop(call)
             self.waiting.pop(call, None)
@@ -87,7 +87,8 @@ class Claims:
         self.fences |= dict.fromkeys(claim.orders, number)
 
     def ask(self, number: int, claim: Claim) -> bool:
-        """Replaces what a job has by this claim. False: others are in the way; the job has nothing, and asks again."""
+        """Replaces the claim of a job. False: other jobs are in the way; the job then holds nothing, and has to ask
+        again."""
         self.granted[number], self.waiting[number] = Claim(), claim
         if self._ahead(claim, self._ticket(number), number):
             return False
@@ -95,7 +96,7 @@ class Claims:
         return True
 
     def in_the_way(self, number: int) -> list[int]:
-        """The jobs that a job waits for: they have what it needs, or asked for it before."""
+        """The jobs that a job waits for: they hold what it needs, or asked for it earlier."""
         claim = self.waiting.get(number)
         return [] if claim is None else self._ahead(claim, self._tickets[number], number)
 
@@ -137,7 +138,8 @@ class Claims:
         return self._tickets[number]
 
     def _ahead(self, claim: Claim, ticket: int, number: int | None = None) -> list[int]:
-        """The jobs that have what meets this claim, then those that wait for it with an earlier ticket."""
+        """The jobs whose granted claim conflicts with this one, then waiting ones that conflict and have an earlier
+        ticket."""
         jobs = [other for other, held in self.granted.items() if other != number and claim.meets(held)]
         earlier = (other for other in self.waiting if other != number and self._tickets[other] < ticket)
         return jobs + [other for other in earlier if claim.meets(self.waiting[other])]

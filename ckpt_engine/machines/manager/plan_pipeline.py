@@ -59,7 +59,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Sealing:
-    """Has sources seal, and collects their digests. Begins once the plans are compiled."""
+    """Commands sources to seal, and collects their digests. Begins once the plans are compiled."""
 
     course: Course
     published: Published
@@ -75,7 +75,7 @@ class Sealing:
         return [source for source in sources if source.source not in self.digests]
 
     def send(self, seconds: float) -> None:
-        """Sends the command, again, to all that have not answered."""
+        """Sends the command, the first time or again, to all sources that have not answered."""
         state, lineage, version = self.course.state, self.course.goal.lineage, self.course.goal.version
         if not self.keep:
             state.versions.sealed_anew(lineage)
@@ -112,7 +112,7 @@ class Sealing:
         return [source for source in self.missing() if self.compiled.atoms[source.source] == body.atoms]
 
     def take(self, body: manager_pb2.Sealed, answered: Sequence[SourceOffer]) -> Problem | None:
-        """Takes an answer. Returns the problem if it is one. answered: the sources that it is of."""
+        """Takes an answer; returns the problem if it reports one. answered: the sources that sent it."""
         if body.HasField("problem"):
             problem = Problem()
             problem.CopyFrom(body.problem)
@@ -131,15 +131,15 @@ class Sealing:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The plans that replicas are installed with."""
+    """The last stage: finished plans, from which replicas can be installed."""
 
     compiled: Compiled
-    combined: Combined  # what the readers of these plans must find
+    combined: Combined  # the digests that readers of these plans must find
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There are no plans, or they are not to be used."""
+    """Making the plans failed, or they must not be used."""
 
     problem: weights_pb2.Problem
     sources: tuple[str, ...] = ()  # the ids of those that failed; empty: unknown
@@ -165,12 +165,12 @@ class PlanPipeline:
         self._state.run(PlanTask(self.number, type(task)), task)
 
     def seal(self, sealing: Sealing, seconds: float) -> None:
-        """Has the sources digest their atoms."""
+        """Commands the sources to digest their atoms."""
         self.stage = sealing
         self.send(seconds)
 
     def send(self, seconds: float) -> None:
-        """Sends the command, again, to the sources that have not digested."""
+        """Sends the command again to the sources that have not answered."""
         if isinstance(self.stage, Sealing):
             self.stage.send(seconds)
 

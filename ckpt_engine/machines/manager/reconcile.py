@@ -168,7 +168,9 @@ class CatchUp:
                 return f"nothing is to be done: it serves {version}"
             reason = f"it holds {version} and is closed because {replica.closed_reason or 'its engine does not serve'}"
             wake = f"; wake it: `ckpt-engine replica wake {replica.name}`" if replica.asleep else ""
-            raise precondition(f"{reason}: bringing weights would not help{wake}", replica=replica.name)
+            raise precondition(
+                f"{reason}, so another attempt to bring it weights would not help{wake}", replica=replica.name
+            )
         if hindrance := self._hindrance(replica, content):
             raise precondition(f"it is not brought to {version}: {hindrance}", replica=replica.name)
         if self.holdings.supply(content) is None and (reason := self._no_source(content)):

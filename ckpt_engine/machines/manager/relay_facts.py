@@ -36,13 +36,13 @@ def missing_relays(state: ManagerState) -> str:
     names = " and ".join(sorted(each.source for each in relays))
     most = state.deadlines.reconnect_most
     return (
-        f"{names} had a session with this manager and has none now: start it if it does not run; if it has just come "
-        f"back it dials again within {most:g} s, so call again then"
+        f"{names} had a session with this manager and has none now: start it if it does not run; if it has just "
+        f"started, it connects within {most:g} s, so call again then"
     )
 
 
 def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:
-    """Connected relays that pass nothing on, since their networks are slow: by name, a predicate that says so."""
+    """Connected relays that pass nothing on because their network is slow: by name, a clause that says so."""
     return slow({each.source: each.words.measured for each in holders if each.peer is not None})
 
 
@@ -75,8 +75,10 @@ def readers_of(
     distances: Mapping[WorkerKey, int],
     only: Collection[str] | None,
 ) -> dict[str, dict[str, int | None]]:
-    """By relay, the replicas that lack the version and reach the relay, each with the distance of what it would read
-    without it; None: it could not read all. only: the replicas to consider; None: all."""
+    """By relay, the replicas that reach it and lack the version.
+
+    Each has the distance to the farthest source that it would read without relays; None: without relays it could not
+    read everything. only: the replicas to consider; None: all."""
     lacking = set(recipients.lacking(identity))
     if only is not None:
         lacking &= set(only)
@@ -89,7 +91,7 @@ def readers_of(
 
 
 class KnownNeeds:
-    """The known needs of workers against one manifest, also of replicas that are away; by neighbourhood, each once."""
+    """What workers are known to need of one manifest, without duplicates, also workers of disconnected replicas."""
 
     def __init__(self, state: ManagerState, recipients: Recipients, published: Published) -> None:
         placed_needs = [(worker.host, worker.needs) for worker in recipients.workers()]

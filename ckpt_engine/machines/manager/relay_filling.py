@@ -31,7 +31,7 @@ FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
 
 @dataclass
 class PlannedFilling:
-    """One relay that is filled."""
+    """One relay that an update fills: what it was told, and what it answered."""
 
     relay: str
     replicas: tuple[str, ...]  # to be installed from it; none: it is a step in between
@@ -40,12 +40,12 @@ class PlannedFilling:
     command_route: Route | None = None  # that of `command`
     attempts: int = 0  # commands before `command`
     tried: set[bytes] = field(default_factory=set)  # digests of the relays' tables that it was told to read
-    pausing: bool = False  # it is told once more in a moment
+    pausing: bool = False  # a short pause before the next try goes on
     answer: manager_pb2.RelayFilled | None = None  # to `command`
     session: str = ""  # of the process that answered
-    early: manager_pb2.RelayFilled | None = None  # its answer when it had brought what its own sources have
-    ahead: bool = False  # it was told to bring only what its own sources have
-    exclusion: Problem | None = None  # why it does not count
+    early: manager_pb2.RelayFilled | None = None  # its answer to the first part, from its own sources
+    ahead: bool = False  # `command` asks for the first part only: what its own sources have
+    exclusion: Problem | None = None  # why the update goes on without it
 
     @property
     def failed(self) -> bool:
@@ -61,8 +61,8 @@ class PlannedFilling:
         return self.command is None or (self.ahead and self.answer is not None and not self.failed)
 
     def too_late(self, unready: Sequence[str], since: str) -> Problem:
-        """Why it is left out at the end of the time. unready: relays that it waits for. since: how long that was, in
-        words."""
+        """The reason for excluding the relay at the deadline. unready: names of relays that it waits for. since: words
+        for the time that passed, which end the message."""
         if self.answer is not None and self.answer.HasField("problem"):
             return self.answer.problem
         if self.command is None:

@@ -131,7 +131,9 @@ class SleepWakeCall:
             return
         for name in self._names:
             if name not in self._results:
-                self._result(name, deadline(f"no answer within {self._seconds:g} s", replica=name).problem)
+                self._result(
+                    name, deadline(f"its agent did not answer within {self._seconds:g} s", replica=name).problem
+                )
         self._when_done()
 
     def _result(self, name: str, problem: weights_pb2.Problem | None) -> None:

@@ -106,9 +106,9 @@ class MeetingDoor:
                 self._wait(error)
 
     def _wait(self, error: Exception) -> None:
-        """Pauses after a member could not be let in, mostly because no descriptors or threads are left."""
+        """Pauses after a connection could not be accepted, mostly because no descriptors or threads are left."""
         if not self._closed:
-            log.warning("ckpt-engine: a member of a collective could not be let in: %s", error)
+            log.warning("ckpt-engine: cannot accept a connection of a collective's member; trying again: %s", error)
             time.sleep(_AGAIN_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:

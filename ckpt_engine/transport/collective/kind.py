@@ -1,4 +1,4 @@
-"""Collectives, as planners, workers and commands ask about them. Loads no side of it."""
+"""What planners, workers and commands need to know about collectives. Loads neither the reader nor the lender."""
 
 from __future__ import annotations
 

@@ -319,24 +319,26 @@ class Attendance:
         return {str(name): str(address) for name, address in self._ask(REACHED, "", dict).items()}
 
     def hear(self, running: bool) -> str:
-        """Asks why the collective was ended; empty: it was not. running: this member is expected to poll from now
-        on."""
+        """Asks the lead why the collective was ended; empty: it goes on.
+
+        running: the lead is to expect further polls from this member; False: it expects none."""
         return self._call(HEAR if running else REST, "").decode(errors="replace")
 
     def broken(self) -> str:
-        """Asks why these members can begin nothing more together; empty: they can."""
+        """Asks the lead why these members cannot run another collective together; empty: they can."""
         return self._call(WHOLE, "").decode(errors="replace")
 
     def end(self, why: str, overdue: bool = False) -> str:
-        """Ends the collective for all members, unless it was ended; returns the reason that stands. overdue: this
-        member's time is over; members that have not begun are blamed, if there are any."""
+        """Ends the collective for all members; returns the reason that counts, which is the first one given.
+
+        overdue: this member's deadline has passed; then members that have not begun are blamed, if there are any."""
         return self._call(LATE if overdue else END, "", why.encode()).decode(errors="replace")
 
     def ballot(self, epoch: int, verb: str, **fields: float | str | Sequence[str]) -> BallotAnswer:
         """Sends "ask", "vote" (until), "give up", "leave" (why, blamed) or "done" to the ballot of an epoch.
 
-        hold, of the first two: seconds for which the lead may hold the answer back while the ballot is not open, or
-        while this member has voted and nothing is decided."""
+        "ask" and "vote" also take `hold`: the seconds for which the lead may delay its answer, while the ballot is not
+        open yet ("ask") or nothing is decided ("vote")."""
         answer = self._ask(BALLOT, json.dumps({"epoch": epoch, "verb": verb, **fields}), dict)
         try:
             return answer_of(answer)
@@ -344,7 +346,7 @@ class Attendance:
             raise self._nonsense(error) from error
 
     def close(self) -> None:
-        """Leaves in good order, which does not end the collective. Never raises. May be repeated."""
+        """Leaves the meeting without ending the collective. Never raises. May be repeated."""
         with contextlib.suppress(CkptEngineError):
             self._call(BYE, "")
         self._socket.close()
@@ -371,7 +373,7 @@ class Attendance:
         return found
 
     def _nonsense(self, why: object) -> CkptEngineError:
-        return unavailable(f"{self._lead}, which keeps the collective's meeting, answers nonsense ({why})")
+        return unavailable(f"{self._lead}, which keeps the collective's meeting, sent an invalid answer ({why})")
 
     def _call(self, kind: bytes, key: str, value: bytes = b"") -> bytes:
         keeper = f"{self._lead}, which keeps the collective's meeting,"

@@ -215,7 +215,10 @@ class Seat:
         if not gpu:
             self.device = torch.device("cpu")
             if memory > (room := memory_room()):
-                raise precondition(f"a collective's buffers take {memory} bytes, and this host has room for {room}")
+                raise precondition(
+                    f"a collective's buffers need {memory} bytes, and this host has room for {room}: free some, or "
+                    "publish without transport='nccl'"
+                )
             # Loaded here only, as Gloo is: a process without a collective does not need it.
             from ckpt_engine.transport.collective.on_host import HostMember
 
@@ -278,9 +281,11 @@ def _device(gpu: bytes) -> torch.device:
     try:
         found = driver().device_of_uuid(gpu)
     except CudaDriverError as error:
-        raise precondition(f"this process is to take part in a collective with a GPU: {error}") from error
+        raise precondition(f"this process cannot use the GPU {gpu.hex()} for a collective: {error}") from error
     if found is None:
-        raise precondition(f"this process is to take part in a collective with GPU {gpu.hex()}, which it does not see")
+        raise precondition(
+            f"this process does not see GPU {gpu.hex()}, which it needs for a collective: check CUDA_VISIBLE_DEVICES"
+        )
     return torch.device("cuda", found)
 
 

@@ -1,5 +1,5 @@
-"""A thread beside a member's part: it polls the meeting, and ends the part if the collective was ended, or at its
-deadline. The part itself may be inside a library meanwhile."""
+"""A thread that watches over one member's part in a collective. It polls the meeting, and aborts the part when the
+collective was ended or the deadline has passed, even while the part waits inside a library."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.transport.collective.meeting import Attendance
 
 HEAR_SECONDS = 0.1
-"""Between two questions."""
+"""Between two polls."""
 
 _JOIN_SECONDS = 30.0
 
 
 class Watch:
-    """A context around one run of a member's part.
+    """A context manager around one member's run of its part of a collective.
 
-    abort: ends any wait of the part, from another thread; called at most once. An error that leaves the context ends
-    the collective for all members, and is raised with the reason why it ended. The first reason that was written
-    counts, since a failure causes others.
+    An exception that leaves the context ends the collective for all members. What is then raised names the first reason
+    that any member gave, since one failure causes others.
     """
 
     def __init__(self, attendance: Attendance, seconds: float, abort: Callable[[], None]) -> None:
+        """seconds: until the deadline. abort: called at most once, on another thread, to end any wait of the part."""
         self._attendance = attendance
         self._abort = abort
         self._seconds = seconds
@@ -38,11 +38,11 @@ class Watch:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline, a little more than 0 at least."""
+        """Seconds until the deadline, at least 0.001."""
         return max(0.001, self._stop_at - time.monotonic())
 
     def check(self) -> None:
-        """Raises if the collective was ended or its time is over. Does not ask the lead."""
+        """Raises if the collective was ended, or if its deadline has passed. Does not ask the lead."""
         if self.why:
             raise self._error(self.why)
 

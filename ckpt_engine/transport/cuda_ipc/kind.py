@@ -1,4 +1,5 @@
-"""GPU memory between processes of one host, as planners, workers and commands ask about it. Loads no side of it."""
+"""What planners, workers and commands need to know about reading GPU memory of another process on the same host. Loads
+neither the reader nor the lender."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class LeaseOffice:
             self._listener.listen(128)
             self._waker, self._woken = socket.socketpair()
         except OSError as error:
-            raise unavailable(f"no Unix socket for leases can be had: {error}") from error
+            raise unavailable(f"cannot open a Unix socket for leases: {error}") from error
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)

@@ -71,7 +71,7 @@ class _MappedRegion:
     def view(self, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str) -> torch.Tensor:
         """The elements at `offset` bytes as a tensor, without a copy."""
         if self.memory is None:
-            raise unavailable("the memory that this plan reads was let go of; publish again")
+            raise unavailable("the memory that this plan reads was unmapped; publish again")
         width = itemsize(dtype)
         if not span_of(self.size, offset, shape, stride, width):
             return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=self._base.device)
@@ -160,7 +160,7 @@ class CudaIpcTransport:
             for each in mapped:
                 if each.memory is None:
                     each.owner.check()
-                    raise unavailable("the memory that this plan reads was let go of; publish again")
+                    raise unavailable("the memory that this plan reads was unmapped; publish again")
             yield
 
     def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _MappedRegion:

@@ -1,4 +1,5 @@
-"""Files of a checkpoint, as planners, workers and commands ask about them. Loads no side of it."""
+"""What planners, workers and commands need to know about reading checkpoint files. Loads neither the reader nor the
+lender."""
 
 from __future__ import annotations
 

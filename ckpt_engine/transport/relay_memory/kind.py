@@ -1,4 +1,5 @@
-"""Memory of a relay for processes of its host, as planners, workers and commands ask about it. Loads no side of it."""
+"""What planners, workers and commands need to know about reading a relay's memory on the same host. Loads neither the
+reader nor the lender."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> soc
 
 
 def _words(answer: bytes) -> str:
-    return answer[1:].decode("utf-8", "replace") or "it gives no reason"
+    return answer[1:].decode("utf-8", "replace") or "it gave no reason"
 
 
 class RelayRegions:

@@ -1,4 +1,5 @@
-"""Memory of the host between its processes, as planners, workers and commands ask about it. Loads no side of it."""
+"""What planners, workers and commands need to know about reading host memory of another process on the same host. Loads
+neither the reader nor the lender."""
 
 from __future__ import annotations
 

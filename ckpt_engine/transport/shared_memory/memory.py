@@ -127,12 +127,12 @@ class SharedArena:
     Its size is sealed, so no truncation can hurt a reader. The memory is reserved at once: a host without room causes
     an error here and not a bus error later. Tensors over it stay valid as long as they live, also after `close`.
 
-    Raises UNAVAILABLE if the memory cannot be had, INVALID_ARGUMENT if `size` is not positive.
+    Raises UNAVAILABLE if the memory cannot be allocated, INVALID_ARGUMENT if `size` is not positive.
     """
 
     def __init__(self, size: int) -> None:
         if size <= 0:
-            raise invalid(f"shared memory of {size} bytes makes no sense")
+            raise invalid(f"the size of shared memory must be positive, not {size} bytes")
         self.size = size
         if size > (room := memory_room()):
             raise unavailable(f"no room for {size} bytes of shared memory: this process may take {room} more")
@@ -149,7 +149,7 @@ class SharedArena:
             self._memory: OwnedMemory | None = OwnedMemory.of(self._descriptor, size)
         except OSError as error:
             self._closer()
-            raise unavailable(f"{size} bytes of shared memory cannot be had: {error}") from error
+            raise unavailable(f"cannot allocate {size} bytes of shared memory: {error}") from error
 
     def tensor(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None

@@ -158,4 +158,4 @@ class ChunkReader:
             moved()
 
     def _words(self, size: int) -> str:
-        return receive(self._socket, size).decode("utf-8", "replace") if size else "it gives no reason"
+        return receive(self._socket, size).decode("utf-8", "replace") if size else "it gave no reason"

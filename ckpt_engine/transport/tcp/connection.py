@@ -227,12 +227,12 @@ def _advance(landing: deque[memoryview], got: int) -> None:
 
 
 def _words(answer: bytes) -> str:
-    return answer.decode("utf-8", "replace") or "it gives no reason"
+    return answer.decode("utf-8", "replace") or "it gave no reason"
 
 
 def connect(locator: TcpLocator, owner: str, stop_at: float) -> socket.socket:
     """A connection to an owner that has admitted us. Tries its addresses in turn."""
-    problem = unavailable(f"{owner} told no address")
+    problem = unavailable(f"{owner} published no address")
     for address in locator.addresses:
         remaining = stop_at - time.monotonic()
         if remaining <= 0:

@@ -1,4 +1,5 @@
-"""The reader's side as relays use it: links to regions, several of which share the connections to their slot."""
+"""How a relay reads from relays of other hosts over TCP. Each region has a link; the links to regions of one slot share
+the connections to that slot."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
 REQUEST_BYTES = 8 << 20
-"""About the most of one question: several are in flight at any time."""
+"""About how many bytes one request asks for at most; several requests are in flight at any time."""
 
 
 class SlotConnections:
-    """The connections to one slot of one owner. One thread. owner: as messages name it."""
+    """The connections to one slot of one owner. Used on one thread."""
 
     def __init__(self, locator: TcpLocator, owner: str, seconds: float) -> None:
-        self.owner = owner
+        self.owner = owner  # as error messages name it
         self.links: set[TcpLink] = set()
         self._holding: set[TcpLink] = set()
         self._lending = b""
@@ -41,7 +42,7 @@ class SlotConnections:
             raise
 
     def check(self) -> None:
-        """Raises unless every connection holds."""
+        """Raises UNAVAILABLE if one of the connections was lost."""
         if self._closed:
             raise unavailable(f"the connection to {self.owner} was severed")
         for lane in self._lanes:
@@ -59,21 +60,23 @@ class SlotConnections:
             if request.problem is not None:
                 raise request.problem
             if len(request.answer) != wire.LENDING_BYTES:
-                raise unavailable(f"{self.owner} lends its slot in a way that is not known here")
+                raise unavailable(
+                    f"{self.owner} sent an unknown answer to the request to lend its slot: run one release on all hosts"
+                )
             self._lending = request.answer
         self._holding.add(link)
 
     def rest(self, link: TcpLink) -> None:
-        """Ends a link's hold; without any hold the owner may fill the slot again."""
+        """Ends a link's hold. Once no link has one, the owner may fill the slot again."""
         self._holding.discard(link)
         if not self._holding and self._lending:
             self._lending = b""
             self._lanes[0].ask(OwnerRequest(wire.question(wire.RELEASE), expects_answer=False))
 
     def read(self, runs: Sequence[tuple[int, int]], landing: Sequence[memoryview]) -> list[OwnerRequest]:
-        """Asks for runs of the slot, each to land in its own memory, over the least busy connection."""
+        """Requests runs of the slot over the least busy connection. landing: the memory for each run."""
         if not self._lending:
-            raise unavailable(f"the slot of {self.owner} is not held, so it is not read")
+            raise unavailable(f"{self.owner} does not lend its slot to this relay now, so it cannot be read")
         found = []
         for first, last in _requests(runs):
             request = OwnerRequest(wire.question(wire.READ, self._lending, runs[first:last]), landing[first:last])
@@ -88,7 +91,7 @@ class SlotConnections:
         return found
 
     def leave(self, link: TcpLink) -> None:
-        """Forgets a link that has ended; the last one ends the connections."""
+        """Removes a link; with the last one the connections are closed."""
         self.rest(link)
         self.links.discard(link)
         if not self.links:

@@ -1,4 +1,4 @@
-"""TCP between relays, as planners, relays and commands ask about it. Loads no side of it."""
+"""What planners, relays and commands need to know about TCP between relays. Loads neither the reader nor the lender."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class ForkServer:
             addresses = b""
         if len(addresses) != ADDRESSES.size:
             self.close()
-            raise unavailable("the process that makes UCX helpers did not start; the log says why")
+            raise unavailable("the process that starts UCX helpers did not start; its log says why")
         self.writable, self.readable, self.board = ADDRESSES.unpack(addresses)
 
     @property
@@ -247,9 +247,9 @@ class ForkServer:
                     socket.send_fds(self._connection, [request], [theirs.fileno()])
                     pid, handle = self._await_start(name)
                 except TimeoutError:
-                    raise deadline(f"no UCX helper was made within {seconds:.3g} s") from None
+                    raise deadline(f"no UCX helper started within {seconds:.3g} s") from None
                 except OSError as error:
-                    raise unavailable(f"no UCX helper can be made: {error}") from error
+                    raise unavailable(f"cannot start a UCX helper: {error}") from error
         except BaseException:
             ours.close()
             raise
@@ -260,7 +260,7 @@ class ForkServer:
             helper.wait(0, max(0.01, until - time.monotonic()))
         except OSError as error:
             helper.kill()
-            raise unavailable(f"a UCX helper has ended at once: {error}") from error
+            raise unavailable(f"a UCX helper ended while it was starting: {error}") from error
         except BaseException:
             helper.kill()
             raise
@@ -271,7 +271,9 @@ class ForkServer:
         while True:
             reply, descriptors, _, _ = socket.recv_fds(self._connection, STARTED.size, 1, socket.MSG_CMSG_CLOEXEC)
             if len(reply) != STARTED.size or not descriptors:
-                raise unavailable("no UCX helper can be made: the process that makes them has ended")
+                raise unavailable(
+                    "cannot start a UCX helper: the process that starts them has ended; restart the relay"
+                )
             pid, agent = STARTED.unpack(reply)
             if agent.rstrip(b"\0").decode() == name:
                 return pid, descriptors[0]

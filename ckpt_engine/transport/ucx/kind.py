@@ -1,4 +1,5 @@
-"""One-sided reads between relays, as planners, relays and commands ask about them. Loads no side of it."""
+"""What planners, relays and commands need to know about one-sided reads (UCX) between relays. Loads neither the reader
+nor the lender."""
 
 from __future__ import annotations
 

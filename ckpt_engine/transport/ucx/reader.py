@@ -211,7 +211,7 @@ class UcxLink:
                 done += size
         if pending and time.monotonic() > self._moved + self._stall:
             raise deadline(
-                f"nothing has come over UCX for {self._stall:g} s: its owner is stopped, or the network between is cut"
+                f"nothing arrived over UCX for {self._stall:g} s: the other relay has stopped, or the network is cut"
             )
         return done
 
