@@ -21,34 +21,31 @@ WHOLE, ABORTED, BROKEN = "whole", "aborted", "broken"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an engine says that it has ended. kind: STOP, LENGTH, ABORT (interrupted: what is missing can be asked for
-    again), ERROR (it will not be better elsewhere), or a word of the engine's own, which ends the answer as it is.
-    said: in the engine's words, as it stands in an answer."""
+    """How an answer ended, as its engine reports it."""
 
+    # STOP, LENGTH, ABORT (interrupted: the rest can be requested again), ERROR (another engine would fail, too), or
+    # another word of the engine, which ends the answer as it is.
     kind: str
-    said: Any
+    said: Any  # the engine's own value, as an answer shows it
     stop_reason: Any = None
 
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one event adds. records: one for each token, as the dialect has them; none: nobody asked for any. echo:
-    tokens of the prompt in front of them, with their records. labels: what the engine has said so far of the versions
-    of all tokens of this leg. about: facts of the prompt (usage, log-probabilities), which the first leg tells.
-    scored: tokens at the end of the prompt of which it has log-probabilities."""
+    """What one event of an engine's stream adds to an answer."""
 
     tokens: list[int] = field(default_factory=list)
-    records: list[Any] = field(default_factory=list)
+    records: list[Any] = field(default_factory=list)  # one a token, in the dialect's form; empty: none were asked for
     text: str = ""
-    echo: list[int] = field(default_factory=list)
-    echo_records: list[Any] = field(default_factory=list)
+    echo: list[int] = field(default_factory=list)  # tokens of the prompt, which come before `tokens`
+    echo_records: list[Any] = field(default_factory=list)  # theirs
     finish: Finish | None = None
-    labels: list[Label] | None = None
-    about: dict[str, Any] = field(default_factory=dict)
-    scored: int = 0
+    labels: list[Label] | None = None  # the versions of all tokens of this leg so far, as the engine reports them
+    about: dict[str, Any] = field(default_factory=dict)  # facts of the prompt (usage, log-probabilities), by first leg
+    scored: int = 0  # how many tokens at the end of the prompt have log-probabilities in it
 
     def add(self, later: AnswerPiece) -> None:
-        """Adds what the next event brought, for a caller who gets both at once."""
+        """Appends the piece of the next event, so that both go to the caller in one event."""
         self.tokens += later.tokens
         self.records += later.records
         self.text += later.text
@@ -58,7 +55,7 @@ class AnswerPiece:
 
     @property
     def says(self) -> bool:
-        """Whether it is worth an event."""
+        """Whether it has anything to send to the caller."""
         return bool(self.tokens or self.echo or self.finish is not None)
 
 
@@ -80,21 +77,21 @@ class Leg:
 
     replica: str
     offset: int  # tokens of the answer before it
-    identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # the whole of what its engine's labels say
+    identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # completes the version in a label of its engine
     # the lowest and highest version that the replica can have held meanwhile
     held: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
-    caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
-    ended: str = ""  # how; empty while it runs
-    count: int = 0
-    labels: list[Label] | None = None
-    text_before: int = 0  # characters of the answer before it
+    caches: Callable[[int], str] = _recomputed  # what became of the caches when the replica took this version
+    ended: str = ""  # how it ended; empty while it runs
+    count: int = 0  # its tokens so far
+    labels: list[Label] | None = None  # see AnswerPiece
+    text_before: int = 0  # characters of the answer before this leg
 
     def spans(self) -> list[Span]:
         """Spans of its tokens."""
         return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
 
     def span(self, first: int, count: int) -> Span:
-        """The span of what came with its first token, and is no token of the answer."""
+        """A span for what came with the leg's first token but is not a token of the answer."""
         made = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
         return replace(made, first=first, count=count)
 
@@ -104,11 +101,11 @@ class OverrunError(Exception):
 
 
 class Stitch:
-    """One sample's answer as it grows. tokens, records, text: of the output, without the echo."""
+    """The answer to one sample, while its legs add to it."""
 
     def __init__(self, single: Single) -> None:
         self.single = single
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # of the output, without the echo, as are `records` and `text`
         self.records: list[Any] = []
         self.text = ""
         self.echo: list[int] = []
@@ -120,28 +117,28 @@ class Stitch:
 
     @property
     def begun(self) -> bool:
-        """Whether anything has come that the caller may have seen."""
+        """Whether it has anything that the caller may have seen."""
         return bool(self.tokens or self.echo)
 
     @property
     def remaining(self) -> int | None:
-        """Tokens that are still to be made at most; None: as many as the model has room for."""
+        """The most tokens that may still be generated; None: as many as the model has room for."""
         return None if self.single.max_tokens is None else self.single.max_tokens - len(self.tokens)
 
     @property
     def leg(self) -> Leg:
-        """The leg that runs, or ran last."""
+        """The running leg, or else the last one."""
         return self.legs[-1]
 
     def begin(self, replica: str) -> Leg:
-        """Begins a leg, which is about to be asked for."""
+        """Begins the leg that is about to be requested."""
         self.legs.append(Leg(replica, len(self.tokens), text_before=len(self.text)))
         return self.leg
 
     def take(self, piece: AnswerPiece) -> AnswerPiece:
-        """Adds what an event of the running leg brought; the piece is what the caller gets of it.
+        """Adds the piece of an event of the running leg, and returns what the caller gets of it.
 
-        Raises OverrunError for more tokens than the leg was asked for: nothing of them is kept.
+        Raises OverrunError, and adds nothing, if it has more tokens than the leg was asked for.
         """
         left = self.remaining
         if left is not None and len(piece.tokens) > left:
@@ -165,10 +162,9 @@ class Stitch:
         return piece
 
     def broken(self, finishes: Callable[[str, Any], Finish]) -> bool:
-        """Notes that a leg ended without its end. Whether all that was asked for has come all the same: then it is
-        finished.
+        """Notes that a leg broke off. Returns whether the answer is complete all the same, and then finishes it.
 
-        finishes: makes the dialect's words for a kind of end (and the token that stopped it).
+        finishes: makes a Finish in the dialect's words, from a kind and the token that stopped it.
         """
         if self.finish is not None:
             return True
@@ -180,7 +176,7 @@ class Stitch:
         return self.finish is not None
 
     def cut(self, count: int) -> None:
-        """Takes tokens back that no caller has seen yet, so that `count` are left."""
+        """Removes tokens that no caller has seen yet, so that `count` are left."""
         drop = len(self.tokens) - count
         if drop > 0:
             del self.tokens[count:]
@@ -188,11 +184,11 @@ class Stitch:
             self.leg.count -= drop
 
     def spans(self) -> list[Span]:
-        """Which version made which tokens, without a hole."""
+        """Which version generated which tokens, without gaps."""
         return joined([span for leg in self.legs for span in leg.spans()])
 
     def prompt_span(self) -> Span | None:
-        """Which version made the log-probabilities of the prompt, by its tokens; None: there are none."""
+        """The version that computed the prompt's log-probabilities, and for which tokens; None: there are none."""
         if self.scored is None:
             return None
         leg, count = self.scored
@@ -200,5 +196,5 @@ class Stitch:
 
     @property
     def resumes(self) -> int:
-        """Legs after the first that added something, or tried to."""
+        """How many legs there were after the first one."""
         return max(0, len(self.legs) - 1)

@@ -1,4 +1,4 @@
-"""What a caller may say in headers, beside the body. Pure."""
+"""Reads the options that a caller gives in request headers: session, version, waiting time, resuming. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = "x-ckpt-engine-"
 KNOWN = (VERSION, MIN_VERSION, MAX_LAG, LINEAGE, QUEUE_SECONDS, RESUME)
 
 MOST_DIGITS = 20
-"""Of a number; versions have 64 bits."""
+"""The most digits of a number; versions have 64 bits."""
 
 _PASSED = ("traceparent", "tracestate")
 
@@ -29,12 +29,14 @@ _PASSED = ("traceparent", "tracestate")
 def wishes_of(
     headers: Mapping[str, str], session: str, prompt: Sequence[int], settings: GatewaySettings, authorized: bool
 ) -> Wishes:
-    """headers: with names in lower case. session, prompt: from the body. authorized: the caller showed its token to the
-    gateway, so it is not for the engines. Raises RefusedError (400)."""
+    """The options of a request. Raises RefusedError (400).
+
+    headers: with names in lower case. session, prompt: from the body. authorized: the `authorization` header was for
+    the gateway, so it is not passed on to engines."""
     named = next((headers[name] for name in SESSION if headers.get(name)), "") or session
     resume = headers.get(RESUME, "on").lower()
     if resume not in ("on", "off"):
-        raise bad_request(f"{RESUME}: {resume!r} is neither on nor off")
+        raise bad_request(f"{RESUME}: {resume!r} must be on or off")
     want = VersionWant(
         lineage=headers.get(LINEAGE, ""),
         version=_number(headers, VERSION),

@@ -1,7 +1,8 @@
 """A worker's part in a collective: it joins when its plan is made ready, votes before it is DIRTY, and runs after *go*.
 
-What is brought, and where to, is the plan's matter (`plans.py`); who moves it, and how all stop together, is that of
-`transport/collective`. What goes wrong before *go* has written nothing. The engine's thread.
+The plan (`plans.py`) decides what is brought, and where to. `transport/collective` decides how members move it and stop
+together. Nothing is written before *go*, so a failure until then leaves the weights as they were. Runs on the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class InstallPart:
 
     @property
     def communicators(self) -> list[bytes]:
-        """The names of those that this worker is a member of: one, or none."""
+        """The names of the communicators that this worker is a member of: one or none."""
         return [self._seat.communicator] if self._seat.communicator else []
 
     @property
@@ -40,13 +41,13 @@ class InstallPart:
         return self._seat.memory
 
     def joined(self, order: Order) -> float:
-        """Seconds that joining took for an install; 0: it was a member already."""
+        """Seconds that joining took for this order's install; 0: the worker was a member already."""
         epoch, seconds = self._joined
         return seconds if epoch == order.fence.epoch else 0.0
 
     @contextmanager
     def leaving(self, order: Order) -> Iterator[None]:
-        """Around everything that an order asks for: if it fails, the others of its collective are told at once."""
+        """A context for everything that an order asks for. If it fails, the other members are told at once."""
         try:
             yield
         except Exception as error:
@@ -55,8 +56,9 @@ class InstallPart:
             raise
 
     def join(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan, seconds: float) -> None:
-        """Is a member of the order's collective when it returns, with room for all that it brings. The engine is not
-        paused, but computes nothing meanwhile. Raises what `Seat.join` does."""
+        """Joins the order's collective, if it has one, and makes room for all that it brings.
+
+        The engine is not paused, but computes nothing meanwhile. Raises what `Seat.join` raises."""
         self._check(order, plan)
         if not order.HasField("collective"):
             self._seat.close()  # what it would keep may be of a trainer that is gone
@@ -73,7 +75,8 @@ class InstallPart:
     def vote(
         self, order: worker_pb2.InstallOrder, plan: ReadyPlan, in_time: Callable[[], None], stop_at: float
     ) -> None:
-        """Returns when all members begin, at once if there is no collective. Raises ABORTED if they do not."""
+        """Waits until all members begin; without a collective it returns at once. Raises ABORTED if they do not
+        begin."""
         self._check(order, plan)
         if not order.HasField("collective"):
             return
@@ -86,7 +89,7 @@ class InstallPart:
         self._seat.vote(order.fence.epoch, order.collective.arm_seconds, stop_at - time.monotonic())
 
     def run(self, order: worker_pb2.InstallOrder, stop_at: float, on_bytes: Callable[[int], None]) -> None:
-        """Takes what the collective brings, if there is one. The worker is DIRTY."""
+        """Receives what the collective brings, if there is one. Call it while the worker is DIRTY."""
         if not order.HasField("collective"):
             return
         came = 0
@@ -103,11 +106,11 @@ class InstallPart:
         self._seat.done(order.fence.epoch)
 
     def release(self) -> None:
-        """Keeps nothing of the model's memory."""
+        """Drops all references to the model's memory."""
         self._seat.unbind()
 
     def close(self) -> None:
-        """Leaves."""
+        """Leaves the collective."""
         self._seat.close()
 
     def _bind(self, plan: ReadyPlan) -> None:
@@ -117,6 +120,6 @@ class InstallPart:
     def _check(self, order: Order, plan: ReadyPlan) -> None:
         if plan.resolved.collective and not order.HasField("collective"):
             raise precondition(
-                "the plan has weights brought by a collective, and the order says of none: update again, or offer the "
-                "weights over another transport"
+                "the plan needs a collective, and the order names none: update again, or publish the weights over "
+                "another transport"
             )

@@ -24,7 +24,7 @@ from ckpt_engine.transport.base import OpenedRegions
 log = logging.getLogger(__name__)
 
 _CHECKS_AT_ONCE = 256
-"""Of a CPU; a GPU digests everything in one go."""
+"""How many digests a CPU computes before `in_time` is called; a GPU computes all of them together."""
 
 _POLL_SECONDS = 20e-6
 
@@ -35,22 +35,19 @@ _Check = tuple[int, torch.Tensor, tuple[int, ...], bool]
 
 
 class Ready:
-    """Copies, fills and digests of some tensors. Making it checks every move and changes no tensor.
-
-    arrivals: what a collective is to bring here. needs: that are digested. notes: by transport, what is slower than it
-    could be, and why.
-    """
+    """Prepared copies, fills and digests of some tensors. Its constructor checks every move and changes no tensor."""
 
     def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None) -> None:
-        """landed: where a collective has brought what belongs here; None: it brings that here itself."""
+        """landed: memory from which to copy what a collective brought; None: it writes to the tensors themselves."""
         copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
         self._copies = list(copies.values())
-        self.arrivals = bound.arrivals if landed is None else []
+        self.arrivals = bound.arrivals if landed is None else []  # what a collective is to write to these tensors
         self._landed = (
             None
             if landed is None
             else TensorCopy([(view, landed[tensor, box]) for tensor, box, view in bound.arrivals])
         )
+        # By transport, which copies are slower than they could be, and why.
         self.notes = {name: copy.notes for name, copy in copies.items() if copy.notes}
         self._zeros = [destination for destination, value in bound.fills if value == 0]
         self._fills = [(destination, value) for destination, value in bound.fills if value != 0]
@@ -61,17 +58,17 @@ class Ready:
             )
             for checks in _groups(bound.checks)
         ]
-        self.needs = {need for need, *_ in bound.checks}
+        self.needs = {need for need, *_ in bound.checks}  # the needs that are digested
 
     def copy(self, on_bytes: Callable[[int], None]) -> None:
-        """Writes what is loaded; it has arrived when this returns. Raises what `on_bytes` raises."""
+        """Copies what is loaded, and returns when all of it has arrived. Raises what `on_bytes` raises."""
         for copy in self._copies:
             copy.run(on_bytes)
         if self._landed is not None:
             self._landed.run()
 
     def fill(self, in_time: Callable[[], None]) -> None:
-        """Writes padding."""
+        """Writes the values that the loader sets without weights, such as padding."""
         if not self._zeros and not self._fills:
             return
         with torch.inference_mode():
@@ -82,7 +79,7 @@ class Ready:
         await_device(in_time)
 
     def wrong(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
-        """The needs whose digest differs from what is expected of them, as their bytes are now."""
+        """The needs whose present bytes have another digest than expected. expected: by need."""
         found = []
         for needs, digests in self._digests:
             values = digests.run()
@@ -96,8 +93,9 @@ class Ready:
 
 
 def await_device(in_time: Callable[[], None]) -> None:
-    """Waits until the GPU has done what its current stream was given, so that a stage's time is its own. Waits for no
-    other stream, and calls `in_time` meanwhile."""
+    """Waits until the current stream of the GPU is empty, so that a stage's time does not include earlier work.
+
+    Does not wait for other streams. Calls `in_time` while it waits."""
     if not torch.cuda.is_initialized():
         return
     event = torch.cuda.Event()
@@ -108,8 +106,9 @@ def await_device(in_time: Callable[[], None]) -> None:
 
 
 def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Compiles, ahead of any pause, the kernels that copying to and digesting these tensors will need. The first time
-    on a host it takes seconds. Never raises: what is not compiled here is compiled when it is needed."""
+    """Compiles, before any pause, the kernels that copy to and digest these tensors.
+
+    Takes seconds the first time on a host. Never raises: what is not compiled here is compiled when it is needed."""
     held = list(tensors)
     if any(tensor.device.type == "cpu" for _, tensor in held):
         digest_host.warm_up()

@@ -96,7 +96,11 @@ class EngineWorker:
                 return self._refused(reply)
             order = reply.install
             if epoch is not None and epoch != order.fence.epoch:
-                log.warning("ckpt-engine: called to install epoch %d, ordered %d", epoch, order.fence.epoch)
+                log.warning(
+                    "ckpt-engine: nothing is installed: the engine asks for epoch %d, and the agent orders epoch %d",
+                    epoch,
+                    order.fence.epoch,
+                )
                 return False
 
             def on_progress(stage: manager_pb2.Stage, done: int, total: int) -> None:

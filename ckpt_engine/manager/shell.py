@@ -51,10 +51,10 @@ class _Session:
 
 
 class Shell:
-    """Streams and calls of one machine."""
+    """Runs the manager's machine: turns streams and calls into its events, and its commands into messages and tasks."""
 
     def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: ManagerMetrics) -> None:
-        self.failed = asyncio.Event()  # set once the machine has raised; then nothing more is done
+        self.failed = asyncio.Event()  # set once the machine has raised an exception; the shell then does nothing more
         self._machine = machine
         self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled)
         self._blobs = blobs

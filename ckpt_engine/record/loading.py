@@ -52,14 +52,21 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
     if weight_feed.error is not None:
         raise weight_feed.error
     if not weight_feed.exhausted:
-        raise internal(f"the engine's loader stopped after {weight_feed.last} this time", [weight_feed.last])
+        raise internal(
+            f"the engine's loader stopped after {weight_feed.last}, and did not when it was recorded",
+            [weight_feed.last],
+        )
     tensors_now = dict(target.named_tensors())
     for name, boxes in handover.owners.items():
         if name not in tensors_now or StorageSlice.of(tensors_now[name]) != owners.slices[name]:
-            raise internal(f"the engine's loader replaced the model's tensor {name} this time", [name])
+            raise internal(
+                f"the engine's loader replaced the model's tensor {name}, and did not when it was recorded", [name]
+            )
         unwritten = remainder(boxes, watch.boxes(name))
         if unwritten:
-            raise internal(f"the engine's loader wrote only a part of the model's tensor {name} this time", [name])
+            raise internal(
+                f"the engine's loader wrote less of the model's tensor {name} than when it was recorded", [name]
+            )
 
 
 class _WeightFeed:

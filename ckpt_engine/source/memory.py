@@ -124,10 +124,10 @@ class MemorySource:
         self._has_seal, self._copied_from = False, []
         if self._host is not None and (names := self._host.written()):
             raise precondition(
-                f"something wrote to the memory in which {len(names)} tensors lay before move=True moved them: "
-                f"{some(names)}; it keeps an address or a view from then, and neither the model nor a replica gets "
-                "what it writes. Take that address or view again from the tensors as they are now and publish again, "
-                "or start again and publish without move=True",
+                f"move=True moved {len(names)} tensors, and something wrote to their old memory since: {some(names)}. "
+                "It uses an address or a view from before publish(), so neither the model nor a replica gets what it "
+                "writes. Make it take the address or view again and publish again, or restart and publish without "
+                "move=True",
                 tensors=names[:16],
                 ranks=[self._rank],
             )

@@ -198,10 +198,14 @@ def _entry(name: str, value: object, path: Path) -> tuple[FileTensor, int, int]:
     except CkptEngineError as error:
         raise invalid(f"{path}: {error.problem.message}", tensors=[name]) from error
     if not isinstance(value, dict):
-        raise invalid(f"{path}: the entry of {name!r} is no object", tensors=[name])
+        raise invalid(
+            f"{path}: the entry of {name!r} must be a JSON object, got a {type(value).__name__}", tensors=[name]
+        )
     code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2 and isinstance(code, str)):
-        raise invalid(f"{path}: the entry of {name!r} has no proper dtype, shape and data_offsets", tensors=[name])
+        raise invalid(
+            f"{path}: the entry of {name!r} needs a dtype, a shape and two data_offsets that are valid", tensors=[name]
+        )
     try:
         dtype = DTYPES[code]
         width = itemsize(dtype)

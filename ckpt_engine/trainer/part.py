@@ -70,7 +70,7 @@ class RankPart:
                 error if isinstance(error, CkptEngineError) else internal(f"{type(error).__name__}: {error}")
             ).problem
         except BaseException:
-            self._seat.leave(order, task.epoch, aborted("it was interrupted"))
+            self._seat.leave(order, task.epoch, aborted("its process was interrupted (Ctrl-C or exit)"))
             self._seat.close()
             raise
         return PartTaken(problem, () if meeting is None else meeting.blamed(task.epoch))

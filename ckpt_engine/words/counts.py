@@ -1,4 +1,4 @@
-"""What a gate has refused and kept, counted where the agent reads it: one small file for each API process.
+"""Counters of the requests that a gate refused or held, which the agent reads: one small file for each API process.
 
 The process that owns the file is its only writer, so that no lock is needed; the agent adds up what it finds. A file
 outlives its process, so that counters never fall while the engine's directory is there.
@@ -26,22 +26,19 @@ _WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
 
 @dataclass
 class Counts:
-    """What one API process counts of the requests at its gate.
+    """What gates counted: of one API process, or the sum over all of an engine."""
 
-    held: requests that wait now; held_total and held_seconds: all that have waited, and for how long together.
-    """
-
-    held: int = 0
-    held_total: int = 0
-    held_seconds: float = 0.0
-    refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    held: int = 0  # requests that wait now
+    held_total: int = 0  # requests that have ever waited
+    held_seconds: float = 0.0  # how long those waited, together
+    refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))  # by reason
 
 
 class GateCounts:
-    """The writing end, of this process. Used on the API server's event loop."""
+    """The counters of this process, written to its file. Used on the API server's event loop."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CkptEngineError: there is no room for the file."""
+        """Raises CkptEngineError if there is no room for the file."""
         pid = os.getpid()
         path = directory / f"gate-{pid}.counts"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -77,8 +74,8 @@ class GateCounts:
 
 
 def counted(directory: Path) -> Counts:
-    """All that the API processes of this engine have counted. Any thread; a file that is being written may be read
-    half old and half new."""
+    """The sum over all API processes of this engine. Any thread. A file that is being written may be read half old and
+    half new."""
     found = Counts()
     for values in _files(directory):
         if process_start_time(values[0]) == values[1]:
@@ -95,6 +92,6 @@ def _files(directory: Path) -> Iterable[tuple[int, ...]]:
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # the directory goes
+            continue  # the directory is being removed
         if len(content) >= _FILE.size:
             yield _FILE.unpack_from(content)

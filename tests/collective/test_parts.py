@@ -161,7 +161,7 @@ def test_a_lead_that_cannot_be_reached_fails_getting_ready_and_is_named(halves: 
 def test_who_fails_getting_ready_lets_nobody_wait(halves: PartWorld) -> None:
     halves.plans[1].needs_digest = b"other" * 6
     halves.update()
-    assert "has to be prepared again" in halves.ready[1].problem.message
+    assert "was prepared for other weights" in halves.ready[1].problem.message
     for taken in halves.taken.values():
         assert taken.problem is not None
         assert "b, worker 0" in taken.problem.message
@@ -177,7 +177,7 @@ def test_a_plan_of_a_collective_is_refused_without_one(halves: PartWorld) -> Non
     order.plan = halves.plans[0].SerializeToString()
     problem = worker.installer.install(order).report.problem
     assert problem.code == Problem.FAILED_PRECONDITION
-    assert "the order says of none" in problem.message
+    assert "the order names none" in problem.message
     assert worker.slot.state == manager_pb2.WORKER_STATE_NONE
 
 
@@ -192,7 +192,7 @@ def test_an_interrupt_in_a_ranks_part_lets_the_others_go_back_at_once(halves: Pa
     at_once([rank, lambda: halves.rank(1), lambda: halves.worker(0), lambda: halves.worker(1)])
     for number in range(2):
         said = halves.installed[number].report.problem if number in halves.installed else halves.ready[number].problem
-        assert "rank 0 failed: it was interrupted" in said.message
+        assert "rank 0 failed: its process was interrupted" in said.message
         assert halves.workers[number].slot.state == manager_pb2.WORKER_STATE_NONE
     assert halves.ranks[0]._seat.memory == 0
     halves.renew(TensorParallel().checkpoint(2))

@@ -414,7 +414,7 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(lent: tuple[Slots, Region])
 
 def test_nothing_of_what_is_not_lent_is_asked_for_or_landed(lent: tuple[Slots, Region]) -> None:
     link, _ = link_to(lent[1])
-    with pytest.raises(CkptEngineError, match="is not held"):
+    with pytest.raises(CkptEngineError, match="does not lend its slot"):
         link.read([ByteRun(0, 0, 1)])
     link.hold(10.0)
     for run in (

@@ -255,7 +255,7 @@ def test_a_loader_that_leaves_something_out_this_time_leaves_the_worker_dirty(tm
     order = worker.order(checkpoint)
     model.forget = "b"
     problem = worker.installer.install(order).report.problem
-    assert problem.message == "the engine's loader wrote only a part of the model's tensor fused this time"
+    assert problem.message == "the engine's loader wrote less of the model's tensor fused than when it was recorded"
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     model.forget = ""
     assert not worker.update(checkpoint).report.HasField("problem")
@@ -267,7 +267,7 @@ def test_values_that_decide_otherwise_than_assumed_leave_the_worker_dirty(tmp_pa
     checkpoint = Checkpoint({"w": -torch.ones(4, 4)})
     worker = OneWorker(target, tmp_path)
     problem = worker.update(checkpoint).report.problem
-    assert "only a part of the model's tensor w" in problem.message
+    assert "less of the model's tensor w" in problem.message
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 

@@ -155,7 +155,7 @@ def test_a_write_where_weights_lay_before_they_moved_refuses_the_update(manager:
         updated(trainer, reader, net)
         kept[0] = 7.0
         installs = len(reader.installs)
-        with pytest.raises(CkptEngineError, match=r"lay before move=True moved them: 0\.weight") as refused:
+        with pytest.raises(CkptEngineError, match=r"wrote to their old memory since: 0\.weight") as refused:
             trainer.update_weights(timeout=60)
         assert list(refused.value.problem.tensors) == ["0.weight"]
         assert len(reader.installs) == installs, "no replica was touched"

@@ -39,7 +39,7 @@ def test_a_reader_that_closes_or_is_killed_is_no_reader_any_more() -> None:
         assert not ended.is_set()
         assert owner.ask(withdraw=WAIT_SECONDS) == ""
         assert ended.wait(WAIT_SECONDS)
-        with pytest.raises(CkptEngineError, match="gone or taken it back"):
+        with pytest.raises(CkptEngineError, match="ended or withdrawn it"):
             Lease(name, ended.set)
 
 
@@ -48,7 +48,7 @@ def test_nobody_comes_in_once_it_is_withdrawn() -> None:
     for _ in range(20):
         office = LeaseOffice()
         office.withdraw(WAIT_SECONDS)
-        with pytest.raises(CkptEngineError, match="gone or taken it back"):
+        with pytest.raises(CkptEngineError, match="ended or withdrawn it"):
             Lease(office.name, lambda: None)
 
 

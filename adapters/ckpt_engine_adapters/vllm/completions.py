@@ -153,7 +153,8 @@ def _text_before(stitch: Stitch) -> int:
 
 
 def _records(logprobs: Any, count: int, before: int) -> list[Any]:
-    """before: characters of the answer so far. Offsets in a text are the answer's, a leg counts from its beginning."""
+    """The records of `count` tokens. before: characters of the answer before this leg, which are added to text offsets,
+    since a leg counts from its own beginning."""
     if logprobs is None:
         return []
     lists = [logprobs.get(name) or [] for name in _LOGPROBS]

@@ -48,10 +48,11 @@ _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
 
 
 class VllmTarget:
-    """See LoadTarget. Used on the worker's main thread, inside vLLM's config context."""
+    """One worker's model in vLLM, for installs (LoadTarget). Used on the worker's main thread, in vLLM's config
+    context."""
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "") -> None:
-        """draft: names a second model of this server, which nothing here would update; it refuses every update."""
+        """draft: the name of a second model in this server. Since it cannot be updated, it makes every update fail."""
         self._model = model
         self._draft = draft
         self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer, StageMissingLayer))
@@ -77,7 +78,7 @@ class VllmTarget:
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
     def _follow(self, layer: nn.Module, name: str, named: str) -> None:
-        """Says how a buffer that is made of weights is kept right, if that is known."""
+        """Notes how a buffer that is computed from weights follows an update, if that is known."""
         buffer = layer._buffers[name]
         assert buffer is not None
         shared = [owner for owner, each in layer.named_parameters() if _share(each, buffer)]

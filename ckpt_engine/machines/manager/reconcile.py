@@ -179,7 +179,7 @@ class CatchUp:
         return f"it is brought to {version}"
 
     def cut_short(self, name: str) -> None:
-        """Takes back the count of an attempt that was given up for something more important."""
+        """Uncounts an attempt that was ended for something more important."""
         attempts = self.attempts.get(name)
         if attempts is not None:
             attempts.count -= 1
@@ -289,7 +289,7 @@ class LateReplicas:
                 self.cut_short(update.goal.meets, "an update waits for a relay that it uses", now)
 
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
-        """Cuts short the attempts that meet something more important, for this reason."""
+        """Ends the attempts that stand in the way of something more important. meets: whether a goal does."""
         for update in self.turns.updates.attempts():
             if meets(update.goal) and not update.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])
@@ -298,26 +298,26 @@ class LateReplicas:
 
 @dataclass(frozen=True)
 class Drift:
-    """A replica's drift from what it is to serve."""
+    """A replica does not hold the version that it should serve."""
 
     desired: Version
     reason: str  # for people
     seconds: float  # how long it has lasted, as far as this manager knows
-    next_attempt: float | None  # seconds from now; None: it waits for something that has no time
+    next_attempt: float | None  # seconds from now; None: it waits for an event, not for a time
 
     def message(self) -> manager_pb2.Drift:
-        """It as a protobuf message."""
+        """The same as a protobuf message."""
         return manager_pb2.Drift(reason=self.reason, seconds=self.seconds, next_attempt_seconds=self.next_attempt)
 
 
 @dataclass
 class Drifts:
-    """The drifts of all replicas. An event has only the replicas looked at for which it may change something."""
+    """Keeps since when each replica has drifted. After an event, only the replicas that it may concern are checked."""
 
     state: ManagerState
     catch_up: CatchUp
-    since: dict[str, float] = field(default_factory=dict)  # by replica: monotonic seconds
-    revision: int = -1  # of Versions, at the last look at all replicas
+    since: dict[str, float] = field(default_factory=dict)  # by replica, when its drift began, in monotonic seconds
+    revision: int = -1  # of Versions, when all replicas were last checked
 
     def look(self, replicas: Iterable[Replica], now: float) -> None:
         """Notes when drifts begin and end. replicas: those that the event is about."""
@@ -332,7 +332,7 @@ class Drifts:
                 self.since.setdefault(replica.name, now)
 
     def desired(self, replica: Replica) -> Version | None:
-        """What a replica is to serve and does not hold; None: it has no drift."""
+        """The version that a replica should serve and does not hold; None: it has no drift."""
         content = self.state.versions.of(replica.name) if replica.receives else None
         return None if content is None or replica.holds(content.identity) else content.identity
 

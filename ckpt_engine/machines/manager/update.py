@@ -299,21 +299,22 @@ class CommitJob(Job):
 
 
 class InstallJob(Job):
-    """The installs: each replica that is prepared is told until it has an outcome; then the report is recorded.
-    Installs that stall are asked to go back, so that none of them holds the callers until the deadline. One that
-    reads the trainer's live memory is waited for, unless its agent answers that no worker has an order.
+    """Commands each prepared replica to install until it has an outcome; then the report is recorded.
 
-    fence: of the intent. reported: the report, once every replica has an outcome.
+    Replicas whose installs stall are asked to abandon them, so that no install keeps the callers waiting until the
+    deadline. Installs that read the trainer's live memory are waited for, unless the agent answers that no worker has
+    an order.
     """
 
     def __init__(self, parts: Parts, version: SealedVersion, fence: Fence, now: float) -> None:
-        self.parts, self.version, self.fence = parts, version, fence
-        self.reported: manager_pb2.UpdateReport | None = None
+        self.parts, self.version = parts, version
+        self.fence = fence  # of the intent, and of all installs
+        self.reported: manager_pb2.UpdateReport | None = None  # set once every replica has an outcome
         self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
         self._patience = max(self._course.state.deadlines.stall, self._course.state.deadlines.quiesce)  # seconds
-        self._heard: dict[str, manager_pb2.Progress] = {}  # by replica what its install has told last
-        self._asked_back = ""  # why all were asked to go back; empty: they were not
+        self._heard: dict[str, manager_pb2.Progress] = {}  # by replica, the last progress of its install
+        self._asked_back = ""  # why all were asked to abandon their installs; empty: they were not
         self._course.awaited[Phase.INSTALLING] = self._named
 
     def begin(self, now: float) -> None:
@@ -336,7 +337,7 @@ class InstallJob(Job):
         self.send(now)
 
     def send(self, now: float) -> None:
-        """Sends the install to all that have no outcome."""
+        """Sends the install command, the first time or again, to all replicas without an outcome."""
         if self._course.phase is not Phase.INSTALLING:
             return
         relays, seconds = self.parts.relays, self._course.remaining(now)
@@ -357,7 +358,7 @@ class InstallJob(Job):
             self._recipients.abandon(self._asked_back, self._apart())
 
     def message(self, member: Member, body: object, now: float) -> None:
-        """Takes an outcome, the end of a rank's part, or a replica's progress."""
+        """Handles an outcome, the end of a rank's part, or a replica's progress."""
         match body:
             case manager_pb2.ReplicaOutcome() if isinstance(member, Replica) and Fence.of(body.fence) == self.fence:
                 if self._course.phase is Phase.INSTALLING:
@@ -372,7 +373,7 @@ class InstallJob(Job):
                     self._listen()
 
     def advance(self, now: float) -> Job | None:
-        """Has the report recorded, once every replica has an outcome and every rank's part has ended."""
+        """Records the report, once every replica has an outcome and every rank's part has ended."""
         if self._course.phase is not Phase.INSTALLING or self._waiting_for():
             return None
         self._course.phase = Phase.REPORTING
@@ -385,14 +386,16 @@ class InstallJob(Job):
         return None
 
     def ask_back(self, reason: str) -> None:
-        """Asks replicas to go back, if no byte was written."""
+        """Asks replicas to abandon their installs; those that have written a byte go on."""
         if self._course.phase is Phase.INSTALLING:
             self._asked_back = reason
             self._recipients.abandon(reason, self._apart())
             self._listen()
 
     def silence(self) -> None:
-        """No install has told anything new for a while. A worker that is stopped tells nothing; one that reads does."""
+        """Handles that no install reported progress for a while: asks all to abandon theirs, then gives up those left.
+
+        A stopped worker reports nothing; one that still reads does."""
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
@@ -403,7 +406,7 @@ class InstallJob(Job):
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
 
     def out_of_time(self, seconds: float) -> None:
-        """Waits no more, `seconds` after the update began."""
+        """Ends the wait for outcomes at the deadline. seconds: since the update began."""
         if self._course.phase is not Phase.INSTALLING:
             return
         self._collective.out_of_time()

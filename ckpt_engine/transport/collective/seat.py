@@ -185,7 +185,9 @@ class Seat:
 
     def _joined_member(self) -> HostMember | GpuMember:
         if self._member is None:
-            raise precondition("this process is no member of the collective: it was not made ready, or was given up")
+            raise precondition(
+                "this process is not a member of the collective: it has not joined, or has left; update again"
+            )
         return self._member
 
     def _attend(self, order: CollectiveOrder, seconds: float) -> None:
@@ -198,7 +200,7 @@ class Seat:
             # By its own address: others may reach this host by one that it does not have itself.
             door = door_at(meeting.port)
             if door is None:
-                raise precondition("what was published for this collective was taken back")
+                raise precondition("the weights that were published for this collective were withdrawn; publish again")
             address = door.address
         names = order.members
         self._attendance = Attendance(address, meeting.key, names[order.member], names[0], seconds, order.communicator)
@@ -209,7 +211,7 @@ class Seat:
     ) -> HostMember | GpuMember:
         assert self._attendance is not None
         if seconds <= 0:
-            raise deadline("there was no time left to make the collective")
+            raise deadline("the deadline passed before the collective was made")
         gpu, memory = schedule.members[number].gpu, schedule.memory(number)
         served_dtypes = [torch_dtype(each) for each in dtypes]
         if not gpu:
@@ -232,7 +234,7 @@ class Seat:
         free, _ = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if memory > free:
-            raise precondition(f"a collective's buffers take {memory} bytes, and {self.device} has {free} free")
+            raise precondition(f"a collective's buffers need {memory} bytes, and {self.device} has {free} free")
         return GpuMember(schedule, number, self._attendance, None, served_dtypes, self.device, seconds)
 
     def _interface(self, attendance: Attendance, names: Sequence[str], stop_at: float) -> str:

@@ -33,7 +33,7 @@ from ckpt_engine.host.processes import is_ours, peer_user
 log = logging.getLogger(__name__)
 
 BATCH = 64
-"""Descriptors a message; the kernel passes at most 253."""
+"""The most descriptors in one message; the kernel passes at most 253."""
 
 ASK_SECONDS = 10.0
 """How long an owner may take to accept or to answer. Its thread waits only for the interpreter."""
@@ -47,7 +47,7 @@ CkptEngineError. Called on the owner's lease thread."""
 
 
 class LeaseOffice:
-    """The owner's end. Any thread; it runs one of its own."""
+    """The owner's end of all its leases. Callable from any thread; it has a thread of its own."""
 
     def __init__(self, export: Export | None = None) -> None:
         """export: hands out descriptors; None: there are none. Raises UNAVAILABLE without Unix sockets."""
@@ -137,7 +137,7 @@ class LeaseOffice:
             self._selector.register(reader, selectors.EVENT_READ)
 
     def _hear(self, reader: socket.socket) -> None:
-        """Answers a question, or notes that a reader has gone."""
+        """Answers a question, or notes that a reader has closed its connection."""
         try:
             question = reader.recv(_QUESTION.size)
             if len(question) == _QUESTION.size:
@@ -173,7 +173,8 @@ class LeaseOffice:
 
 
 class Lease:
-    """The reader's end: a connection to an owner's office, and a thread that notices its end."""
+    """The reader's end of a lease: a connection to the owner's LeaseOffice, and a thread that notices when it
+    closes."""
 
     def __init__(self, name: str, on_end: Callable[[], None]) -> None:
         """on_end: called once, on a thread of its own, when the owner withdraws or dies; not after `close`.
@@ -205,7 +206,7 @@ class Lease:
             if not self._closed.is_set():
                 self._on_end()
         except Exception:
-            log.exception("ckpt-engine: memory of a source that has gone could not be let go of")
+            log.exception("ckpt-engine: could not unmap the memory of a source that has ended")
         finally:
             self._socket.close()
 
@@ -222,7 +223,9 @@ def fetch_descriptors(name: str, region: int, count: int) -> Iterator[int]:
             first += len(waiting)
             try:
                 if not waiting or first > count:
-                    raise data_loss(f"region {region} should have {count} parts, its owner has another number")
+                    raise data_loss(
+                        f"region {region} must have {count} parts, and its owner has another number of them"
+                    )
                 while waiting:
                     yield waiting.pop(0)
             finally:
@@ -238,7 +241,7 @@ def _ask(connection: socket.socket, region: int, first: int) -> list[int]:
         raise unavailable(f"the owner of region {region} does not hand out its memory: {error}") from error
     if answer[:1] == b"\1":
         return descriptors
-    why = answer[1:].decode("utf-8", "replace") or "it has gone"
+    why = answer[1:].decode("utf-8", "replace") or "it has ended"
     raise unavailable(f"the owner of region {region} does not hand out its memory: {why}; publish again")
 
 
@@ -250,7 +253,7 @@ def _connect(name: str) -> socket.socket:
     except OSError as error:
         connection.close()
         raise unavailable(
-            f"the owner of GPU memory has gone or taken it back (no lease at {name}: {error}); publish again. Owner "
+            f"the owner of GPU memory has ended or withdrawn it (no lease at {name}: {error}); publish again. Owner "
             "and reader must be in one network namespace"
         ) from error
     return connection

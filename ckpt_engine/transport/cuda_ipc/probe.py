@@ -1,9 +1,9 @@
-"""Tries out, in another process, whether that can map this process's GPU memory.
+"""Tests whether another process can map this process's GPU memory, by starting one that tries.
 
-It depends on settings, driver versions, containers and permissions, so it is tried and not concluded. A process cannot
-open a handle of its own, hence the other one. That loads the driver and no torch, takes a fraction of a second and,
-while it lives, a context's memory on the GPU. If the GPU has no room for that, the answer is yes: a reader that cannot
-map the memory says why, before any weight is touched. Owner's side, any thread.
+The result depends on settings, driver versions, containers and permissions, so no rule could predict it. A process
+cannot open its own handle, so a second process is needed. It loads the driver without torch, takes a fraction of a
+second, and needs memory for one context on the GPU. If the GPU has no room for that, the answer is yes: a reader that
+cannot map the memory reports why before any weight is touched. Runs in the owner, on any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 60.0
-"""How long the other process may take. It takes less than one, unless the host is drowning."""
+"""The most seconds that the other process may take. It takes less than one unless the host is overloaded."""
 
 _BYTES = 64
 _NO_ROOM = 3
@@ -46,15 +46,15 @@ def probe(region: Region) -> str:
         with driver().on(driver().device_of(locator.pointer)):
             own = _first_bytes(locator.pointer)
     except subprocess.TimeoutExpired:
-        return f"a process that was to map it did not answer within {PROBE_SECONDS:g} s"
+        return f"the process that tried to map it did not answer within {PROBE_SECONDS:g} s"
     except (OSError, CudaDriverError) as error:
-        return f"it could not be tried out: {error}"
+        return f"a process that tries to map it could not be started: {error}"
     if found.returncode == _NO_ROOM:
         log.info("ckpt-engine: GPU memory was not tried out in another process: the GPU has no room for one")
         return ""
     if found.returncode:
         lines = found.stderr.decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else f"the process that was to map it ended with status {found.returncode}"
+        return lines[-1] if lines else f"the process that tried to map it ended with status {found.returncode}"
     return "" if found.stdout == own else "another process that mapped it found other bytes there"
 
 

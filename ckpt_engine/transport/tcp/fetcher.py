@@ -107,14 +107,14 @@ class SlotConnections:
 
 
 class TcpTicket:
-    """Requests for runs."""
+    """The requests of one `read`. See ReadTicket."""
 
     def __init__(self, requests: Sequence[OwnerRequest]) -> None:
         self._requests = requests
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it can land any more."""
+        """Whether no more bytes of it can land."""
         return all(each.finished.is_set() for each in self._requests)
 
     def poll(self) -> int:
@@ -126,7 +126,7 @@ class TcpTicket:
 
 
 class TcpLink:
-    """A region of a slot."""
+    """The link to one region, which is a part of a slot."""
 
     def __init__(self, lanes: SlotConnections, locator: TcpLocator, size: int, landing: torch.Tensor) -> None:
         self._lanes = lanes
@@ -141,9 +141,11 @@ class TcpLink:
         """See Link. Raises INVALID_ARGUMENT for runs that do not lie in the region, or in the landing memory."""
         for run in runs:
             if not (0 < run.length <= wire.MOST_BYTES and run.remote >= 0 and run.remote + run.length <= self._size):
-                raise invalid(f"{run.length} bytes at {run.remote} are no run of a region of {self._size} bytes")
+                raise invalid(f"{run.length} bytes at {run.remote} are not within the region of {self._size} bytes")
             if run.local < 0 or run.local + run.length > len(self._landing):
-                raise invalid(f"{run.length} bytes at {run.local} do not fit into {len(self._landing)}")
+                raise invalid(
+                    f"{run.length} bytes at {run.local} are not within the {len(self._landing)} bytes that they land in"
+                )
         self._check_open()
         slot_runs = [(self._first + run.remote, run.length) for run in runs]
         landing = [self._landing[run.local : run.local + run.length] for run in runs]
@@ -189,7 +191,7 @@ class TcpFetcher:
         self._lock = threading.Lock()
 
     def availability(self) -> Availability:
-        """Sockets are everywhere."""
+        """Always: every host has sockets."""
         return Availability(True, "plain sockets, encrypted where relays have certificates")
 
     def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> TcpLink:
@@ -220,7 +222,9 @@ def read_locator(region: Region) -> TcpLocator:
     if len(locator.arena) != wire.ARENA_BYTES or len(locator.token) != wire.TOKEN_BYTES:
         raise invalid(f"the locator of region {region.id} names no memory of a relay, or has no token")
     if len(locator.certificate) not in (0, 32):
-        raise invalid(f"the locator of region {region.id} names no certificate by its digest")
+        raise invalid(
+            f"the locator of region {region.id} has {len(locator.certificate)} bytes of certificate digest, not 32"
+        )
     return locator
 
 
@@ -233,7 +237,7 @@ def _is_up(lanes: SlotConnections) -> bool:
 
 
 def _requests(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """[first, last) of the runs that each question is about."""
+    """For each request, the range [first, last) of the runs that it asks for."""
     found, first, size = [], 0, 0
     for index, (_, length) in enumerate(runs):
         full = size and (size + length > REQUEST_BYTES or index - first == wire.MOST_RUNS)
