@@ -69,7 +69,10 @@ def read_locator(locator: bytes) -> NcclLocator:
     if not (found.host.isascii() and found.host.isprintable() and 0 < len(found.host) <= LONGEST_HOST):
         raise invalid(f"a member of a collective is found at {found.host[:LONGEST_HOST]!r}, which is not an address")
     if not 0 < found.port < 1 << 16 or len(found.gpu) not in (0, UUID_BYTES):
-        raise invalid(f"a member of a collective has port {found.port} and {len(found.gpu)} bytes of a GPU's UUID")
+        raise invalid(
+            f"a collective's member needs a port of 1 to 65535 and 0 or {UUID_BYTES} bytes of a GPU's UUID, got port "
+            f"{found.port} and {len(found.gpu)} bytes of a GPU's UUID"
+        )
     return found
 
 

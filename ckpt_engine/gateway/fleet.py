@@ -32,7 +32,7 @@ class FleetState(Enum):
 
 
 TAKES = (FleetState.SERVING, FleetState.DRAINING)
-"""While it drains its gate keeps requests until its weights are whole again."""
+"""The states in which requests are sent to a replica. While it drains, its gate holds them until weights are whole."""
 
 ENDS = ("abort", "wait")
 """Pause modes in which a request that has a token ends before its replica takes another version."""
@@ -40,18 +40,17 @@ ENDS = ("abort", "wait")
 
 @dataclass(frozen=True)
 class ReplicaNews:
-    """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs.
-    mislabels: its engine may call its tokens by a wrong version."""
+    """The state of a replica, from the manager or a probe."""
 
     name: str
-    url: str
-    engine: str
+    url: str  # empty: unknown
+    engine: str  # its kind
     state: FleetState
-    reason: str = ""
-    identity: GatewayVersion | None = None
-    next: GatewayVersion | None = None
-    mode: str = ""
-    mislabels: bool = False
+    reason: str = ""  # of the state
+    identity: GatewayVersion | None = None  # the version that it serves
+    next: GatewayVersion | None = None  # the version that a running update brings
+    mode: str = ""  # the pause mode of a running update, as the protocol names it; empty: none runs
+    mislabels: bool = False  # its engine may attribute tokens to a wrong version
 
 
 NONE: Mapping[str, ReplicaNews] = MappingProxyType({})
@@ -61,27 +60,26 @@ class Visit:
     """One request of this process inside a replica, and the versions that the replica can have held meanwhile."""
 
     def __init__(self, member: FleetReplica, resumed: bool = False) -> None:
-        """Begins it. resumed: it goes on after another leg, so its whole prompt is computed before its first token."""
+        """resumed: it continues another leg, so a long prompt is computed before its first token."""
         self._member, self._prefills = member, resumed
         self._begun = False  # whether a token has come
-        self._admitted: GatewayVersion | None = None  # by the gate that let it in
-        self._taken: set[GatewayVersion] = set()  # that the replica went back to, or is about to
-        self._named: set[GatewayVersion] = (
-            set()
-        )  # else told of the replica; late words if older than what the gate named, or
-        # of the run before
+        self._admitted: GatewayVersion | None = None  # that the gate named when it let the request in
+        self._taken: set[GatewayVersion] = set()  # to which the replica was, or is about to be, rolled back
+        # All others that were reported for the replica. One that is older than `_admitted`, or of the run before, is
+        # outdated news.
+        self._named: set[GatewayVersion] = set()
         member.visits.add(self)
         member.prefills += resumed
         self.hear(member.told, None)
 
     def begin(self) -> None:
-        """Notes a token."""
+        """Notes that the first token has come."""
         self._begun = True
         self._member.prefills -= self._prefills
         self._prefills = False
 
     def end(self) -> None:
-        """Ends it. What the replica can have held stays what it is now."""
+        """Ends the visit: `held` does not change from now on."""
         self.begin()
         self._member.visits.discard(self)
 
@@ -90,7 +88,7 @@ class Visit:
         self._admitted = admitted
 
     def hear(self, told: ReplicaNews, before: GatewayVersion | None) -> None:
-        """Takes in what is told of the replica now. before: the version that was told the last time."""
+        """Takes new state of the replica. before: the version in its former state."""
         stays = self._begun and told.mode in ENDS
         for each in (told.identity, None if stays else told.next):
             if each is not None:
@@ -98,12 +96,12 @@ class Visit:
                 (self._taken if lower else self._named).add(each)
 
     def see(self, served: GatewayVersion | None) -> None:
-        """Notes what the replica says itself that it serves now."""
+        """Notes the version that the replica itself reports as served."""
         if served is not None:
             self._taken.add(self._member.whole(served))
 
     def held(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
-        """The lowest and the highest of them."""
+        """The lowest and the highest version that the replica can have held during the visit; None: unknown."""
         first = self._admitted
         known = self._taken | {each for each in self._named if first is None or not _goes_back(first, each)}
         if first is not None:
@@ -114,20 +112,20 @@ class Visit:
 
 @dataclass
 class FleetReplica:
-    """One replica."""
+    """What one gateway process knows of one replica."""
 
-    told: ReplicaNews
-    history: OrderedDict[int, GatewayVersion] = field(default_factory=OrderedDict)
+    told: ReplicaNews  # the latest
+    history: OrderedDict[int, GatewayVersion] = field(default_factory=OrderedDict)  # its latest versions, by number
     visits: set[Visit] = field(default_factory=set)  # requests of this process inside it
-    reported: int = 0  # requests inside it by its own count, when it had `own_then` of this process
-    own_then: int = 0
+    reported: int = 0  # all requests inside it, when it last reported them
+    own_then: int = 0  # requests of this process inside it, at the same time
     prefills: int = 0  # requests of this process that were resumed there and have no token yet
-    failures: int = 0
-    shunned_until: float = 0.0
-    seen: str = ""
-    modes: dict[int, str] = field(default_factory=dict)
+    failures: int = 0  # in succession
+    shunned_until: float = 0.0  # monotonic seconds; no request goes there before
+    seen: str = ""  # why it is shunned
+    modes: dict[int, str] = field(default_factory=dict)  # the pause mode of its latest updates, by version number
     life: int = 0  # how often its engine was seen dead
-    down: bool = False
+    down: bool = False  # its engine was seen dead and has not answered since
 
     @property
     def name(self) -> str:
@@ -140,37 +138,38 @@ class FleetReplica:
 
     @property
     def load(self) -> int:
-        """Requests inside it, everybody's."""
+        """Requests inside it, those of other processes included."""
         return max(self.own, self.reported + self.own - self.own_then)
 
     def died(self) -> None:
-        """Notes that nobody takes connections there. What answers next is another engine."""
+        """Notes that nothing accepts connections there, so what answers next is another engine."""
         self.life += not self.down
         self.down = True
 
     def answers(self) -> None:
-        """Notes that somebody takes connections there."""
+        """Notes that connections are accepted there."""
         self.down = False
 
     def identify(self, said: GatewayVersion) -> GatewayVersion:
-        """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
+        """Completes the version in a label of its engine. For a bare number, the last version with it that was seen
+        there."""
         known = self.history.get(said.version)
         same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
         return known if same and known is not None else said
 
     def whole(self, named: GatewayVersion) -> GatewayVersion:
-        """The whole of what its gate names, as far as it is known."""
+        """Completes the version that its gate names, as far as it is known."""
         known = self.history.get(named.version)
         return named if known is None or (named.root and known.root and known.root != named.root) else known
 
     def tell(self, told: ReplicaNews) -> None:
-        """Takes in what is told of it."""
+        """Takes its new state."""
         before, self.told = self.told.identity, told
         for visit in self.visits:
             visit.hear(told, before)
 
     def caches(self, number: int) -> str:
-        """What became of the caches of requests inside when it took the version of this number."""
+        """What became of the caches of running requests when it took the version with this number."""
         return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(
             self.modes.get(number, ""), UNKNOWN
         )
@@ -178,23 +177,24 @@ class FleetReplica:
 
 @dataclass(frozen=True)
 class VersionWant:
-    """What a request may go to. version: exactly; lineage empty: any. engines: kinds that speak its dialect. max_lag:
-    versions that it may be behind the lineage's last."""
+    """Which replicas a request may go to."""
 
-    engines: frozenset[str] = frozenset()
-    lineage: str = ""
-    version: int | None = None
-    min_version: int | None = None
-    max_lag: int | None = None
+    engines: frozenset[str] = frozenset()  # kinds of engines that speak its dialect
+    lineage: str = ""  # empty: any
+    version: int | None = None  # exactly this one
+    min_version: int | None = None  # this one or a later one
+    max_lag: int | None = None  # by how many versions it may be older than the lineage's last
 
     @property
     def any_version(self) -> bool:
-        """Whether it asks for none."""
+        """Whether any version will do."""
         return self.version is None and self.min_version is None and self.max_lag is None
 
     def against(self, span: Span) -> RefusedError | None:
-        """Why tokens of this span are none that were asked for. One that is not exact may hold none of another version
-        than the one asked for, nor of an older one than the minimum."""
+        """Why tokens of this span do not have the wanted version; None: they do.
+
+        A span that is not exact is refused if it can have tokens of another version than `version`, or of an older
+        one than `min_version`."""
         said = f"the replica {'went' if span.exact else 'may have gone'} over to"
         low, high = span.lowest, span.highest
         runs = {each.lineage for each in (low, high) if each} - {"", self.lineage}

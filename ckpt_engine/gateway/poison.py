@@ -1,8 +1,8 @@
-"""Whether a request kills engines: those that broke it off, and what has become of them since. On the gateway's loop.
+"""Finds out whether a request kills engines. On the gateway's loop.
 
-A prompt that kills engines must not walk through the fleet. An engine may live on for a while after it broke a request
-off, and be back long before the next one breaks; so each stays a suspect until the request has shown that it does no
-harm: a request that kills stands in the next engine where it stood in the last one, and does not go on there for long.
+A prompt that kills engines must not be tried on the whole fleet. So each engine that broke the request off is watched.
+It may die only a while later, and may be restarted long before the next engine breaks the request off. So it is watched
+until the request has run on another engine for long enough: a prompt that kills engines does so soon.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ckpt_engine.gateway.fleet import FleetReplica
 from ckpt_engine.gateway.upstream import Upstream
 
 LOOK_SECONDS = 0.1
-"""Between two looks at engines that may still die."""
+"""Seconds between two checks of engines that may still die."""
 
 CLEARED_TOKENS, CLEARED_SECONDS = 512, 60.0
-"""So many tokens elsewhere, and so long, clear a request of what became of an engine."""
+"""After so many tokens and seconds on other engines, the request is not the reason why an engine died."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """An engine broke a request off. url: as it was then. seconds: when, monotonic; tokens: of the answer by then."""
+    """An engine broke a request off."""
 
     member: FleetReplica
-    url: str
-    seconds: float
-    tokens: int
+    url: str  # the engine's, at that time
+    seconds: float  # when, monotonic
+    tokens: int  # of the answer until then
 
     def cleared(self, seconds: float, tokens: int) -> bool:
         """Whether the request has gone on for long enough since. Pure."""
@@ -36,18 +36,20 @@ class Broken:
 
 
 class Suspects:
-    """Engines that died under one sample. seconds: how long engines that may still die are watched, once that would
-    decide."""
+    """The engines that broke one sample off, and which of them have died."""
 
     def __init__(self, upstream: Upstream, most: int, seconds: float) -> None:
+        """most: how many dead engines make the request count as poison. seconds: how long `dead` waits at most for
+        engines that may be dying."""
         self._upstream, self._most, self._seconds = upstream, most, seconds
         self._broke: dict[tuple[str, int], Broken] = {}
         self._dead: set[tuple[str, int]] = set()
 
     def add(self, member: FleetReplica, url: str, life: int, silent: bool, seconds: float, tokens: int) -> None:
-        """Notes that an engine broke the request off, now (seconds, monotonic), when the answer had so many tokens.
-        url, life: as they were when it let the request in. silent: it brought nothing for as long as an engine may,
-        which is a death to whoever waits."""
+        """Notes that an engine broke the request off.
+
+        url, life: of the engine when it admitted the request. silent: it sent nothing for longer than it may, which
+        counts as dead. seconds: now, monotonic. tokens: of the answer so far."""
         for key in [key for key, broken in self._broke.items() if broken.cleared(seconds, tokens)]:
             del self._broke[key]
             self._dead.discard(key)
@@ -56,7 +58,7 @@ class Suspects:
             self._dead.add((member.name, life))
 
     async def dead(self) -> int:
-        """How many of them have died. Waits a moment for those that may be dying if they would make it too many."""
+        """How many of them have died. If those that may be dying would reach `most`, it waits a moment for them."""
         end = time.monotonic() + self._seconds
         while True:
             await asyncio.gather(*(self._look(key) for key in self._broke.keys() - self._dead))

@@ -1,8 +1,8 @@
-"""Whether a model's tensors still stand where they stood: asked at every install, while generation is paused.
+"""Tells whether a model's tensors are still the same objects in the same memory, at every install, during the pause.
 
-Walking a model of 400 tensors by name takes 4 ms in vLLM; this looks at each tensor where it was found, and takes a
-tenth of that. It decides whether a look by name can be left out, not what follows if something has moved. The engine's
-thread.
+To find the 400 tensors of a model by name takes 4 ms in vLLM. This checks each tensor where it was found last, which
+takes a tenth of that. It decides whether the search by name can be skipped, not what follows if a tensor has moved.
+Runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ _Seen = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...
 
 
 class Standing:
-    """Some tensors of a model, each with the modules on the way to it, its address and its layout, as they were when
-    this was made. It keeps modules and tensors, so that no other object can take the place of one unnoticed."""
+    """Remembers tensors of a model: each with its address, its layout and the modules that lead to it.
+
+    It holds references to them, so that no new object can have the identity of one that was freed."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: by the names that `model` gives its parameters and buffers. One that is not there under its name
-        never `holds`."""
+        """tensors: by their names in `model`. If it has no such parameter or buffer for one of them, `holds` is always
+        false."""
         self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
         self._seen: list[_Seen] = []
         self._all = True
@@ -38,7 +39,7 @@ class Standing:
         """Whether all of them are the same objects, under the same names, at the same addresses and laid out alike."""
         if not self._all or any(parent._modules.get(name) is not child for parent, name, child in self._ways.values()):
             return False
-        # vLLM's parameters hand whatever is asked of them through Python, which takes nine tenths of the time.
+        # Each access to one of vLLM's parameters goes through Python, which would take nine tenths of the time.
         with torch._C.DisableTorchFunctionSubclass():
             return all(
                 getattr(holder, kind).get(name) is tensor
@@ -50,7 +51,8 @@ class Standing:
             )
 
     def _holder(self, model: nn.Module, name: str) -> nn.Module | None:
-        """The module that a tensor is a parameter or buffer of, once the way there has been noted."""
+        """The module that has the tensor as a parameter or buffer; notes the modules that lead to it. None: there is
+        none."""
         module = model
         for step in name.split(".")[:-1]:
             child = module._modules.get(step)

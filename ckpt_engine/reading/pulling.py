@@ -73,7 +73,7 @@ def pull(
 
 def _check_directory(directory: Path) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise invalid(f"{directory} is there already, and is no directory")
+        raise invalid(f"{directory} exists and is not a directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise invalid(f"{directory} is not empty: name another directory, or empty it")
     if not directory.parent.is_dir():

@@ -1,9 +1,10 @@
 """Where a relay lends its arena: a Unix socket in a shared directory, and a thread that never blocks on a reader.
 
 The other side is `transport/relay_memory/reader.py`. A reader's connection is its lease. It gets the arena's
-descriptor, and reports which slot it is about to read and when it has read it. A reader that is silent, deaf or stopped
-holds up neither the relay nor other readers: a slot is waited for until its readers are done or have had it for
-`slot_grace`, whichever comes first. What an overruled reader has copied no longer hashes."""
+descriptor, and reports which slot it is about to read and when it has read it. A reader that is silent, does not
+listen, or is stopped delays neither other readers nor, for long, the relay: it waits for a slot until its readers are
+done or have had it for `slot_grace`. It then overwrites the slot, and what such a reader has copied fails its
+digest."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ from ckpt_engine.v1.weights_pb2 import Region
 log = logging.getLogger(__name__)
 
 MOST_READERS = 1024
-"""Connections at a time; further ones are closed at once."""
+"""The most connections at a time; further ones are closed at once."""
 
 _FIRST_SECONDS = 10.0
-"""From a connection to its first question; a silent peer is no reader."""
+"""Seconds from a connection to its first question; a silent peer is then disconnected."""
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class _DoorReader:
 
 
 class ArenaDoor:
-    """Lends one arena. Any thread; it runs one of its own.
+    """Lends one arena. Callable from any thread; it has a thread of its own.
 
     slot_grace: seconds that a reader may keep a slot which the relay wants to fill. users: that may read, besides this
     process's own and root.

@@ -48,8 +48,8 @@ class RelaySettings:
             raise invalid(f"--slot-grace is a number of seconds from 0 to {LONGEST_SECONDS:.0f}, not {self.slot_grace}")
         if self.memory < SLOTS * GROUP_BYTES:
             raise invalid(
-                f"--memory: a relay needs {in_words(SLOTS * GROUP_BYTES)} of memory or more, for {SLOTS} versions, and "
-                f"{in_words(self.memory)} were given: twice what the workers of this host need of one is right"
+                f"--memory: a relay needs at least {in_words(SLOTS * GROUP_BYTES)}, got {in_words(self.memory)}; give "
+                f"{SLOTS} times what the workers of this host need of one version"
             )
         if self.memory > (total := memory_total()):
             raise precondition(

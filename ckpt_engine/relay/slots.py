@@ -74,8 +74,8 @@ class SlotVersion:
     table: SourceTable
     layout: SlotLayout
     filled: FillResult
-    overruled: int  # readers of the former version
-    waited: float  # seconds, for readers of the former version
+    overruled: int  # readers of the former version that did not finish within `slot_grace`
+    waited: float  # seconds that the filling waited for readers of the former version
     sealed: Sequence[torch.Tensor]  # the memory of each shard of its table
 
     @property
@@ -105,11 +105,7 @@ class _Ready:
 
 
 class Slots:
-    """The memory of one relay. Any thread. name: of the relay; its tables' id.
-
-    memory: bytes of both slots. slot_grace: see Door. users: that may read, besides this user and root. network: where
-    relays of other hosts find it; None: they do not. Raises as Arena and Ways.
-    """
+    """The memory of one relay: fills its two slots, and lends them. Callable from any thread."""
 
     def __init__(
         self,
@@ -121,6 +117,9 @@ class Slots:
         users: Collection[int] = (),
         network: Network | None = None,
     ) -> None:
+        """name: the relay's, which is in the id of its tables. memory: bytes of both slots together. slot_grace: see
+        ArenaDoor. users: ids of users that may read, besides this process's own and root. network: where relays of
+        other hosts reach it; None: they do not. Raises what Arena and Ways raise."""
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
@@ -151,12 +150,12 @@ class Slots:
 
     @property
     def passes_on(self) -> Region | None:
-        """Where other relays ask for what is being filled; None: they cannot."""
+        """The region where other relays request chunks of a slot that is being filled; None: they cannot."""
         return self._ways.passes_on
 
     @property
     def host(self) -> Host:
-        """The host as its tables have it."""
+        """This host, as the relay's tables describe it."""
         return self._host
 
     @property

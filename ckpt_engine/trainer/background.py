@@ -265,7 +265,9 @@ class Background:
         try:
             meeting = self._part.begin(task)
             if call is None or call.sealed != task.sealed:
-                raise precondition("this rank is not in the call of update_weights in which it sealed")
+                raise precondition(
+                    "this rank has left the call in which it sealed, so its weights may have changed: update again"
+                )
             assert self._session is not None
             if self._manifest is None:
                 raise precondition("this rank does not know the manifest of what it published")

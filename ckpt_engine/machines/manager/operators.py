@@ -64,7 +64,7 @@ def _operate(
 def _evict_run(
     state: ManagerState, request: manager_pb2.EvictLineageRequest
 ) -> tuple[OperatorResponse, Members, weights_pb2.Problem | None]:
-    """Evicts a run's ranks, and drops what it has left for late replicas."""
+    """Evicts the ranks of a run, and what it published no longer serves late replicas."""
     _check_reason(request.reason)
     lineage = request.lineage
     ranks = list(state.members.ranks(lineage).values())
@@ -92,7 +92,7 @@ def _why(reason: str) -> str:
 
 
 REASON_CHARACTERS = 500
-"""The longest reason."""
+"""The most characters of a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class OperatorHolds:
     writing: dict[str, Call | None] = field(default_factory=dict)  # by replica, the call that waits; None: no call
 
     def join(self, call: Call, request: HoldRequest) -> None:
-        """Takes a call in: answers it at once, or after the ledger has written."""
+        """Answers a call, at once or when the ledger has written."""
         try:
             response = self._begin(call, request)
         except CkptEngineError as error:
@@ -127,7 +127,7 @@ class OperatorHolds:
             self._write(name, None, RecordRelease(name, self.state.deadlines.ledger))
 
     def written(self, key: HoldWrite, done: Done, now: float) -> None:
-        """Answers the call once the ledger has written, or could not: then nothing has changed."""
+        """Answers the call when the ledger has written; if it could not, nothing has changed."""
         name, call = key.replica, self.writing.pop(key.replica)
         if done.problem is not None:
             if call is not None:
@@ -154,7 +154,8 @@ class OperatorHolds:
     def _begin(
         self, call: Call, request: HoldRequest
     ) -> manager_pb2.HoldReplicaResponse | manager_pb2.ReleaseReplicaResponse | None:
-        """Has a hold or a release written. Returns the answer if nothing is to be written; None: it comes later."""
+        """Starts writing a hold or a release to the ledger. Returns the answer if nothing has to be written, else
+        None."""
         name, seconds = request.name, self.state.deadlines.ledger
         hold = self.state.holds.get(name)
         replica = None if hold is not None else self.state.members.replica(name)

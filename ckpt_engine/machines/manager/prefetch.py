@@ -1,15 +1,15 @@
 """The relays of one update, between sealing and the intent: which is filled for which replicas, and with what result.
 
-- A relay is filled for replicas that have a worker which reaches it. It gets what all workers of its host need, also
-  those of replicas that are away now. A relay that others further away read is filled for them too.
-- Each relay is told to fill once the relays that it reads hold the version (`core.relay_routes`). If one of these
-  fails, relays that wait for it are routed again; relays that were reading it are told again as soon as another one
-  holds the version. A relay that failed although all that it reads hold the version tries again a few times: networks
-  may be cut for a moment.
-- A relay counts once its hello names the version under the same table as its answer.
-- A relay that fails, leaves, or does not answer in time is left out with a reason; that touches no replica.
-- The slot that replicas may be reading is never overwritten: that of the version which is being installed beside this
-  update, or else of the lineage's last version.
+- A relay is filled for the replicas with a worker that reaches it. It gets what all workers of its host need, also
+  workers of replicas that are disconnected now. If other relays read it, it gets what they need, too.
+- A relay is commanded to fill once the relays that it reads hold the version (`core.relay_routes`). If one of those
+  fails, relays that wait for it get another route. Relays that were reading it are commanded again as soon as another
+  relay holds the version. A relay that failed although all its upstream relays hold the version tries again a few
+  times, since a network may be cut for a moment.
+- A relay counts as filled once its hello names the version with the same table as its answer.
+- A relay that fails, disconnects, or does not answer in time is excluded with a reason; this affects no replica.
+- A slot that replicas may be reading is never overwritten: the slot of the version that an earlier update still
+  installs, or else of the lineage's last version.
 """
 
 from __future__ import annotations

@@ -299,12 +299,9 @@ class CommitJob(Job):
 
 
 class InstallJob(Job):
-    """Commands each prepared replica to install until it has an outcome; then the report is recorded.
-
-    Replicas whose installs stall are asked to abandon them, so that no install keeps the callers waiting until the
-    deadline. Installs that read the trainer's live memory are waited for, unless the agent answers that no worker has
-    an order.
-    """
+    """Commands each prepared replica to install until it has an outcome; then the report is recorded. Stalled installs
+    are asked to abandon, so that callers need not wait for the deadline; one that reads the trainer's live memory is
+    waited for, unless its agent answers that no worker has an order."""
 
     def __init__(self, parts: Parts, version: SealedVersion, fence: Fence, now: float) -> None:
         self.parts, self.version = parts, version
@@ -393,9 +390,7 @@ class InstallJob(Job):
             self._listen()
 
     def silence(self) -> None:
-        """Handles that no install reported progress for a while: asks all to abandon theirs, then gives up those left.
-
-        A stopped worker reports nothing; one that still reads does."""
+        """Handles that no install reported progress for a while: asks all to abandon theirs, then excludes the rest."""
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return

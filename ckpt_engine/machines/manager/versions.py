@@ -273,7 +273,7 @@ class Versions:
                 content.published = content.published if files else None
 
     def _forget_superseded(self) -> None:
-        """Forgets commits that do not count for any replica any more, and the contents of such versions."""
+        """Forgets commits that no longer apply to any replica, and the contents of their versions."""
         for key in [key for key, commit in self.desired.items() if self.commit_of(key) != commit]:
             del self.desired[key]
         in_use = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
@@ -287,7 +287,7 @@ class Versions:
 
 
 def _last(commits: Commits) -> dict[str, Commit]:
-    """By lineage, the last commit of each lineage that is still to be served: other lineages have replaced the rest."""
+    """The last commits, by lineage, of the lineages that some replica should still serve."""
     served = {commit.identity.lineage for commit in commits.desired.values()}
     return {each.identity.lineage: each for each in commits.last if each.identity.lineage in served}
 

@@ -170,7 +170,11 @@ class Seat:
             if self._member is None:
                 self._attendance.end(f"{self._attendance.name} failed: {why}")  # others may wait for it to join
         except Exception as untold:
-            log.warning("ckpt-engine: the others of a collective could not be told (%s): %s", why, _text(untold))
+            log.warning(
+                "ckpt-engine: this member left a collective (%s), and could not tell the other members: %s",
+                why,
+                _text(untold),
+            )
 
     def close(self) -> None:
         """Gives everything up. May be repeated."""
