@@ -83,8 +83,8 @@ class AttachedEngine:
     async def _say_waiting(self, until: float) -> None:
         await asyncio.sleep(SAID_FIRST_SECONDS)
         while True:
-            left = max(0.0, until - time.monotonic())
-            self._events.say(f"waiting for the engine: {self._trouble}; {left:.0f} s left (--startup-timeout)")
+            remaining = max(0.0, until - time.monotonic())
+            self._events.say(f"waiting for the engine: {self._trouble}; {remaining:.0f} s left (--startup-timeout)")
             await asyncio.sleep(SAID_AGAIN_SECONDS)
 
     async def run(self) -> None:

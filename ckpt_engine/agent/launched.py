@@ -269,14 +269,14 @@ class LaunchedEngine:
         port = urlsplit(plan.url).port or self._port
         host = {"": "127.0.0.1", "localhost": "127.0.0.1"}.get(plan.listens_at, plan.listens_at)
         until = time.monotonic() + (self._deadlines.engine_grace if self._settings.port else 0)
-        said = ""
+        last_line = ""
         while not is_free(port, host):
             taken = f"port {port} is taken by {await asyncio.to_thread(holder, port)}"
             if time.monotonic() > until:
                 raise EngineProcessError(f"{taken}: end that, or name another one (--port; 0: a free one)")
-            if taken != said:
+            if taken != last_line:
                 self._events.say(f"{taken}; waiting up to {self._deadlines.engine_grace:g} s for it")
-                said = taken
+                last_line = taken
             await asyncio.sleep(0.2)
 
     async def _start(self) -> EngineReady:
@@ -310,9 +310,9 @@ class LaunchedEngine:
             except EngineCallError:
                 return False
 
-        def waiting(left: float) -> None:
+        def waiting(remaining: float) -> None:
             last = "".join(f"; it said last: {line.strip()[:200]}" for line in process.last_lines(1))
-            self._events.say(f"waiting for the engine to answer, {left:.0f} s left (--startup-timeout){last}")
+            self._events.say(f"waiting for the engine to answer, {remaining:.0f} s left (--startup-timeout){last}")
 
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds, waiting)
         return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))

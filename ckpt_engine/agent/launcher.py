@@ -155,14 +155,14 @@ class Launcher:
                     os.kill(pid, signal.SIGTERM)
         self._wait_gone(grace)
         deadline = time.monotonic() + KILL_SECONDS
-        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
-            for pid in left:
+        while (survivors := descendants(os.getpid())) and time.monotonic() < deadline:
+            for pid in survivors:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             self._wait_gone(0.1)
         self._reap()
-        if left := descendants(os.getpid()):
-            print(f"ckpt-engine launcher: processes {left} do not die", file=sys.stderr, flush=True)
+        if survivors := descendants(os.getpid()):
+            print(f"ckpt-engine launcher: processes {survivors} do not die", file=sys.stderr, flush=True)
 
     def _wait_gone(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

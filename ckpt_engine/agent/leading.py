@@ -44,7 +44,7 @@ class FarSlots:
         self._page = page
         self._slots: dict[int, WorkerSlot] = {}
 
-    def here(self) -> tuple[bytes, ...]:
+    def boot_ids(self) -> tuple[bytes, ...]:
         """What is here, as in NodeTold."""
         words = self._page.read()
         return tuple(word.boot_id for word in words) if words else (b"",) * MAX_WORKERS
@@ -55,7 +55,7 @@ class FarSlots:
         if slot is None or slot.boot_id != word.boot_id:
             slot = self._slots[word.rank] = WorkerSlot(self._page, word.rank, word.boot_id)
         if not word.alive:
-            slot.gone()
+            slot.dead()
         elif word.state == CLEAN and word.identity is not None:
             slot.clean(word.epoch, word.identity)
         elif word.state == DIRTY:
@@ -155,17 +155,17 @@ class Followers:
     # -- what happens, brought to the machine
 
     def _heard(self, sender: bytes, message: worker_pb2.NodeMessage) -> None:
-        here = () if self._slots is None else self._slots.here()
-        self._loop.feed(events.NodeTold(Peer(sender.hex()), message, here))
+        boot_ids = () if self._slots is None else self._slots.boot_ids()
+        self._loop.feed(events.NodeTold(Peer(sender.hex()), message, boot_ids))
 
     async def _answered(self, key: object, event: object) -> None:
         """Feeds an event that the machine answers, in time. Whoever asks the same meanwhile shares the answer."""
         self._check()
         waiting = self._waiting.setdefault(key, [])
-        asked = any(not other.done() for other in waiting)
+        in_flight = any(not other.done() for other in waiting)
         answer = asyncio.get_running_loop().create_future()
         waiting.append(answer)
-        if not asked:
+        if not in_flight:
             self._loop.feed(event)
         await answer
 

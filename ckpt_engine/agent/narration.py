@@ -15,7 +15,7 @@ _OUTCOMES = {
 }
 
 
-def heard(body: Message) -> str:
+def received_line(body: Message) -> str:
     """What a message of the manager is worth to people; empty: nothing."""
     match body:
         case manager_pb2.Welcome():
@@ -31,20 +31,20 @@ def heard(body: Message) -> str:
             return ""
 
 
-def not_brought(body: manager_pb2.NotBrought) -> str:
+def not_brought_line(body: manager_pb2.NotBrought) -> str:
     """What a late replica waits for."""
     return f"waits for version {body.identity.version} of {body.identity.lineage}: {body.reason}"
 
 
-def lost(manager: str, ended: SessionEnded) -> str:
+def lost_session_line(manager: str, ended: SessionEnded) -> str:
     """Why there is no session, and what becomes of that."""
     if ended.patience:
-        left = f"waiting up to {ended.patience:.0f} s, in case that is an agent that has died"
-        return f"refused by the manager at {manager}: {ended.problem.message}; {left}"
+        patience = f"waiting up to {ended.patience:.0f} s, in case that is an agent that has died"
+        return f"refused by the manager at {manager}: {ended.problem.message}; {patience}"
     return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
 
 
-def said(body: Message) -> str:
+def sent_line(body: Message) -> str:
     """What a message to the manager is worth to people; empty: nothing."""
     match body:
         case manager_pb2.Prepared():

@@ -35,7 +35,7 @@ class OwnRelay:
         self._options = tuple(options)
         self._deadlines = deadlines
         self._say = say
-        self._said = ""
+        self._last_line = ""
 
     async def run(self) -> None:
         """Keeps a relay on this host until it is cancelled: then the relay that it started ends, too. Never raises
@@ -65,8 +65,8 @@ class OwnRelay:
             return f"no relay can run here: {error}"
 
     def _tell(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+        if line != self._last_line:
+            self._last_line = line
             self._say(line)
 
     async def _one_relay(self) -> int:

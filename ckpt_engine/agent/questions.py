@@ -15,13 +15,13 @@ class Questions:
     def __init__(self, feed: Callable[[WorkerAsked], None], seconds: float | None = None) -> None:
         self._feed = feed
         self._seconds = seconds
-        self._asked = 0
+        self._count = 0
         self._open: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
 
     async def ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         """The machine's answer; None: there was none in time, or there will be none any more."""
-        self._asked += 1
-        number = self._asked
+        self._count += 1
+        number = self._count
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._feed(WorkerAsked(number, request))

@@ -242,12 +242,12 @@ class ReplicaAgent:
 
     def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
         if isinstance(body, manager_pb2.NotBrought):
-            self._waits = narration.not_brought(body)
+            self._waits = narration.not_brought_line(body)
             asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._say_what_for, self._waits)
             return
         if isinstance(body, manager_pb2.Install):
             self._waits = self._waits_said = ""
-        if line := narration.heard(body):
+        if line := narration.received_line(body):
             self.say(line)
         self._feed(events.Message(peer, body))
 
@@ -291,7 +291,7 @@ class ReplicaAgent:
         match command:
             case events.Send(peer, body):
                 trace("agent.sends", type(body).__name__)
-                if line := narration.said(body):
+                if line := narration.sent_line(body):
                     self.say(line)
                 if (stream := self._streams.get(peer)) is not None:
                     stream.send(body)
@@ -330,7 +330,7 @@ class ReplicaAgent:
             self._launch.set()
         if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
-            self.say(narration.lost(self.settings.manager, ended))
+            self.say(narration.lost_session_line(self.settings.manager, ended))
 
     async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None
@@ -359,5 +359,6 @@ class ReplicaAgent:
         self._unanswered = None
         closed = self._machine.closed_reason if self._machine is not None else ""
         if closed:
-            told = "it is replaced" if self._host.replace(what) else "end it, or wait for it: it was not started by us"
-            self.say(f"{what}, and the engine is closed since ({closed}): {told}")
+            replaced = self._host.replace(what)
+            remedy = "it is replaced" if replaced else "end it, or wait for it: it was not started by us"
+            self.say(f"{what}, and the engine is closed since ({closed}): {remedy}")

@@ -122,11 +122,11 @@ class TaskRunner:
     async def _seal(self, task: events.SealDirectory) -> events.SealResult:
         started = time.monotonic()
         table, atoms = await asyncio.gather(self._blobs.get(task.table), self._blobs.get(task.atoms))
-        left = task.seconds - (time.monotonic() - started)
+        remaining = task.seconds - (time.monotonic() - started)
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         digests: weights_pb2.Digests = await loop.run_in_executor(
-            self._digester, self._digest_for_readers, table, atoms, left
+            self._digester, self._digest_for_readers, table, atoms, remaining
         )
         digest_seconds = time.monotonic() - began
         ref = await self._put(canonical(digests), task.seconds)

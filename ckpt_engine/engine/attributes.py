@@ -28,14 +28,14 @@ class Attributes:
     def __init__(self, model: nn.Module, device: str) -> None:
         """device: the kind of memory that sleeping gives up, such as "cuda"."""
         self._known = [(module, name, tensor) for module, name, tensor in _attributes(model, device)]
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._copies: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def keep(self) -> None:
         """Copies them to the host, unless copies wait to be put back already."""
-        if self._kept:
+        if self._copies:
             return
         try:
-            self._kept = [
+            self._copies = [
                 (module, name, tensor, tensor.to("cpu", copy=True))
                 for module, name, tensor in self._known
                 if module.__dict__.get(name) is tensor
@@ -45,10 +45,10 @@ class Attributes:
 
     def put_back(self) -> None:
         """Writes what was kept to where it was, if it is still there; does nothing if nothing was kept."""
-        kept, self._kept = self._kept, []
+        copies, self._copies = self._copies, []
         try:
             with torch.inference_mode():
-                for module, name, tensor, copy in kept:
+                for module, name, tensor, copy in copies:
                     if module.__dict__.get(name) is tensor:
                         tensor.copy_(copy)
         except Exception:

@@ -22,9 +22,9 @@ def command_options(command: Sequence[str], aliases: Mapping[str, str] | None = 
     found: dict[str, tuple[str, ...]] = {}
     name = ""
     for argument in command:
-        given, equals, value = argument.partition("=")
-        if given.startswith("--") or given in known:
-            name = given.replace("_", "-")
+        word, equals, value = argument.partition("=")
+        if word.startswith("--") or word in known:
+            name = word.replace("_", "-")
             name = known.get(name, name)
             found[name] = (value,) if equals else ()
         elif name:
@@ -69,8 +69,8 @@ def completed(options: Options, model_option: str, model: str, port: int) -> tup
     options say where.
     """
     added = [] if not model or model_option in options else [model_option, model]
-    if given := value(options, "--port"):
-        port = int(given)
+    if port_option := value(options, "--port"):
+        port = int(port_option)
     else:
         added += ["--port", str(port)]
     host = value(options, "--host")

@@ -27,11 +27,11 @@ class NodePart:
             raise ValueError(f"{workers} workers cannot be shared by {self.nodes} nodes")
 
 
-def leave_to_nodes(given: Collection[str]) -> None:
+def leave_to_nodes(options: Collection[str]) -> None:
     """Refuses options of an engine that say where its parts run. Raises ValueError if any are given."""
-    if given:
-        options = ", ".join(sorted(given))
-        raise ValueError(f"leave {options} out of the engine's arguments: `ckpt-engine agent --nodes` sets it")
+    if options:
+        names = ", ".join(sorted(options))
+        raise ValueError(f"leave {names} out of the engine's arguments: `ckpt-engine agent --nodes` sets it")
 
 
 class NodePlan(Protocol):

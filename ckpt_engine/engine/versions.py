@@ -68,8 +68,8 @@ class Supported:
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(distribution)
                 refusal, untested = self.refusal(version), self.untested(version)
-                said = f"{untested}: it is checked before its first update" if untested else "installed"
-                return AdapterAvailability(not refusal, version, refusal or said)
+                note = f"{untested}: it is checked before its first update" if untested else "installed"
+                return AdapterAvailability(not refusal, version, refusal or note)
         reason = f"{self.module} can be imported, but has no metadata that tells its version"
         return AdapterAvailability(False, "", reason)
 
@@ -91,12 +91,12 @@ class Supported:
             f"else: print('unknown' if u.find_spec({self.module!r}) else 'missing')\n"
         )
         try:
-            asked = subprocess.run(
+            answer = subprocess.run(
                 [python, "-c", script], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        match asked.stdout.split() if asked.returncode == 0 else []:
+        match answer.stdout.split() if answer.returncode == 0 else []:
             case ["version", version]:
                 return self.refusal(version)
             case ["missing"]:

@@ -20,19 +20,19 @@ class Answering:
     cancelled."""
 
     def __init__(
-        self, placing: Placing, dialect: type[Dialect], asked: ParsedRequest, wishes: Wishes, writer: Writer
+        self, placing: Placing, dialect: type[Dialect], request: ParsedRequest, wishes: Wishes, writer: Writer
     ) -> None:
         self._placing, self._wishes, self._writer = placing, wishes, writer
-        self._asked = asked
-        self._dialect = dialect(asked, uuid.uuid4().hex, int(time.time()))
-        self._stitches = [Stitch(single) for single in asked.singles]
+        self._request = request
+        self._dialect = dialect(request, uuid.uuid4().hex, int(time.time()))
+        self._stitches = [Stitch(single) for single in request.singles]
         self._arrived = time.monotonic()
         self._first = False
 
     @property
     def streams(self) -> bool:
         """Whether the caller reads events."""
-        return self._asked.stream
+        return self._request.stream
 
     async def work(self) -> None:
         """Answers. Raises RefusedError, and what the writer raises."""
@@ -40,7 +40,7 @@ class Answering:
             await self._sample(0, self._stitches[0])
         else:
             await self._samples()
-        if self._asked.stream:
+        if self._request.stream:
             await self._writer.events(self._dialect.closing(self._stitches), done=True)
         else:
             await self._writer.whole(self._dialect.whole(self._stitches))
@@ -61,22 +61,22 @@ class Answering:
                 if not self._first and stitch.tokens:
                     self._first = True
                     self._placing.metrics.first_token.observe(time.monotonic() - self._arrived)
-                if self._asked.stream:
+                if self._request.stream:
                     await self._tell(number, stitch, piece)
 
     async def _tell(self, number: int, stitch: Stitch, piece: AnswerPiece) -> None:
-        over = stitch.finish is not None
-        await self._writer.events([self._dialect.chunk(number, stitch, piece, over)])
+        finished = stitch.finish is not None
+        await self._writer.events([self._dialect.chunk(number, stitch, piece, finished)])
 
     def so_far(self) -> dict[str, Any]:
         """What there is of an answer that is not whole: the ids of each sample, and the versions that made them."""
         if not any(stitch.tokens for stitch in self._stitches):
             return {}
-        return {"choices": [_told(self._dialect, number, each) for number, each in enumerate(self._stitches)]}
+        return {"choices": [_partial_choice(self._dialect, number, each) for number, each in enumerate(self._stitches)]}
 
 
-def _told(dialect: Dialect, number: int, stitch: Stitch) -> dict[str, Any]:
-    said = {"index": number, "token_ids": list(stitch.tokens), "finish_reason": None}
+def _partial_choice(dialect: Dialect, number: int, stitch: Stitch) -> dict[str, Any]:
+    choice = {"index": number, "token_ids": list(stitch.tokens), "finish_reason": None}
     if stitch.finish is not None:
-        said["finish_reason"] = stitch.finish.said
-    return {**said, "ckpt_engine": dialect.about_versions(stitch)}
+        choice["finish_reason"] = stitch.finish.reason
+    return {**choice, "ckpt_engine": dialect.about_versions(stitch)}

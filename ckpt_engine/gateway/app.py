@@ -81,19 +81,19 @@ class Gateway:
         routes = [*posts, *gets]
 
         async def missing(request: Request, error: Exception) -> Response:
-            there = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in routes)
+            known_routes = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in routes)
             status = getattr(error, "status_code", 404)
-            said = f"{request.method} {request.url.path}: there is no such route; there are {there}"
-            problem = RefusedError(status, refusals.NO_ROUTE, said).problem()
+            detail = f"{request.method} {request.url.path}: there is no such route; there are {known_routes}"
+            problem = RefusedError(status, refusals.NO_ROUTE, detail).problem()
             return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
 
         others = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
         others.router.redirect_slashes = False  # a client that follows no redirect would be told nothing
-        asked = {route.path for route in posts}
+        post_paths = {route.path for route in posts}
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette wraps `send` three times, which costs for each token.
-            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in asked:
+            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in post_paths:
                 await self._post(scope, receive, send)
             else:
                 await others(scope, receive, send)
@@ -151,8 +151,8 @@ class Gateway:
             raise RefusedError(503, refusals.STOPPING, "this gateway is stopping", {"retry-after": "1"})
         most = self.placing.settings.requests
         if self.inside >= most:
-            said = f"{self.inside} requests run or wait already, this process carries {most}"
-            raise RefusedError(429, refusals.TOO_MANY, said, {"retry-after": "1"})
+            detail = f"{self.inside} requests run or wait already, this process carries {most}"
+            raise RefusedError(429, refusals.TOO_MANY, detail, {"retry-after": "1"})
 
     def _work(
         self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer
@@ -161,25 +161,25 @@ class Gateway:
         body = body_of(data, self.placing.settings.body_values)
         engines = self.placing.engines
         dialect = engines.dialects.get(route)
-        asked: ParsedRequest | None = None if dialect is None else dialect.read(body)
-        prompt = asked.singles[0].prompt if asked else ()
-        session = asked.session if asked else str(body.get("user") or "")
-        wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
+        request: ParsedRequest | None = None if dialect is None else dialect.read(body)
+        prompt = request.singles[0].prompt if request else ()
+        session = request.session if request else str(body.get("user") or "")
+        wishes = wishes_of(headers, session or _text_key(body, request), prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
-        if asked is None or asked.whole or dialect is None:
+        if request is None or request.whole or dialect is None:
             able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers
             return PassedRequest(self.placing, route, body, wishes.to(able), writer)
-        return Answering(self.placing, dialect, asked, wishes.to(speakers), writer)
+        return Answering(self.placing, dialect, request, wishes.to(speakers), writer)
 
     async def _run(self, work: RequestWork, writer: Writer, receive: Receive) -> str:
         """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""
         tasks = [
             asyncio.ensure_future(each)
-            for each in (work.work(), _gone(receive), self.ending.wait(), self._comment(work, writer))
+            for each in (work.work(), _until_disconnected(receive), self.ending.wait(), self._comment(work, writer))
         ]
-        running, gone, ending, _ = tasks
+        running, disconnect, ending, _ = tasks
         try:
-            await asyncio.wait((running, gone, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, disconnect, ending), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -187,7 +187,7 @@ class Gateway:
         error = results[0]
         if error is None:
             return "whole"
-        if gone.done() and not gone.cancelled():
+        if disconnect.done() and not disconnect.cancelled():
             raise CallerGoneError("the caller has gone")
         if isinstance(error, asyncio.CancelledError):
             error = RefusedError(503, refusals.STOPPING, "this gateway stopped while the request ran")
@@ -203,9 +203,9 @@ class Gateway:
         """Whenever nothing was written for a while, in streams."""
         seconds = self.placing.settings.comment
         while work.streams:
-            left = writer.written + seconds - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
+            remaining = writer.written + seconds - time.monotonic()
+            if remaining > 0:
+                await asyncio.sleep(remaining)
             else:
                 await _quietly(writer.comment())
 
@@ -229,10 +229,10 @@ class Gateway:
         writer = Writer(send, self.placing.settings.idle)
         now = time.monotonic()
         for member in list(self.placing.fleet.members.values()):
-            if not member.told.url or now < member.shunned_until:
+            if not member.news.url or now < member.shunned_until:
                 continue
             try:
-                answer = await self.placing.upstream.get(member.told.url, "/v1/models")
+                answer = await self.placing.upstream.get(member.news.url, "/v1/models")
             except Exception as error:
                 log.info("no models from %s: %s", member.name, error)
                 continue
@@ -304,8 +304,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int, sec
     """A request's body, which has so long to come. Raises RefusedError for what is too large, too slow or none,
     CallerGoneError."""
     if headers.get("content-encoding", "identity").lower() != "identity":
-        said = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
-        raise RefusedError(415, refusals.BAD_REQUEST, said)
+        detail = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
+        raise RefusedError(415, refusals.BAD_REQUEST, detail)
     announced = headers.get("content-length", "0")
     size, parts = 0, []
     more = not (announced.isdigit() and int(announced) > most)
@@ -320,11 +320,11 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int, sec
                 size += len(parts[-1])
                 more = message.get("more_body", False) and size <= most
     except TimeoutError:
-        said = f"the body did not come within {seconds:g} s: {size} bytes of it did"
-        raise RefusedError(408, refusals.TOO_SLOW, said, {"connection": "close"}) from None
+        detail = f"the body did not come within {seconds:g} s: {size} bytes of it did"
+        raise RefusedError(408, refusals.TOO_SLOW, detail, {"connection": "close"}) from None
     if size > most:
-        said = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
-        raise RefusedError(413, refusals.TOO_LARGE, said, {"connection": "close"})  # the rest of it is not read
+        detail = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
+        raise RefusedError(413, refusals.TOO_LARGE, detail, {"connection": "close"})  # the rest of it is not read
     if not size:
         raise bad_request("there is no body: send a JSON object")
     return b"".join(parts)
@@ -344,8 +344,8 @@ async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None
 def body_of(data: bytes, most: int) -> dict[str, Any]:
     """A request's JSON object. Raises RefusedError for what is none, or has more values than `most`."""
     if len(data) > most and (count := values_of(data)) > most:
-        said = f"a body of {count} values; {most} are the most (--body-values)"
-        raise RefusedError(413, refusals.TOO_LARGE, said)
+        detail = f"a body of {count} values; {most} are the most (--body-values)"
+        raise RefusedError(413, refusals.TOO_LARGE, detail)
     try:
         body = load_asked(data)
     except ValueError as error:
@@ -355,14 +355,14 @@ def body_of(data: bytes, most: int) -> dict[str, Any]:
     return body
 
 
-def _text_key(body: Mapping[str, Any], asked: ParsedRequest | None) -> str:
+def _text_key(body: Mapping[str, Any], request: ParsedRequest | None) -> str:
     """What stands for the session of a text: its beginning."""
-    if asked is not None:
+    if request is not None:
         return ""
     return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")[:512]
 
 
-async def _gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 

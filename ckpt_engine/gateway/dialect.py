@@ -16,7 +16,7 @@ from ckpt_engine.gateway.json_numbers import load_told
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import AnswerPiece, Finish, Stitch
-from ckpt_engine.gateway.versions import GatewayVersion, Label, told
+from ckpt_engine.gateway.versions import GatewayVersion, Label, version_summary
 
 SAMPLES = 1024
 """Of one request at most: each is a request of its own to an engine."""
@@ -48,9 +48,9 @@ class Dialect(ABC):
     def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         """None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400) for what cannot be."""
 
-    def __init__(self, asked: ParsedRequest, identifier: str, created: int) -> None:
+    def __init__(self, request: ParsedRequest, identifier: str, created: int) -> None:
         """identifier, created: of the answer."""
-        self.asked, self.identifier, self.created = asked, identifier, created
+        self.request, self.identifier, self.created = request, identifier, created
 
     @abstractmethod
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Dialect(ABC):
         """An end in the words of this dialect, when the engine's own did not arrive."""
 
     @abstractmethod
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
         """What the caller's stream says of sample `number` after this piece. over: it is the sample's last one."""
 
     @abstractmethod
@@ -82,10 +82,10 @@ class Dialect(ABC):
         legs = [
             {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.ended} for leg in stitch.legs
         ]
-        said = {**told(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
         if (scored := stitch.prompt_span()) is not None:
-            said["prompt"] = scored.to_dict()
-        return {**said, "not_resumable": self.asked.not_resumable} if self.asked.not_resumable else said
+            about["prompt"] = scored.to_dict()
+        return {**about, "not_resumable": self.request.not_resumable} if self.request.not_resumable else about
 
 
 class MalformedError(Exception):
@@ -120,8 +120,8 @@ def load_event(data: bytes) -> Mapping[str, Any]:
 def ids(value: Any, where: str) -> tuple[int, ...]:
     """A list of token ids. Raises RefusedError."""
     if not isinstance(value, list) or not value:
-        said = "nothing was given" if value is None else f"{shortly(value)} is none"
-        raise bad_request(f"{where}: a prompt is a list of at least one token id, {said}")
+        problem = "nothing was given" if value is None else f"{shortly(value)} is none"
+        raise bad_request(f"{where}: a prompt is a list of at least one token id, {problem}")
     for place, token in enumerate(value):
         if type(token) is not int or token < 0:
             raise bad_request(f"{where}: a prompt is a list of token ids; number {place} of it is {shortly(token)}")
@@ -130,8 +130,8 @@ def ids(value: Any, where: str) -> tuple[int, ...]:
 
 def shortly(value: Any) -> str:
     """A value of a request in an answer about it."""
-    said = json.dumps(value)
-    return said if len(said) <= 80 else f"{said[:80]}…"
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:

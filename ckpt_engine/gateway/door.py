@@ -22,10 +22,10 @@ class GatewayDoor:
         PERMISSION_DENIED."""
         if self._tokens is None:
             return False
-        shown = headers.get("authorization", "")
-        if not shown.lower().startswith(BEARER):
+        credentials = headers.get("authorization", "")
+        if not credentials.lower().startswith(BEARER):
             raise unauthenticated("this gateway asks for a token: send it as a bearer")
-        caller = self._tokens.caller(shown[len(BEARER) :].strip())
+        caller = self._tokens.caller(credentials[len(BEARER) :].strip())
         if caller is None:
             raise unauthenticated("the token is none of this gateway's")
         if not look:

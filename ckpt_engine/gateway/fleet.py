@@ -63,7 +63,7 @@ class Visit:
     def __init__(self, member: FleetReplica, resumed: bool = False) -> None:
         """Begins it. resumed: it goes on after another leg, so its whole prompt is computed before its first token."""
         self._member, self._prefills = member, resumed
-        self._begun = False  # whether a token has come
+        self._has_token = False  # whether a token has come
         self._admitted: GatewayVersion | None = None  # by the gate that let it in
         self._taken: set[GatewayVersion] = set()  # that the replica went back to, or is about to
         self._named: set[GatewayVersion] = (
@@ -72,11 +72,11 @@ class Visit:
         # of the run before
         member.visits.add(self)
         member.prefills += resumed
-        self.hear(member.told, None)
+        self.hear(member.news, None)
 
     def begin(self) -> None:
         """Notes a token."""
-        self._begun = True
+        self._has_token = True
         self._member.prefills -= self._prefills
         self._prefills = False
 
@@ -89,12 +89,12 @@ class Visit:
         """Notes under which version the gate let it in; None: it named none."""
         self._admitted = admitted
 
-    def hear(self, told: ReplicaNews, before: GatewayVersion | None) -> None:
+    def hear(self, news: ReplicaNews, before: GatewayVersion | None) -> None:
         """Takes in what is told of the replica now. before: the version that was told the last time."""
-        stays = self._begun and told.mode in ENDS
-        for each in (told.identity, None if stays else told.next):
+        stays = self._has_token and news.mode in ENDS
+        for each in (news.identity, None if stays else news.next):
             if each is not None:
-                lower = _goes_back(before, each) or _goes_back(told.identity, each)
+                lower = _goes_back(before, each) or _goes_back(news.identity, each)
                 (self._taken if lower else self._named).add(each)
 
     def see(self, served: GatewayVersion | None) -> None:
@@ -116,7 +116,7 @@ class Visit:
 class FleetReplica:
     """One replica."""
 
-    told: ReplicaNews
+    news: ReplicaNews
     history: OrderedDict[int, GatewayVersion] = field(default_factory=OrderedDict)
     visits: set[Visit] = field(default_factory=set)  # requests of this process inside it
     reported: int = 0  # requests inside it by its own count, when it had `own_then` of this process
@@ -124,14 +124,14 @@ class FleetReplica:
     prefills: int = 0  # requests of this process that were resumed there and have no token yet
     failures: int = 0
     shunned_until: float = 0.0
-    seen: str = ""
+    last_failure: str = ""
     modes: dict[int, str] = field(default_factory=dict)
     life: int = 0  # how often its engine was seen dead
     down: bool = False
 
     @property
     def name(self) -> str:
-        return self.told.name
+        return self.news.name
 
     @property
     def own(self) -> int:
@@ -152,22 +152,22 @@ class FleetReplica:
         """Notes that somebody takes connections there."""
         self.down = False
 
-    def identify(self, said: GatewayVersion) -> GatewayVersion:
+    def identify(self, label: GatewayVersion) -> GatewayVersion:
         """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
-        known = self.history.get(said.version)
-        same = known is not None and said.lineage in ("", known.lineage) and known.root.startswith(said.root)
-        return known if same and known is not None else said
+        known = self.history.get(label.version)
+        same = known is not None and label.lineage in ("", known.lineage) and known.root.startswith(label.root)
+        return known if same and known is not None else label
 
     def whole(self, named: GatewayVersion) -> GatewayVersion:
         """The whole of what its gate names, as far as it is known."""
         known = self.history.get(named.version)
         return named if known is None or (named.root and known.root and known.root != named.root) else known
 
-    def tell(self, told: ReplicaNews) -> None:
+    def tell(self, news: ReplicaNews) -> None:
         """Takes in what is told of it."""
-        before, self.told = self.told.identity, told
+        before, self.news = self.news.identity, news
         for visit in self.visits:
-            visit.hear(told, before)
+            visit.hear(news, before)
 
     def caches(self, number: int) -> str:
         """What became of the caches of requests inside when it took the version of this number."""
@@ -195,18 +195,18 @@ class VersionWant:
     def against(self, span: Span) -> RefusedError | None:
         """Why tokens of this span are none that were asked for. One that is not exact may hold none of another version
         than the one asked for, nor of an older one than the minimum."""
-        said = f"the replica {'went' if span.exact else 'may have gone'} over to"
+        change = f"the replica {'went' if span.exact else 'may have gone'} over to"
         low, high = span.lowest, span.highest
         runs = {each.lineage for each in (low, high) if each} - {"", self.lineage}
         if self.lineage and runs:
-            return RefusedError(409, refusals.LINEAGE_CHANGED, f"{said} another run ({', '.join(sorted(runs))})")
+            return RefusedError(409, refusals.LINEAGE_CHANGED, f"{change} another run ({', '.join(sorted(runs))})")
         if self.version is not None and not (low and high and low.version == self.version == high.version):
             other = next((each.version for each in (high, low) if each and each.version != self.version), "none")
-            asked = f"version {other}, and version {self.version} was asked for"
-            return RefusedError(409, refusals.VERSION_CHANGED, f"{said} {asked}")
+            mismatch = f"version {other}, and version {self.version} was asked for"
+            return RefusedError(409, refusals.VERSION_CHANGED, f"{change} {mismatch}")
         if self.min_version is not None and (low is None or low.version < self.min_version):
-            asked = f"version {low.version if low else 'none'}, and {self.min_version} or a later one was asked for"
-            return RefusedError(409, refusals.ROLLED_BACK, f"{said} {asked}")
+            mismatch = f"version {low.version if low else 'none'}, and {self.min_version} or a later one was asked for"
+            return RefusedError(409, refusals.ROLLED_BACK, f"{change} {mismatch}")
         return None
 
 
@@ -224,15 +224,15 @@ class Fleet:
 
     # -- what is told
 
-    def tell(self, told: Iterable[ReplicaNews], gone: Iterable[str] = (), whole: bool = False) -> None:
+    def tell(self, news: Iterable[ReplicaNews], removed: Iterable[str] = (), whole: bool = False) -> None:
         """Takes in what is told of replicas. whole: whoever is not named is gone."""
-        told = list(told)
+        news = list(news)
         self.heard = True
-        for each in told:
+        for each in news:
             member = self.members.get(each.name)
             if member is None:
                 member = self.members[each.name] = FleetReplica(each)
-            elif (each.url, each.state) != (member.told.url, member.told.state) and each.state in TAKES:
+            elif (each.url, each.state) != (member.news.url, member.news.state) and each.state in TAKES:
                 member.failures, member.shunned_until = 0, 0.0
             member.tell(each)
             if each.next is not None and each.mode:
@@ -241,12 +241,12 @@ class Fleet:
                     del member.modes[next(iter(member.modes))]
             self._remember(member, each.identity)
             self._remember(member, each.next)
-        for name in [*gone, *(set(self.members) - {each.name for each in told} if whole else ())]:
+        for name in [*removed, *(set(self.members) - {each.name for each in news} if whole else ())]:
             member = self.members.get(name)
             if member is not None and member.own == 0:
                 del self.members[name]
             elif member is not None:
-                member.told = replace(member.told, state=FleetState.CLOSED, reason="it was taken out")
+                member.news = replace(member.news, state=FleetState.CLOSED, reason="it was taken out")
 
     def tell_latest(self, latest: Iterable[GatewayVersion]) -> None:
         """Takes in the last version of every lineage."""
@@ -268,12 +268,12 @@ class Fleet:
         member.failures += 1
         most = min(MOST_SHUN_SECONDS, SHUN_SECONDS * 2 ** min(member.failures - 1, 8))
         member.shunned_until = now + max(most, min(wait, MOST_SHUN_SECONDS))
-        member.seen = why
+        member.last_failure = why
 
     def answered(self, member: FleetReplica, admitted: GatewayVersion | None) -> GatewayVersion | None:
         """Notes that a replica let a request in. Returns the version under which it did, with the lineage if that is
         known."""
-        member.failures, member.shunned_until, member.seen = 0, 0.0, ""
+        member.failures, member.shunned_until, member.last_failure = 0, 0.0, ""
         member.answers()
         if admitted is None:
             return None
@@ -290,18 +290,18 @@ class Fleet:
         """Who may be asked now, of the best kind that there is. unsuited: replicas whose gates let the request in under
         a version that it does not want, with what was told of them then. Raises RefusedError where waiting cannot
         help."""
-        able = [member for member in self.members.values() if member.told.url and self._speaks(member, want)]
+        able = [member for member in self.members.values() if member.news.url and self._speaks(member, want)]
         if self.heard and self.members and not any(self._speaks(member, want) for member in self.members.values()):
-            kinds = ", ".join(sorted({member.told.engine for member in self.members.values()}))
+            kinds = ", ".join(sorted({member.news.engine for member in self.members.values()}))
             raise RefusedError(501, refusals.NO_DIALECT, f"no replica speaks this route: there are engines of {kinds}")
         self._hopeless(want)
         able = [
             member
             for member in able
-            if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.told
+            if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.news
         ]
         for states in (TAKES, (FleetState.AWAY,)):
-            found = [member for member in able if member.told.state in states]
+            found = [member for member in able if member.news.state in states]
             if found:
                 return found
         return []
@@ -312,12 +312,12 @@ class Fleet:
             return "no replica is known" if self.heard else "the manager has not told of any replica yet"
         parts = []
         for name, member in sorted(self.members.items()):
-            if member.told.state not in (*TAKES, FleetState.AWAY):
-                parts.append(f"{name} is {member.told.state.value} ({member.told.reason or 'no reason was told'})")
+            if member.news.state not in (*TAKES, FleetState.AWAY):
+                parts.append(f"{name} is {member.news.state.value} ({member.news.reason or 'no reason was told'})")
             elif now < member.shunned_until:
-                parts.append(f"{name}: {member.seen}")
+                parts.append(f"{name}: {member.last_failure}")
             elif not self._fits(member, want):
-                held = member.told.identity
+                held = member.news.identity
                 run = f" of {held.lineage!r}" if held is not None and held.lineage and want.lineage else ""
                 parts.append(f"{name} holds {'no version' if held is None else f'version {held.version}{run}'}")
         return "; ".join(parts) or "all are taken"
@@ -325,20 +325,20 @@ class Fleet:
     def could_serve(self, now: float) -> bool:
         """Whether anybody takes or keeps requests."""
         return any(
-            member.told.url and member.told.state in (*TAKES, FleetState.AWAY) and now >= member.shunned_until
+            member.news.url and member.news.state in (*TAKES, FleetState.AWAY) and now >= member.shunned_until
             for member in self.members.values()
         )
 
     def _speaks(self, member: FleetReplica, want: VersionWant) -> bool:
-        return not want.engines or not member.told.engine or member.told.engine in want.engines
+        return not want.engines or not member.news.engine or member.news.engine in want.engines
 
     def _fits(self, member: FleetReplica, want: VersionWant) -> bool:
-        held, after = member.told.identity, member.told.next
+        held, after = member.news.identity, member.news.next
         if held is None or (want.lineage and not held.lineage):
             return want.any_version
         if not self._meets(held, want):
             return False
-        if member.told.state is not FleetState.DRAINING or want.any_version:
+        if member.news.state is not FleetState.DRAINING or want.any_version:
             return True
         # Its gate lets nothing in before it holds the next version, and a rollback may make that an older one.
         return want.version is None and not (want.min_version and after and after.version < want.min_version)
@@ -365,16 +365,16 @@ class Fleet:
         newest = max(each.version for each in latest)
         highest = max(self._highest[each.lineage] for each in latest)
         if want.min_version is not None and newest < want.min_version <= highest:
-            said = f"version {want.min_version} was taken back: the last one is {newest} now"
-            raise RefusedError(409, refusals.ROLLED_BACK, said)
-        held = [member.told.identity for member in self.members.values()]
+            detail = f"version {want.min_version} was taken back: the last one is {newest} now"
+            raise RefusedError(409, refusals.ROLLED_BACK, detail)
+        held = [member.news.identity for member in self.members.values()]
         if (
             want.version is not None
             and want.version < newest
             and not any(each is not None and each.version == want.version for each in held)
         ):
-            said = f"no replica holds version {want.version} any more; the last one is {newest}"
-            raise RefusedError(409, refusals.VERSION_GONE, said)
+            detail = f"no replica holds version {want.version} any more; the last one is {newest}"
+            raise RefusedError(409, refusals.VERSION_GONE, detail)
 
 
 def _root(identity: GatewayVersion) -> str:

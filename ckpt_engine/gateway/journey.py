@@ -74,7 +74,7 @@ class Journey:
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
-            why, silent, url, life = "", False, member.told.url, member.life
+            why, silent, url, life = "", False, member.news.url, member.life
             with self._placing.inside(member, self._resumed) as visit:
                 try:
                     async with aclosing(self._leg(member, visit)) as pieces:
@@ -83,7 +83,7 @@ class Journey:
                     ended = WHOLE if self._stitch.finish is not None else ABORTED
                 except UnsuitedError as error:
                     self._stitch.legs.pop()
-                    unsuited[member.name] = error.told
+                    unsuited[member.name] = error.news
                     self._placing.check(self._want, patience)
                     ended = "not_admitted"
                 except NotAdmittedError as error:
@@ -126,7 +126,7 @@ class Journey:
             self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
         headers = {**self._wishes.headers, "x-request-id": identifier}
         async with self._placing.upstream.ask(
-            member.told.url, self._dialect.route, content, headers, self._wishes.resume
+            member.news.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
             leg = stitch.leg
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
@@ -139,11 +139,11 @@ class Journey:
 
     async def _read(self, stream: Stream, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
-        stitch, labelled = self._stitch, member.told.engine in self._placing.engines.labelling
+        stitch, labelled = self._stitch, member.news.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
-            async for told in events:
+            async for batch in events:
                 together, wrong, aborted, had = AnswerPiece(), None, False, len(stitch.tokens)
-                for data in told:
+                for data in batch:
                     try:
                         piece = self._take(data, member, labelled)
                     except Exception as error:  # what came before it is the caller's first
@@ -175,10 +175,10 @@ class Journey:
         """One event, into the stitch."""
         stitch = self._stitch
         piece = self._dialect.piece(stitch, load_event(data), labelled)
-        if member.told.mislabels:
+        if member.news.mislabels:
             piece.labels = None
         if piece.finish is not None and piece.finish.kind == ERROR:
-            raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
+            raise BrokenError(f"the engine ended it with {piece.finish.reason!r}")
         had = len(stitch.tokens)
         piece = stitch.take(piece)
         if cached := piece.about.get("cached_tokens"):
@@ -194,7 +194,7 @@ class Journey:
         if not labels:
             return
         # Most events say what the one before said of the same replica: nothing to find out again.
-        known = (len(stitch.legs), len(labels), labels[-1].made_by, member.told)
+        known = (len(stitch.legs), len(labels), labels[-1].made_by, member.news)
         if known == self._checked:
             return
         spans = stitch.leg.spans()
@@ -204,15 +204,15 @@ class Journey:
         runs = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
         if len(runs) > 1:
             stitch.cut(had)
-            said = f"the replica went over to another run ({', '.join(sorted(runs))})"
-            raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
+            detail = f"the replica went over to another run ({', '.join(sorted(runs))})"
+            raise RefusedError(409, refusals.LINEAGE_CHANGED, detail)
 
     async def _check_last(self, member: FleetReplica, visit: Visit, had: int) -> None:
         """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
         by then may be news to everybody here. had: as for `_check_versions`."""
         stitch, want = self._stitch, self._want
-        said = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
-        if said or (want.any_version and not want.lineage):
+        exact = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
+        if exact or (want.any_version and not want.lineage):
             return
         await self._placing.look_again(member, visit, want)
         scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
@@ -234,14 +234,14 @@ class Journey:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
         self._dry = 0 if count else self._dry + 1
-        if stitch.begun and self._dialect.asked.not_resumable:
-            reason = self._dialect.asked.not_resumable
+        if stitch.started and self._dialect.request.not_resumable:
+            reason = self._dialect.request.not_resumable
             raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
         if not self._wishes.resume:
             raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
         if why and (dead := await self._suspects.dead()) >= settings.deaths:
-            said = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
-            raise RefusedError(502, refusals.POISONED, said)
+            detail = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
+            raise RefusedError(502, refusals.POISONED, detail)
         if self._dry > settings.dry:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
         if stitch.resumes >= settings.resumes:

@@ -16,38 +16,38 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        made = self._registry
+        registry = self._registry
         self.requests = Counter(
-            "ckpt_engine_gateway_requests", "Answers by route and how they ended", ["route", "ended"], registry=made
+            "ckpt_engine_gateway_requests", "Answers by route and how they ended", ["route", "ended"], registry=registry
         )
         self.first_token = Histogram(
             "ckpt_engine_gateway_first_token_seconds",
             "From a request's arrival to its first token",
             buckets=_SECONDS,
-            registry=made,
+            registry=registry,
         )
         self.legs = Counter(
-            "ckpt_engine_gateway_legs", "Requests to engines by how they ended", ["replica", "ended"], registry=made
+            "ckpt_engine_gateway_legs", "Requests to engines by how they ended", ["replica", "ended"], registry=registry
         )
         self.resumes = Counter(
-            "ckpt_engine_gateway_resumes", "Legs that went on after another", ["replica"], registry=made
+            "ckpt_engine_gateway_resumes", "Legs that went on after another", ["replica"], registry=registry
         )
         self.prefilled_again = Counter(
             "ckpt_engine_gateway_prefilled_again_tokens",
             "Tokens of prompts and outputs that a resumed leg brought to an engine once more",
             ["replica"],
-            registry=made,
+            registry=registry,
         )
         self.cached = Counter(
             "ckpt_engine_gateway_cached_tokens",
             "Prompt tokens that engines found in their caches, where they say so",
             ["replica"],
-            registry=made,
+            registry=registry,
         )
         self.inside = Gauge(
             "ckpt_engine_gateway_requests_inside",
             "Requests that run or wait now",
-            registry=made,
+            registry=registry,
             multiprocess_mode="livesum",
         )
 

@@ -41,7 +41,7 @@ class PassedRequest:
         self._placing, self._route, self._body = placing, route, body
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
-        self._told = False  # whether the caller has got anything of the answer
+        self._started = False  # whether the caller has got anything of the answer
 
     @property
     def streams(self) -> bool:
@@ -60,14 +60,14 @@ class PassedRequest:
             with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
-                        member.told.url, self._route, content, self._wishes.headers, self._wishes.resume
+                        member.news.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
                         placing.let_in(member, visit, stream.admitted, want)
                         leg = Leg(member.name, 0, member.identify, visit.held, member.caches)
                         await self._relay(stream, member, visit, leg)
                     ended = "whole"
                 except UnsuitedError as error:
-                    unsuited[member.name], ended = error.told, "not_admitted"
+                    unsuited[member.name], ended = error.news, "not_admitted"
                 except NotAdmittedError as error:
                     placing.refused(member, error)
                     ended = "not_admitted"
@@ -87,20 +87,20 @@ class PassedRequest:
 
     def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
         """Raises RefusedError unless an answer that was cut off can be asked for once more from its beginning."""
-        said = f"an update interrupted it at {member.name} (pause mode abort)"
-        if self._told:
-            why = f"{said}, and a request that is passed on as it came is not resumed"
+        cause = f"an update interrupted it at {member.name} (pause mode abort)"
+        if self._started:
+            why = f"{cause}, and a request that is passed on as it came is not resumed"
             raise RefusedError(502, refusals.NOT_RESUMABLE, why) from error
         if not self._wishes.resume:
-            raise RefusedError(502, refusals.RESUME_OFF, f"{said}, and the caller switched resuming off") from error
+            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off") from error
         if tries > self._placing.settings.dry:
-            raise RefusedError(502, refusals.NO_PROGRESS, f"{said}, and so were {tries - 1} tries before") from error
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}, and so were {tries - 1} tries before") from error
         self._ids.clear()
 
     def _broken(self, member: FleetReplica, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
-        said = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
-        return RefusedError(502, refusals.NOT_RESUMABLE, said)
+        detail = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
+        return RefusedError(502, refusals.NOT_RESUMABLE, detail)
 
     async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         """The answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
@@ -116,7 +116,7 @@ class PassedRequest:
         samples = samples_of(content)
         if any(map(aborted, samples)):
             raise AbortedError
-        believed = not member.told.mislabels
+        believed = not member.news.mislabels
         await self._check(name_versions(content, leg, believed), member, visit, leg)
         if samples:
             name_versions(content, leg, believed)
@@ -126,11 +126,11 @@ class PassedRequest:
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         early: list[bytes] = []  # events that say nothing: until one says something, another engine may answer
         checked = False
-        async for told in stream.events():
+        async for batch in stream.events():
             events = []
-            for data in map(passed, told):
+            for data in map(passed, batch):
                 self._remember(data)
-                if self._told and not may_end(data):
+                if self._started and not may_end(data):
                     events.append(data)
                     continue
                 content = _load(data)
@@ -141,25 +141,25 @@ class PassedRequest:
                 if any(map(ended, samples)):
                     checked = True
                     counts = {number: len(found) for number, found in self._ids.items()}
-                    believed = not member.told.mislabels
+                    believed = not member.news.mislabels
                     await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
                     name_versions(content, leg, believed, counts)
                     data = dump(content)
-                if self._told or says(content) or len(early) == MOST_EARLY:
+                if self._started or says(content) or len(early) == MOST_EARLY:
                     visit.begin()
                     events += [*early, data]
-                    early, self._told = [], True
+                    early, self._started = [], True
                 else:
                     early.append(data)
             await self._tell(events)
         if not checked:
             await self._check([], member, visit, leg)
-        self._told = True
+        self._started = True
         await self._tell(early)
         await self._writer.events([], done=True)
 
     async def _tell(self, events: Sequence[bytes]) -> None:
-        if events and self._told:
+        if events and self._started:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
     async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:

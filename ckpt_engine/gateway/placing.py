@@ -30,9 +30,9 @@ least one of an engine that does not label tokens."""
 class UnsuitedError(Exception):
     """A gate let the request in under a version that it does not want. told: what was told of the replica then."""
 
-    def __init__(self, told: ReplicaNews) -> None:
-        super().__init__(f"{told.name} serves another version than the one that was asked for")
-        self.told = told
+    def __init__(self, news: ReplicaNews) -> None:
+        super().__init__(f"{news.name} serves another version than the one that was asked for")
+        self.news = news
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Placing:
         if now >= patience.end:
             why = self.fleet.why_nobody(want, now)
             reason = refusals.NO_REPLICA if want.any_version else refusals.VERSION_NOT_YET
-            said = f"nobody could serve this request for {patience.seconds:g} s: {why}"
-            raise RefusedError(503, reason, said, {"retry-after": "1"})
+            detail = f"nobody could serve this request for {patience.seconds:g} s: {why}"
+            raise RefusedError(503, reason, detail, {"retry-after": "1"})
 
     @contextlib.contextmanager
     def inside(self, member: FleetReplica, resumed: bool) -> Iterator[Visit]:
@@ -113,7 +113,7 @@ class Placing:
         admitted = self.fleet.answered(member, named)
         visit.let_in(admitted)
         if not self.fleet.suits(want, admitted):
-            raise UnsuitedError(member.told)
+            raise UnsuitedError(member.news)
         return admitted
 
     async def look_again(self, member: FleetReplica, visit: Visit, want: VersionWant) -> None:
@@ -125,7 +125,7 @@ class Placing:
             async with asyncio.timeout(LAST_LOOK_SECONDS):
                 open_, held = True, None
                 while open_ and held is None:
-                    open_, _, held = await self.upstream.ready(member.told.url)
+                    open_, _, held = await self.upstream.ready(member.news.url)
                     if held is None:
                         await asyncio.sleep(LOOK_SECONDS)
                 visit.see(held)

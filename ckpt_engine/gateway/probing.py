@@ -66,7 +66,7 @@ async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
 
 async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines) -> None:
     try:
-        found = await _reported(member.told, upstream, engines)
+        found = await _reported(member.news, upstream, engines)
     except NobodyError:
         found = None
         member.died()
@@ -77,9 +77,9 @@ async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines
         member.reported, member.own_then = found, member.own
 
 
-async def _reported(told: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
+async def _reported(news: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
     """Requests that run and wait, by the engine's own count; None: it does not say."""
-    side = engines.sides.get(told.engine)
-    if not told.url or side is None or side.load is None:
+    side = engines.sides.get(news.engine)
+    if not news.url or side is None or side.load is None:
         return None
-    return side.load.requests(await upstream.get(told.url, side.load.route))
+    return side.load.requests(await upstream.get(news.url, side.load.route))

@@ -59,8 +59,8 @@ class RefusedError(Exception):
 
     def event(self, **more: Any) -> dict[str, Any]:
         """The same in a stream, after a status of 200."""
-        told = error_object(self.status, self.reason, self.detail)
-        return {"error": {**told, "status": self.status, "reason": self.reason, **more}}
+        error = error_object(self.status, self.reason, self.detail)
+        return {"error": {**error, "status": self.status, "reason": self.reason, **more}}
 
 
 def bad_request(detail: str) -> RefusedError:

@@ -80,8 +80,8 @@ def not_streamed(fields: Mapping[str, Any], table: Table) -> bool:
 
 def travelling(fields: Mapping[str, Any], table: Table, first: bool) -> dict[str, Any]:
     """The fields that go on a leg as they came. first: no token has come yet."""
-    kept = {FieldKind.TRAVELS, FieldKind.NEVER, FieldKind.WHOLE} | ({FieldKind.FIRST} if first else set())
-    return {name: value for name, value in fields.items() if name not in table or table[name].kind in kept}
+    kinds = {FieldKind.TRAVELS, FieldKind.NEVER, FieldKind.WHOLE} | ({FieldKind.FIRST} if first else set())
+    return {name: value for name, value in fields.items() if name not in table or table[name].kind in kinds}
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_engine.gateway.dialect import MalformedError, labels_of
 from ckpt_engine.gateway.stitching import ABORT, Leg
-from ckpt_engine.gateway.versions import Label, Span, leg_spans, told
+from ckpt_engine.gateway.versions import Label, Span, leg_spans, version_summary
 
 PASSED_ON = "it is passed on as it came"
 
@@ -79,11 +79,11 @@ def name_versions(
         labels, count = _facts(content, sample, len(samples) == 1, streamed)
         spans = _spans(leg, count, labels if believed else None)
         found += spans
-        said = told(spans)
+        summary = version_summary(spans)
         if not count:
-            said["spans"] = [{**each, "count": None} for each in said["spans"]]
+            summary["spans"] = [{**each, "count": None} for each in summary["spans"]]
         one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
-        sample["ckpt_engine"] = {**said, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
+        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
     return found
 
 
@@ -93,9 +93,9 @@ def _facts(
     """What an engine says of one sample: which versions made its tokens, and how many these are. None: nothing."""
     whole = content if isinstance(content, dict) and alone else {}
     metadata, usage, ids = whole.get("metadata"), whole.get("usage"), sample.get("token_ids")
-    said = sample.get("weight_versions") or (metadata.get("weight_versions") if isinstance(metadata, dict) else None)
+    versions = metadata.get("weight_versions") if isinstance(metadata, dict) else None
     try:
-        labels = labels_of(said)
+        labels = labels_of(sample.get("weight_versions") or versions)
     except MalformedError:
         labels = None
     counts = (

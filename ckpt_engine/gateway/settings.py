@@ -59,9 +59,10 @@ class GatewaySettings:
     def from_json(cls, text: str) -> GatewaySettings:
         """The settings that `to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        given = values.pop("security")
-        paths = {name: Path(given[name]) if given[name] else None for name in given if name != "insecure"}
+        security_values = values.pop("security")
+        insecure = bool(security_values.pop("insecure"))
+        paths = {name: Path(path) if path else None for name, path in security_values.items()}
         known = {each.name for each in fields(cls)}
         values["replicas"] = tuple(values["replicas"])
-        security = ServerSecurity(**paths, insecure=bool(given["insecure"]))
+        security = ServerSecurity(**paths, insecure=insecure)
         return cls(**{name: value for name, value in values.items() if name in known}, security=security)

@@ -26,7 +26,7 @@ class Finish:
     said: in the engine's words, as it stands in an answer."""
 
     kind: str
-    said: Any
+    reason: Any
     stop_reason: Any = None
 
 
@@ -95,8 +95,8 @@ class Leg:
 
     def span(self, first: int, count: int) -> Span:
         """The span of what came with its first token, and is no token of the answer."""
-        made = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
-        return replace(made, first=first, count=count)
+        origin = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
+        return replace(origin, first=first, count=count)
 
 
 class OverrunError(Exception):
@@ -119,7 +119,7 @@ class Stitch:
         self.finish: Finish | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether anything has come that the caller may have seen."""
         return bool(self.tokens or self.echo)
 
@@ -143,10 +143,10 @@ class Stitch:
 
         Raises OverrunError for more tokens than the leg was asked for: nothing of them is kept.
         """
-        left = self.remaining
-        if left is not None and len(piece.tokens) > left:
+        remaining = self.remaining
+        if remaining is not None and len(piece.tokens) > remaining:
             raise OverrunError(
-                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {left} were asked for at most"
+                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {remaining} were asked for at most"
             )
         self.tokens += piece.tokens
         self.records += piece.records

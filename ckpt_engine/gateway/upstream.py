@@ -47,27 +47,27 @@ class Stream:
         self.status = connection.status
         self.content_type = connection.headers.get("content-type", "")
         self.admitted = _held(connection.headers)
-        said = connection.headers
-        self.named = {name: said[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in said}
+        headers = connection.headers
+        self.named = {name: headers[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in headers}
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """The data of whole events, those together that came together, without the last one ([DONE]). Raises
         BrokenError if the stream ends before."""
         if not self.content_type.startswith("text/event-stream"):
-            said = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
-            raise BrokenError(f"{self._url} {said}")
-        events, over = Events(), False
+            detail = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
+            raise BrokenError(f"{self._url} {detail}")
+        events, finished = Events(), False
         try:
             while data := await self._connection.more(self._idle):
-                told = events.feed(data)
-                if DONE in told:
-                    over, told = True, told[: told.index(DONE)]
-                if told:
-                    yield told
-            if over:
+                batch = events.feed(data)
+                if DONE in batch:
+                    finished, batch = True, batch[: batch.index(DONE)]
+                if batch:
+                    yield batch
+            if finished:
                 return  # read to its end, so that the connection can be used again
         except (WireError, EventTooLargeError) as error:
-            if over:
+            if finished:
                 return
             raise _broken(self._url, error) from error
         raise BrokenError(f"{self._url}: the stream ended before its last event")
@@ -119,10 +119,10 @@ class Upstream:
 
     async def _refuse(self, connection: Connection, url: str) -> None:
         try:
-            said = await connection.whole(MOST_REFUSAL_BYTES, self._settings.idle)
+            body = await connection.whole(MOST_REFUSAL_BYTES, self._settings.idle)
         except WireError:
-            said = b""
-        words, status = _said(said[:4096]), connection.status
+            body = b""
+        words, status = _error_message(body[:4096]), connection.status
         if status in _BUSY:
             wait = connection.headers.get("retry-after", "")
             raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
@@ -139,7 +139,7 @@ class Upstream:
             raise _not_admitted(url, error) from error
         # An engine without our gate has no such route: it is there, and says nothing of its weights.
         open_ = answer.status in (200, 404)
-        return open_, "" if open_ else _said(answer.content), _held(answer.headers)
+        return open_, "" if open_ else _error_message(answer.content), _held(answer.headers)
 
     async def lives(self, url: str) -> bool:
         """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
@@ -162,7 +162,7 @@ def _held(headers: Mapping[str, str]) -> GatewayVersion | None:
     return GatewayVersion(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None
 
 
-def _said(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """The words of an error's body, in any of the forms that engines have."""
     try:
         content = load_told(body)

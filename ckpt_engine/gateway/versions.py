@@ -101,7 +101,7 @@ def joined(spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def told(spans: Sequence[Span]) -> dict[str, Any]:
+def version_summary(spans: Sequence[Span]) -> dict[str, Any]:
     """What an answer says of its versions; with verl's names beside."""
     lows = [span.lowest.version for span in spans if span.lowest]
     highs = [span.highest.version for span in spans if span.highest]

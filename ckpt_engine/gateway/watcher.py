@@ -60,33 +60,33 @@ class News:
             raise StaleError(f"change {self._sequence + 1} was missed: {message.sequence} came")
         self._cluster, self._epoch = fence.cluster, fence.epoch
         self._run, self._sequence = message.run, message.sequence
-        told = [_told(replica) for replica in message.replicas if replica.pool == self._pool]
+        news = [_replica_news(replica) for replica in message.replicas if replica.pool == self._pool]
         others = {replica.name for replica in message.replicas if replica.pool != self._pool}
         if message.snapshot:
             self._named = set()
-        self._named |= {each.name for each in told}
+        self._named |= {each.name for each in news}
         settled = not message.settling and (self._settling or message.snapshot)
-        gone = set(message.gone) | (others & self._fleet.members.keys())
+        removed = set(message.gone) | (others & self._fleet.members.keys())
         if settled:
-            gone |= self._fleet.members.keys() - self._named
+            removed |= self._fleet.members.keys() - self._named
         self._settling = message.settling
-        self._fleet.tell(told, sorted(gone))
+        self._fleet.tell(news, sorted(removed))
         self._fleet.tell_latest(map(_identity, message.latest))
 
 
 async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None], pool: str = "") -> None:
     """Runs until it is cancelled. changed: called after everything that was told. pool: whose replicas are taken in."""
-    news, said = News(fleet, pool), ""
+    news, last_reason = News(fleet, pool), ""
     while True:
         try:
             await _one_stream(manager, name, news, changed)
         except (grpc.RpcError, StaleError, TimeoutError) as error:
             why = problem_of(error).message if isinstance(error, grpc.RpcError) else str(error) or "it said nothing"
-            if why != said:
+            if why != last_reason:
                 log.warning("the manager at %s is not heard: %s; what it told last stays", manager, why)
-            said = why
+            last_reason = why
         else:
-            said = ""
+            last_reason = ""
         await asyncio.sleep(AGAIN_SECONDS)
 
 
@@ -101,7 +101,7 @@ async def _one_stream(manager: str, name: str, news: News, changed: Callable[[],
             changed()
 
 
-def _told(replica: manager_pb2.WatchedReplica) -> ReplicaNews:
+def _replica_news(replica: manager_pb2.WatchedReplica) -> ReplicaNews:
     return ReplicaNews(
         replica.name,
         replica.url.rstrip("/"),

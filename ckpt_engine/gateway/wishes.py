@@ -53,18 +53,18 @@ def once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice, or there is none of
     its name: what it asks for would not be held."""
     found: dict[str, str] = {}
-    for given, value in headers:
-        name = given.lower()
+    for header, value in headers:
+        name = header.lower()
         if (bare := name.replace("_", "-")).startswith(OURS):
             if name not in KNOWN:
-                raise bad_request(f"{given}: there is no such header; {_meant(bare.removeprefix(OURS))}")
+                raise bad_request(f"{header}: there is no such header; {_suggestion(bare.removeprefix(OURS))}")
             if name in found:
-                raise bad_request(f"{given}: it is given twice, {found[name]!r} and {value!r}; give it once")
+                raise bad_request(f"{header}: it is given twice, {found[name]!r} and {value!r}; give it once")
         found[name] = value
     return found
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """A suggestion for one of ours that was misspelt."""
     near = get_close_matches(name[:40], [each.removeprefix(OURS) for each in KNOWN], 1)
     return f"did you mean {OURS}{near[0]}?" if near else f"there are {some(KNOWN, len(KNOWN))}"

@@ -35,8 +35,8 @@ def run_workers(settings: GatewaySettings, bound: socket.socket, number: int) ->
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: stop.set())
     with tempfile.TemporaryDirectory(prefix="ckpt-engine-gateway-") as directory:
-        told = {SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
-        environment = module_environment(os.environ) | told
+        variables = {SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
+        environment = module_environment(os.environ) | variables
         workers = [_start(environment, bound) for _ in range(number)]
         started = [time.monotonic()] * number
         while not stop.wait(LOOK_SECONDS):

@@ -30,7 +30,7 @@ class Writer:
     def __init__(self, send: Send, idle: float) -> None:
         self._send, self._idle = send, idle
         self._one = asyncio.Lock()
-        self.begun = False
+        self.started = False
         self.large = False  # whether the request was, which an answer may repeat
         self.headers: dict[str, str] = {}  # for an answer, beside its own; not for a refusal
         self.written = time.monotonic()
@@ -54,7 +54,7 @@ class Writer:
 
     async def refuse(self, refused: RefusedError, **more: Any) -> None:
         """An answer that is none; in a stream that has begun an event that says so, and the end."""
-        if self.begun:
+        if self.started:
             await self.events([refused.event(**more)], done=True)
         else:
             body, self.headers = await self.dump(refused.problem(**more)), {}
@@ -69,14 +69,14 @@ class Writer:
         more = [(name.encode(), value.encode()) for name, value in (self.headers | headers).items()]
         named = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *more]
         async with self._one:
-            self.begun = True
+            self.started = True
             await self._put({"type": "http.response.start", "status": status, "headers": named})
             await self._put({"type": "http.response.body", "body": body})
 
     async def _stream(self, body: bytes, more: bool) -> None:
         async with self._one:
-            if not self.begun:
-                self.begun = True
+            if not self.started:
+                self.started = True
                 headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
                 headers += [(name.encode(), value.encode()) for name, value in self.headers.items()]
                 await self._put({"type": "http.response.start", "status": 200, "headers": headers})

@@ -120,8 +120,8 @@ class WorkerChannel:
     def _receive(self, stop_at: float) -> worker_pb2.AgentReply | None:
         """The answer to the last request, or None if it has not come by `stop_at`."""
         socket = self._connected()
-        while (left := stop_at - time.monotonic()) > 0:
-            if not socket.poll(max(1, int(left * 1000))):
+        while (remaining := stop_at - time.monotonic()) > 0:
+            if not socket.poll(max(1, int(remaining * 1000))):
                 return None
             try:
                 reply = worker_pb2.AgentReply.FromString(socket.recv(zmq.NOBLOCK))

@@ -73,8 +73,8 @@ class Installer:
 
     def recorded(self, manifest_digest: bytes) -> Recording | None:
         """What was recorded against a manifest, if it is still kept."""
-        kept = self._recordings.get(manifest_digest)
-        return None if kept is None else kept[0]
+        entry = self._recordings.get(manifest_digest)
+        return None if entry is None else entry[0]
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
         """Records the loader against a manifest, or finds the recording again. Touches no weight. Never raises."""
@@ -182,10 +182,10 @@ class Installer:
     def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
         digest = blob_digest(manifest_bytes)
         layout = tuple((name, TensorLayout.of(tensor)) for name, tensor in self._target.named_tensors())
-        kept = self._recordings.get(digest)
-        if kept is not None and kept[1] == layout:
+        entry = self._recordings.get(digest)
+        if entry is not None and entry[1] == layout:
             self._recordings.move_to_end(digest)
-            return kept[0]
+            return entry[0]
         try:
             manifest = weights_pb2.Manifest.FromString(manifest_bytes)
         except DecodeError as error:
@@ -353,11 +353,11 @@ class _InstallRun:
     def _installing(self) -> Iterator[None]:
         """What takes time in here and is not told as transfer, verification or installing is installing."""
         report, started = self.report, time.monotonic()
-        told = report.transfer_seconds + report.verify_seconds + report.install_seconds
+        stage_seconds = report.transfer_seconds + report.verify_seconds + report.install_seconds
         yield
         await_device(self._works)
-        told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
-        report.install_seconds += time.monotonic() - started - told
+        stage_seconds = report.transfer_seconds + report.verify_seconds + report.install_seconds - stage_seconds
+        report.install_seconds += time.monotonic() - started - stage_seconds
 
     def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
         """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""
@@ -396,9 +396,9 @@ def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
     return data_loss(message, names)
 
 
-def problem_of(error: Exception, doing: str) -> weights_pb2.Problem:
+def problem_of(error: Exception, activity: str) -> weights_pb2.Problem:
     """What an exception inside an engine is told as; one that is no CkptEngineError is a defect, and logged."""
     if isinstance(error, CkptEngineError):
         return error.problem
-    log.exception("ckpt-engine: %s failed", doing)
-    return internal(f"{doing} failed inside the engine: {type(error).__name__}: {error}").problem
+    log.exception("ckpt-engine: %s failed", activity)
+    return internal(f"{activity} failed inside the engine: {type(error).__name__}: {error}").problem

@@ -91,14 +91,14 @@ class InstallPart:
             return
         came = 0
 
-        def told(count: int) -> None:
+        def on_arrival(count: int) -> None:
             nonlocal came
             if not came:
                 trace("worker.install", "first")  # until here it waited for others, from here on for the links
             came += count
             on_bytes(count)
 
-        self._seat.run(order.fence.epoch, stop_at - time.monotonic(), told)
+        self._seat.run(order.fence.epoch, stop_at - time.monotonic(), on_arrival)
         trace("worker.install", "arrived")
         self._seat.done(order.fence.epoch)
 

@@ -63,14 +63,14 @@ class ReadyPlan:
         that engines transform, or whose values their loaders compute on."""
         if self.landed is not None and self.device == device:
             return
-        made: dict[tuple[int, Box], torch.Tensor] = {}
-        there = [work for name, work in self.resolved.work.items() if name in self.staged]
-        for work in (*there, *self.resolved.handed.values()):
+        room: dict[tuple[int, Box], torch.Tensor] = {}
+        staged_work = [work for name, work in self.resolved.work.items() if name in self.staged]
+        for work in (*staged_work, *self.resolved.handed.values()):
             for read in work.reads:
-                if is_collective(read.transport) and (read.tensor, read.box) not in made:
+                if is_collective(read.transport) and (read.tensor, read.box) not in room:
                     dtype = torch_dtype(read.dtype)
-                    made[read.tensor, read.box] = torch.empty(read.box.shape, dtype=dtype, device=device)
-        self.landed, self.device = made, device
+                    room[read.tensor, read.box] = torch.empty(read.box.shape, dtype=dtype, device=device)
+        self.landed, self.device = room, device
 
     def arrivals(self, target: LoadTarget) -> list[tuple[int, Box, torch.Tensor]]:
         """Everything that a collective is to bring, and where to."""
@@ -90,11 +90,11 @@ class ReadyPlan:
         if joined:
             buffers += f"; the engine computed nothing for {joined:.2f} s while it joined, before the pause"
         for edge in self.resolved.edges:
-            told = manager_pb2.EdgeReport()
-            told.CopyFrom(edge)
+            report = manager_pb2.EdgeReport()
+            report.CopyFrom(edge)
             own = (buffers,) if is_collective(edge.transport) else notes.get(edge.transport, ())
-            told.reason = "; ".join([edge.reason, *own])
-            yield told
+            report.reason = "; ".join([edge.reason, *own])
+            yield report
 
     def rest(self) -> None:
         """Rests: nothing is read before the next `check`. Owners that wait for their readers may write to their
@@ -126,14 +126,14 @@ class ReadyPlans:
         self._rank = rank
         self._transports = transports
         self._recorded = recorded
-        self._kept: dict[bytes, ReadyPlan] = {}
+        self._plans: dict[bytes, ReadyPlan] = {}
         self._served = b""
         self.unopened: list[weights_pb2.Unopened] = []
 
     @property
     def digests(self) -> list[bytes]:
         """Digests of the plans that are kept with everything laid out."""
-        return [digest for digest, plan in self._kept.items() if plan.resident is not None]
+        return [digest for digest, plan in self._plans.items() if plan.resident is not None]
 
     def open(self, plan_bytes: bytes, seconds: float) -> ReadyPlan:
         """The plan with its regions open, and still those that were published. Changes no weight.
@@ -143,12 +143,12 @@ class ReadyPlans:
         not fit together) and what transports raise.
         """
         digest = blob_digest(plan_bytes)
-        plan = self._kept.get(digest)
+        plan = self._plans.get(digest)
         self.unopened = []
         if plan is None or self._recorded(plan.resolved.recording.manifest_digest) is not plan.resolved.recording:
             plan = self._opened(digest, plan_bytes, seconds)
-            before = self._kept.get(digest)
-            self._kept[digest] = plan
+            before = self._plans.get(digest)
+            self._plans[digest] = plan
             if before is not None:
                 before.close()
         else:
@@ -156,13 +156,13 @@ class ReadyPlans:
                 for regions in plan.opened.values():
                     regions.check()
             except BaseException:
-                self._kept.pop(digest).close()  # so that the next attempt opens it anew
+                self._plans.pop(digest).close()  # so that the next attempt opens it anew
                 raise
             self.unopened = list(plan.unopened)  # an answer that told it may have been lost
-        for other in [each for each in self._kept if each != digest]:
-            still = other == self._served and all(each.offered() for each in self._kept[other].opened.values())
+        for other in [each for each in self._plans if each != digest]:
+            still = other == self._served and all(each.offered() for each in self._plans[other].opened.values())
             if not still:
-                self._kept.pop(other).close()
+                self._plans.pop(other).close()
         return plan
 
     def serve(self, plan: ReadyPlan) -> None:
@@ -171,8 +171,8 @@ class ReadyPlans:
 
     def release(self) -> None:
         """Closes all."""
-        while self._kept:
-            self._kept.popitem()[1].close()
+        while self._plans:
+            self._plans.popitem()[1].close()
 
     def _opened(self, digest: bytes, plan_bytes: bytes, seconds: float) -> ReadyPlan:
         try:

@@ -112,7 +112,8 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         transport = plan.sources[piece.source].transport
         for copy in copies[piece.need]:
             offset = copy.offset + sum(
-                (here - first) * step for here, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
+                (start - first) * step
+                for start, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
             )
             destination = Destination(offset, box.shape, copy.stride)
             region = regions[piece.source][piece.region]

@@ -60,7 +60,7 @@ class SeededWeights:
         spec = self._tensors[tensor]
         key = spec.dtype, len(spec.shape) > 1
         if key not in self._buffers:
-            self._buffers[key] = self._made(torch_dtype(spec.dtype), key[1], self._longest[key] + _SHIFTS)
+            self._buffers[key] = self._new_buffer(torch_dtype(spec.dtype), key[1], self._longest[key] + _SHIFTS)
         shift = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:8], "little") % _SHIFTS
         return self._buffers[key].as_strided(tuple(shape), tuple(stride), shift + offset)
 
@@ -69,7 +69,7 @@ class SeededWeights:
         for index, spec in enumerate(self._tensors):
             yield spec.name, self.view(index, 0, spec.shape, contiguous(spec.shape))
 
-    def _made(self, dtype: torch.dtype, matrix: bool, length: int) -> torch.Tensor:
+    def _new_buffer(self, dtype: torch.dtype, matrix: bool, length: int) -> torch.Tensor:
         generator = torch.Generator(device=self._device).manual_seed(self._seed)
         buffer = torch.empty(length, dtype=dtype, device=self._device)
         low, high = (-self._spread, self._spread) if matrix else (0.5, 1.5)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-_Seen = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+_Entry = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Standing:
@@ -23,7 +23,7 @@ class Standing:
         """tensors: by the names that `model` gives its parameters and buffers. One that is not there under its name
         never `holds`."""
         self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
-        self._seen: list[_Seen] = []
+        self._entries: list[_Entry] = []
         self._all = True
         for name, tensor in tensors.items():
             holder, last = self._holder(model, name), name.rpartition(".")[2]
@@ -32,7 +32,7 @@ class Standing:
                 self._all = False
                 return
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            self._seen.append((holder, kinds[0], last, tensor, *place))
+            self._entries.append((holder, kinds[0], last, tensor, *place))
 
     def holds(self) -> bool:
         """Whether all of them are the same objects, under the same names, at the same addresses and laid out alike."""
@@ -46,7 +46,7 @@ class Standing:
                 and tensor.shape == shape
                 and tensor.stride() == stride
                 and tensor.dtype == dtype
-                for holder, kind, name, tensor, address, shape, stride, dtype in self._seen
+                for holder, kind, name, tensor, address, shape, stride, dtype in self._entries
             )
 
     def _holder(self, model: nn.Module, name: str) -> nn.Module | None:

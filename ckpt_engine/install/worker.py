@@ -60,7 +60,7 @@ class EngineWorker:
         self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
         self._check = SelfCheck(target, self._installer, self.slot, world_size)
         self._model = model
-        self._told = 0.0
+        self._last_progress = 0.0
 
     def prepare(self) -> bool:
         """Records the loader, gets a plan ready, or loads weights for a self-check, as the agent orders. True if it
@@ -144,8 +144,8 @@ class EngineWorker:
 
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._told >= PROGRESS_SECONDS:
-            self._told = now
+        if now - self._last_progress >= PROGRESS_SECONDS:
+            self._last_progress = now
             progress = worker_pb2.WorkerProgress(fence=fence, stage=stage, bytes_done=done, bytes_total=total)
             self._channel.tell(worker_pb2.WorkerRequest(progress=progress))
 

@@ -154,17 +154,17 @@ class Gate:
         finally:
             held.close()
 
-    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, asked: bool = False) -> None:
+    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, probe: bool = False) -> None:
         """asked: by a probe, which is no request for tokens."""
-        if not asked:
+        if not probe:
             self._counts.refused(decision.reason)
-        left = math.ceil(decision.until - self._state.clock())
+        remaining = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
-        await _refuse(scope, send, 503, detail, decision.reason, left if left > 0 else None)
+        await _refuse(scope, send, 503, detail, decision.reason, remaining if remaining > 0 else None)
 
     def _has_token(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
-        return hmac.compare_digest(given, self._token)
+        token = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
+        return hmac.compare_digest(token, self._token)
 
     async def _ready(self, scope: Scope, send: Send) -> None:
         decision = self._state.decision()
@@ -178,7 +178,7 @@ class Gate:
         elif keeps and strict in ("", "0", "false"):
             await answer_json(send, 200, {"ready": True, "open": False, "version": None})
         else:
-            await self._refuse(decision, scope, send, asked=True)
+            await self._refuse(decision, scope, send, probe=True)
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
@@ -229,8 +229,8 @@ def _agents_only(route: str, access: RouteAccess) -> str:
 
 def _announced(scope: Scope) -> int:
     """Bytes of the body as the client says; 0: it does not."""
-    said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    return int(said) if said.isdigit() else 0
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(length) if length.isdigit() else 0
 
 
 async def _refuse(

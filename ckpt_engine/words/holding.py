@@ -65,8 +65,8 @@ def decide(
             DecisionKind.HOLD, UPDATING, f"its weights are being updated (epoch {hold.epoch})", hold.until, verdict
         )
     if verdict.open and hold.closed:
-        said = f"its engine has not resumed since the update of epoch {hold.epoch}; its agent asks it again"
-        return GateDecision(DecisionKind.REFUSE, QUARANTINED, said, 0.0, verdict)
+        detail = f"its engine has not resumed since the update of epoch {hold.epoch}; its agent asks it again"
+        return GateDecision(DecisionKind.REFUSE, QUARANTINED, detail, 0.0, verdict)
     if verdict.open:
         return GateDecision(DecisionKind.ADMIT, "", "", 0.0, verdict)
     return GateDecision(DecisionKind.REFUSE, *_why_closed(words, mark, dead, verdict), 0.0, verdict)
@@ -80,8 +80,8 @@ def _why_closed(words: Sequence[WorkerWord], mark: EngineMark, dead: bool, verdi
         return DEAD_WORKER, verdict.reason
     torn = next((word for word in words if word.state == DIRTY), None)
     if torn is not None and not mark.own_weights:
-        said = f"worker {torn.rank} was left half updated by epoch {torn.epoch}"
-        return QUARANTINED, f"{said}; the next update, or a new start of the engine, brings whole weights"
+        detail = f"worker {torn.rank} was left half updated by epoch {torn.epoch}"
+        return QUARANTINED, f"{detail}; the next update, or a new start of the engine, brings whole weights"
     if not words or any(not word.boot_id or word.state == NONE for word in words):
         return NO_WEIGHTS, verdict.reason
     return QUARANTINED, verdict.reason
@@ -153,21 +153,21 @@ class Queue:
 
         Their places are free; each is on its way in until it leaves.
         """
-        told: list[tuple[RequestTicket, GateDecision]] = []
+        turns: list[tuple[RequestTicket, GateDecision]] = []
         while self._waiting:
             ticket = next(iter(self._waiting))
             answer = decision
-            if decision.kind is DecisionKind.ADMIT and len(told) >= BATCH:
+            if decision.kind is DecisionKind.ADMIT and len(turns) >= BATCH:
                 break
             if decision.kind is DecisionKind.HOLD:
                 if now < ticket.arrived + limits.seconds:
                     break
-                said = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
-                answer = _refused(decision, UPDATING, said)
+                detail = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
+                answer = _refused(decision, UPDATING, detail)
             self._free(ticket)
             self._called.add(ticket)
-            told.append((ticket, answer))
-        return told
+            turns.append((ticket, answer))
+        return turns
 
     def _free(self, ticket: RequestTicket) -> None:
         if ticket in self._waiting:
@@ -175,8 +175,8 @@ class Queue:
             self.bytes -= ticket.size
 
     def _too_large(self, decision: GateDecision, limits: HoldLimits) -> GateDecision:
-        said = f"the requests that wait for the end of an update may have {limits.bytes} bytes together, and this one"
-        return _refused(decision, FULL, f"{said} is too much ({self.bytes} bytes wait)")
+        limit = f"the requests that wait for the end of an update may have {limits.bytes} bytes together, and this one"
+        return _refused(decision, FULL, f"{limit} is too much ({self.bytes} bytes wait)")
 
 
 def _refused(decision: GateDecision, reason: str, detail: str) -> GateDecision:

@@ -188,7 +188,7 @@ class WorkerSlot:
         """
         self._write(CLEAN, epoch, identity)
 
-    def gone(self) -> None:
+    def dead(self) -> None:
         """Writes, of a worker on another host of which nothing is heard, that it is dead and holds nothing. Called by
         the agent that leads."""
         self._write(NONE, self.epoch, None, start_time=0)

@@ -118,8 +118,8 @@ class WaitingRoom:
         try:
             while self.queue:
                 decision = self._state.decision()
-                for ticket, told in self.queue.turn(decision, self._state.clock(), self._state.limits):
-                    _tell(self._turns[ticket], told)
+                for ticket, answer in self.queue.turn(decision, self._state.clock(), self._state.limits):
+                    _tell(self._turns[ticket], answer)
                 await asyncio.sleep(POLL_SECONDS)
         except Exception as error:  # nobody shall wait for a task that has ended: each request fails with it
             for turn in self._turns.values():

@@ -218,7 +218,7 @@ def test_what_a_gate_let_in_is_compared_with_what_was_asked_for() -> None:
 
 def test_a_gate_that_disagrees_with_what_is_told_is_asked_again_after_news() -> None:
     fleet = fleet_of(told("a"), told("b"))
-    unsuited = {"a": fleet.members["a"].told}
+    unsuited = {"a": fleet.members["a"].news}
     want = VersionWant(min_version=3)
     assert [each.name for each in fleet.candidates(want, 0.0, unsuited)] == ["b"]
     fleet.tell([told("a")])

@@ -182,8 +182,8 @@ class SglangBody(BaseModel):
         return self._sampling()[0].n or 1
 
     def _sampling(self) -> list[SamplingParams]:
-        given = self.sampling_params or SamplingParams()
-        return given if isinstance(given, list) else [given] * len(self.input_ids)
+        params = self.sampling_params or SamplingParams()
+        return params if isinstance(params, list) else [params] * len(self.input_ids)
 
     def generations(self, max_positions: int) -> list[Generation]:
         """Samples of one prompt stand together."""

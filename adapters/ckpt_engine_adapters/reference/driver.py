@@ -129,13 +129,14 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
         ValueError: the arguments start something else, name what the agent decides (port), the model twice or not at
             all, or a tensor parallel size that is no number.
     """
-    given = list(arguments)
-    if not given or given[0].startswith("-"):
-        given = [sys.executable, "-m", SERVER_MODULE, *given]
-    at = program_at(given)
-    if tuple(given[at + 1 : at + 3]) != ("-m", SERVER_MODULE):
-        raise ValueError(f"{' '.join(given[:3])} ... must be `python -m {SERVER_MODULE}` with its options, or options")
-    options = command_options(given[at + 3 :])
+    command = list(arguments)
+    if not command or command[0].startswith("-"):
+        command = [sys.executable, "-m", SERVER_MODULE, *command]
+    at = program_at(command)
+    if tuple(command[at + 1 : at + 3]) != ("-m", SERVER_MODULE):
+        program = " ".join(command[:3])
+        raise ValueError(f"{program} ... must be `python -m {SERVER_MODULE}` with its options, or options")
+    options = command_options(command[at + 3 :])
     for option in ("--port", *(["--model"] if model else [])):
         if option in options:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine agent` sets it")
@@ -148,7 +149,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
     added, url = completed(options, "--model", model, port)
-    return LaunchPlan(argv=(*given[: at + 3], *added, *given[at + 3 :]), url=url, workers=int(workers))
+    return LaunchPlan(argv=(*command[: at + 3], *added, *command[at + 3 :]), url=url, workers=int(workers))
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:

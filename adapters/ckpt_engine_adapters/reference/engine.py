@@ -202,12 +202,12 @@ class ReferenceEngine:
             TimeoutError: as `sleep` does.
         """
         async with self._exclusive(seconds):
-            wanted = set(tags or WAKE_TAGS) & self.asleep
-            if "weights" in self.asleep - wanted and wanted:
+            woken_tags = set(tags or WAKE_TAGS) & self.asleep
+            if "weights" in self.asleep - woken_tags and woken_tags:
                 raise ConflictError('weights are woken before kv_cache: POST /wake {"tags": ["weights"]} first')
-            if "weights" in wanted:
+            if "weights" in woken_tags:
                 await self._pool.call("wake", seconds)
-            self.asleep -= wanted
+            self.asleep -= woken_tags
             self._changed.set()
 
     async def prepare(self, seconds: float) -> list[bool]:

@@ -71,19 +71,19 @@ class InferenceForm(Streamed):
 
     def whole(self) -> Any:
         choices = [
-            self._choice(number, 0, len(generation.output), over=True)
+            self._choice(number, 0, len(generation.output), finished=True)
             for number, generation in enumerate(self.generations)
         ]
         return {**self._head, "choices": choices}
 
-    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+    def piece(self, number: int, token: Token | None, finished: bool) -> dict[str, Any]:
         end = self.sent[number]
-        return {**self._head, "choices": [self._choice(number, end - (token is not None), end, over)]}
+        return {**self._head, "choices": [self._choice(number, end - (token is not None), end, finished)]}
 
     def closing(self) -> Iterator[Event]:
         yield "[DONE]"
 
-    def _choice(self, number: int, start: int, end: int, over: bool) -> dict[str, Any]:
+    def _choice(self, number: int, start: int, end: int, finished: bool) -> dict[str, Any]:
         generation = self.generations[number]
         tokens, values = generation.output[start:end], generation.logprobs[start:end]
         content = [
@@ -98,7 +98,7 @@ class InferenceForm(Streamed):
             "index": number,
             "token_ids": tokens,
             "logprobs": {"content": content} if self._body.sampling_params.logprobs is not None else None,
-            "finish_reason": generation.finish_reason if over else None,
-            "stop_reason": generation.output[-1] if over and generation.finish_reason == "stop" else None,
-            "weight_versions": spans if over else None,
+            "finish_reason": generation.finish_reason if finished else None,
+            "stop_reason": generation.output[-1] if finished and generation.finish_reason == "stop" else None,
+            "weight_versions": spans if finished else None,
         }

@@ -166,9 +166,9 @@ class ReferenceModel:
             parameter.copy_(tensor)
             return
         real = parameter.narrow(part.axis, 0, part.size)
-        wanted = list(parameter.shape)
-        wanted[part.axis] = tensor.shape[part.axis] if tensor.dim() == len(wanted) else -1
-        _check_shape(name, tensor.shape, wanted)
+        target_shape = list(parameter.shape)
+        target_shape[part.axis] = tensor.shape[part.axis] if tensor.dim() == len(target_shape) else -1
+        _check_shape(name, tensor.shape, target_shape)
         if part.start + part.size > tensor.shape[part.axis]:
             raise ValueError(f"{name}: {tuple(tensor.shape)} ends before row {part.start + part.size} of this rank")
         real.copy_(tensor.narrow(part.axis, part.start, part.size))
@@ -227,18 +227,18 @@ class ReferenceModel:
             self._replace(lambda parameter: torch.full_like(parameter, math.nan, device=self._device))
 
     def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter not in made:  # tied ones stay tied
-                    made[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
-                module.register_parameter(name, made[parameter])
+                if parameter not in replacements:  # tied ones stay tied
+                    replacements[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
+                module.register_parameter(name, replacements[parameter])
         self._parameters = dict(self.module.named_parameters())
 
 
-def _check_shape(name: str, given: Iterable[int], wanted: Iterable[int]) -> None:
-    if tuple(given) != tuple(wanted):
-        raise ValueError(f"{name}: the model's shape is {tuple(wanted)}, the given one {tuple(given)}")
+def _check_shape(name: str, shape: Iterable[int], target_shape: Iterable[int]) -> None:
+    if tuple(shape) != tuple(target_shape):
+        raise ValueError(f"{name}: the model's shape is {tuple(target_shape)}, the given one {tuple(shape)}")
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -96,7 +96,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
         return problem(422, "; ".join(found))
 
     @app.exception_handler(TimeoutError)
-    async def late(_request: Request, _error: TimeoutError) -> Response:
+    async def timeout(_request: Request, _error: TimeoutError) -> Response:
         return problem(504, "not done within the deadline; whether it will be is unknown")
 
     @app.get("/health")

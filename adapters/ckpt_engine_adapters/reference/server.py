@@ -157,8 +157,8 @@ def _meeting(options: argparse.Namespace) -> NodeMeeting:
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:
-    given = {"model": options.model, "dtype": options.dtype, "load-format": options.load_format}
-    return [part for name, value in (*given.items(), ("device", options.device)) for part in (f"--{name}", str(value))]
+    values = {"model": options.model, "dtype": options.dtype, "load-format": options.load_format}
+    return [part for name, value in (*values.items(), ("device", options.device)) for part in (f"--{name}", str(value))]
 
 
 def _listen(host: str, port: int) -> socket.socket:

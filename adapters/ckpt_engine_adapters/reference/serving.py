@@ -66,12 +66,12 @@ def _sent(event: Event) -> str:
 async def _ended_or_disconnected(generations: Sequence[Generation], request: Request) -> None:
     """Returns when the requests have ended or nobody waits for them any more."""
     ended = asyncio.gather(*(generation.ended.wait() for generation in generations))
-    gone = asyncio.create_task(_disconnected(request.receive))
+    disconnect = asyncio.create_task(_disconnected(request.receive))
     try:
-        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
     finally:
         ended.cancel()
-        gone.cancel()
+        disconnect.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -75,20 +75,20 @@ def worker_count(options: Options) -> int:
     return size(options, "--tensor-parallel-size") * size(options, "--pipeline-parallel-size")
 
 
-def server_arguments(given: Sequence[str]) -> list[str]:
+def server_arguments(arguments: Sequence[str]) -> list[str]:
     """SGLang's own arguments with what our half needs: the loader, and no warm-up.
 
     Loaders that the user names are kept. The warm-up would ask the server for tokens, which the gate refuses until
     there are weights, and SGLang would then end itself.
     """
-    options = options_of(given)
+    options = options_of(arguments)
     added = []
     loaders = options.get("--custom-weight-loader", ())
     if LOADER not in loaders:
         added += ["--custom-weight-loader", *loaders, LOADER]  # the last one of two counts
     if "--skip-server-warmup" not in options:
         added.append("--skip-server-warmup")
-    return [*given, *added]
+    return [*arguments, *added]
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
@@ -97,19 +97,19 @@ def wrapped(command: Sequence[str]) -> list[str]:
 
     Raises ValueError: what it starts cannot be seen from the command.
     """
-    given = list(command)
-    if not given or given[0].startswith("-"):
-        return [sys.executable, "-m", WRAPPER, *given]
-    at = program_at(given)
-    if [Path(word).name for word in given[at : at + 2]] == ["sglang", "serve"]:
-        if not (python := python_of(given)):
-            raise ValueError(f"{given[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
-        return [*given[:at], python, "-m", WRAPPER, *_served(given[at + 2 :])]
-    for index, argument in enumerate(given[:-1]):
-        if argument == "-m" and given[index + 1] in (_SERVER, WRAPPER):
-            return [*given[: index + 1], WRAPPER, *given[index + 2 :]]
+    words = list(command)
+    if not words or words[0].startswith("-"):
+        return [sys.executable, "-m", WRAPPER, *words]
+    at = program_at(words)
+    if [Path(word).name for word in words[at : at + 2]] == ["sglang", "serve"]:
+        if not (python := python_of(words)):
+            raise ValueError(f"{words[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
+        return [*words[:at], python, "-m", WRAPPER, *_served(words[at + 2 :])]
+    for index, argument in enumerate(words[:-1]):
+        if argument == "-m" and words[index + 1] in (_SERVER, WRAPPER):
+            return [*words[: index + 1], WRAPPER, *words[index + 2 :]]
     raise ValueError(
-        f"{' '.join(given[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` or `sglang serve` with "
+        f"{' '.join(words[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` or `sglang serve` with "
         "its options, or its options alone, so that the server can be started behind the gate"
     )
 

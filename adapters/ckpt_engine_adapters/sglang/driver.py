@@ -121,17 +121,17 @@ class SglangAdapter(HttpAdapter):
         self._routes = frozenset(state["routes"])
         if missing := sorted(_NEEDED - self._routes):
             return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
-        told = await self._get("/server_info", end - time.monotonic())
-        version = str(told["version"])
+        info = await self._get("/server_info", end - time.monotonic())
+        version = str(info["version"])
         refusal = SUPPORTED.refusal(version)
-        if not refusal and LOADER not in (told.get("custom_weight_loader") or ()):
+        if not refusal and LOADER not in (info.get("custom_weight_loader") or ()):
             refusal = f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
-        self._entries = int(told["tp_size"])
-        self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
+        self._entries = int(info["tp_size"])
+        self._loses_weights = bool(info.get("enable_memory_saver")) and not info.get("enable_weights_cpu_backup")
         # The first order loads torch. On a busy host that takes seconds, for which neither an update should wait nor
         # the agent be silent: so it is loaded now, and never on the loop's thread.
         await asyncio.to_thread(_entry, Instruction(Action.DISCARD))
-        world_size = self._entries * int(told["pp_size"])
+        world_size = self._entries * int(info["pp_size"])
         paused, asleep, untested = state["paused"], bool(state["released"]), SUPPORTED.untested(version)
         return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
 
@@ -142,9 +142,9 @@ class SglangAdapter(HttpAdapter):
         sampling = {"max_new_tokens": more, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         answer = (await self._client.call("POST", "/generate", seconds, body)).json()
-        told = answer["meta_info"]
-        prompt = tuple(float(each[0]) for each in told["input_token_logprobs"][1:])
-        chosen = told["output_token_logprobs"]
+        meta_info = answer["meta_info"]
+        prompt = tuple(float(each[0]) for each in meta_info["input_token_logprobs"][1:])
+        chosen = meta_info["output_token_logprobs"]
         return Score(prompt, tuple(int(each[1]) for each in chosen), tuple(float(each[0]) for each in chosen))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
@@ -202,8 +202,8 @@ class SglangAdapter(HttpAdapter):
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
         end = time.monotonic() + seconds
-        wanted = [theirs for ours in tags or _MEMORY for theirs in _MEMORY[ours]]
-        await self._post(RESUME_ROUTE, seconds, tags=wanted)
+        memory_tags = [theirs for ours in tags or _MEMORY for theirs in _MEMORY[ours]]
+        await self._post(RESUME_ROUTE, seconds, tags=memory_tags)
         if not (await self._state(end - time.monotonic()))["released"]:
             await self.resume(end - time.monotonic())
 
@@ -276,14 +276,14 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
 
     What the user gives is kept; host, port, model, loader and gate are added if missing.
     """
-    given = wrapped(arguments)
-    options = options_of(given)
+    command = wrapped(arguments)
+    options = options_of(command)
     check_options(options, {})
     leave_to_nodes(options.keys() & _SET_BY_NODES)
     added, url = completed(options, "--model-path", model, port)
     workers = worker_count(options)
     return LaunchPlan(
-        argv=tuple(server_arguments([*given, *added])),
+        argv=tuple(server_arguments([*command, *added])),
         url=url,
         workers=workers,
         env={WORKERS_VARIABLE: str(workers)},

@@ -75,10 +75,10 @@ def storage_address(tensor: Tensor) -> int:
 def _like(parameter: Tensor, device: torch.device | str) -> Tensor:
     data = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device=device)
     kind: Any = type(parameter)
-    made: Tensor
+    twin: Tensor
     if kind is nn.Parameter:
-        made = nn.Parameter(data, requires_grad=False)
+        twin = nn.Parameter(data, requires_grad=False)
     else:
-        made = torch.Tensor._make_subclass(kind, data, False)
-    made.__dict__.update(parameter.__dict__)
-    return made
+        twin = torch.Tensor._make_subclass(kind, data, False)
+    twin.__dict__.update(parameter.__dict__)
+    return twin

@@ -179,21 +179,21 @@ class SglangGate(Gate):
 
     async def _memory(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            wanted = set(load_json(await _body(receive) or b"{}").get("tags") or MEMORY)
+            tags = set(load_json(await _body(receive) or b"{}").get("tags") or MEMORY)
         except (ValueError, AttributeError, TypeError) as error:
             await answer_json(send, 400, {"detail": f"{path} takes a JSON object with a list of tags: {error}"})
             return
-        wanted = wanted - self._released if path == RELEASE_ROUTE else wanted & self._released
-        if not wanted:
+        tags = tags - self._released if path == RELEASE_ROUTE else tags & self._released
+        if not tags:
             await answer_json(send, 200, None)
             return
-        body = json.dumps({"tags": [tag for tag in MEMORY if tag in wanted]}).encode()
+        body = json.dumps({"tags": [tag for tag in MEMORY if tag in tags]}).encode()
         headers = [
             (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")
         ]
         headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
         if await _passed(super().control, path, {**scope, "headers": headers}, _receive(body, receive), send):
-            self._released = self._released | wanted if path == RELEASE_ROUTE else self._released - wanted
+            self._released = self._released | tags if path == RELEASE_ROUTE else self._released - tags
 
 
 def _with_key(path: str, scope: Scope) -> Scope:

@@ -76,20 +76,20 @@ class Generate(Dialect):
     def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         if body.get("input_ids") is None and ("text" in body or "input_embeds" in body):
             return None
-        given = dialect.prompts(body.get("input_ids"), "input_ids")
-        if given is None:
+        prompts = dialect.prompts(body.get("input_ids"), "input_ids")
+        if prompts is None:
             raise bad_request("input_ids: a list of token ids; texts are `text`")
         nested = isinstance(body["input_ids"][0], list)
         singles, reasons, session = [], [], ""
-        for index, prompt in enumerate(given):
-            fields = {name: _of_prompt(name, value, index, len(given), nested) for name, value in body.items()}
+        for index, prompt in enumerate(prompts):
+            fields = {name: _of_prompt(name, value, index, len(prompts), nested) for name, value in body.items()}
             params = dialect.an_object(fields.get("sampling_params"), "sampling_params")
             reasons += [judge(fields, FIELDS), judge(params, SAMPLING, "sampling_params.")]
             session = session or str(fields.get("session_id") or fields.get("routing_key") or fields.get("rid") or "")
             singles += _samples(prompt, fields, params)
         if len(singles) > dialect.SAMPLES:
             raise bad_request(f"{len(singles)} samples, {dialect.SAMPLES} are the most of one request")
-        if len(singles) % len(given):
+        if len(singles) % len(prompts):
             raise bad_request("sampling_params.n must be the same for all prompts")
         return ParsedRequest(
             body,
@@ -101,7 +101,7 @@ class Generate(Dialect):
         )
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
-        single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
+        single, offset, first = stitch.single, len(stitch.tokens), not stitch.started
         params = travelling(single.sampling, SAMPLING, first)
         params["max_new_tokens"] = stitch.remaining
         if single.min_tokens:
@@ -140,8 +140,8 @@ class Generate(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, {"type": kind, ("matched" if kind == STOP else "length"): detail})
 
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
-        answer = self._answer(number, stitch, over)
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
+        answer = self._answer(number, stitch, finished)
         return {**answer, "index": number} if self._listed else answer
 
     def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
@@ -153,16 +153,16 @@ class Generate(Dialect):
 
     @property
     def _listed(self) -> bool:
-        return len(self.asked.singles) > 1 or isinstance(self.asked.body["input_ids"][0], list)
+        return len(self.request.singles) > 1 or isinstance(self.request.body["input_ids"][0], list)
 
-    def _answer(self, number: int, stitch: Stitch, over: bool) -> dict[str, Any]:
+    def _answer(self, number: int, stitch: Stitch, finished: bool) -> dict[str, Any]:
         single = stitch.single
-        spans = stitch.spans() if over or all(leg.labels for leg in stitch.legs if leg.count) else []
+        spans = stitch.spans() if finished or all(leg.labels for leg in stitch.legs if leg.count) else []
         exact = bool(spans) and all(span.exact for span in spans)
         known = [span.highest.version for span in spans if span.highest]
         meta: dict[str, Any] = {
             "id": self._identifier(number),
-            "finish_reason": stitch.finish.said if over and stitch.finish else None,
+            "finish_reason": stitch.finish.reason if finished and stitch.finish else None,
             "prompt_tokens": len(single.prompt),
             "completion_tokens": len(stitch.tokens),
             "cached_tokens": 0,
@@ -180,17 +180,15 @@ class Generate(Dialect):
             names = stitch.records[0].keys() if stitch.records else ("output_token_logprobs",)
             meta |= {name: [record[name] for record in stitch.records] for name in names}
             meta["output_token_logprobs_length"] = len(stitch.records)
-        if over:
+        if finished:
             meta["ckpt_engine"] = self.about_versions(stitch)
         prompt = {"prompt_token_ids": list(single.prompt)} if single.fields.get("return_prompt_token_ids") else {}
         return {"text": stitch.text, "output_ids": list(stitch.tokens), "meta_info": meta, **prompt}
 
     def _identifier(self, number: int) -> str:
-        given = self.asked.singles[number].fields.get("rid")
-        alone = len(self.asked.singles) == 1
-        return (
-            str(given) if given and alone else f"{given or self.identifier}_{number}" if not alone else self.identifier
-        )
+        rid = self.request.singles[number].fields.get("rid")
+        alone = len(self.request.singles) == 1
+        return str(rid) if rid and alone else f"{rid or self.identifier}_{number}" if not alone else self.identifier
 
 
 def _of_prompt(name: str, value: Any, index: int, prompts: int, nested: bool) -> Any:

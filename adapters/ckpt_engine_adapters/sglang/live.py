@@ -43,23 +43,23 @@ class LiveLayer:
         Raises INTERNAL if it holds other tensors than before, or of another form; nothing is copied then.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
-        for own, made in (
+        for own, new in (
             (_tensors(self._parameters), _tensors(self._layer._parameters)),
             (_tensors(self._buffers), _tensors(self._layer._buffers)),
             (self._attributes, _tensors(vars(self._layer))),
         ):
-            for name in sorted(own.keys() | made.keys()):
-                if name not in own or name not in made or not same_form(own[name], made[name]):
+            for name in sorted(own.keys() | new.keys()):
+                if name not in own or name not in new or not same_form(own[name], new[name]):
                     raise internal(
-                        f"SGLang has made {_text(made.get(name))} of the new weights where it had made "
+                        f"SGLang has made {_text(new.get(name))} of the new weights where it had made "
                         f"{_text(own.get(name))} at start: tensor {name} of a {type(self._layer).__name__}",
                         [name],
                     )
-                pairs.append((own[name], made[name]))
+                pairs.append((own[name], new[name]))
         with torch.no_grad():
-            for own_tensor, made_tensor in pairs:
-                if own_tensor is not made_tensor:
-                    own_tensor.data.copy_(made_tensor.data)
+            for own_tensor, new_tensor in pairs:
+                if own_tensor is not new_tensor:
+                    own_tensor.data.copy_(new_tensor.data)
         self.put_back()
 
 

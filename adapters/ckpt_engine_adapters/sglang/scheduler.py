@@ -28,8 +28,8 @@ def hook() -> None:
     let_paused_scheduler_flush()
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     hooks = (
-        ("sglang.srt.model_loader.loader._initialize_model", _made, HookType.AFTER),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _loaded, HookType.AFTER),
+        ("sglang.srt.model_loader.loader._initialize_model", _note_model, HookType.AFTER),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _attach_worker, HookType.AFTER),
         (f"{memory}.release_memory_occupation", sleeping.release, HookType.AROUND),
         (f"{memory}.resume_memory_occupation", sleeping.resume, HookType.AROUND),
     )
@@ -42,13 +42,13 @@ def hook() -> None:
         raise RuntimeError(f"this SGLang has no {', '.join(missing)}: use a version that ckpt-engine supports")
 
 
-def _made(model: Any, *_: Any, **__: Any) -> None:
+def _note_model(model: Any, *_: Any, **__: Any) -> None:
     from ckpt_engine_adapters.sglang.forms import note_forms
 
     note_forms(model)
 
 
-def _loaded(_: Any, runner: Any, *__: Any, **___: Any) -> None:
+def _attach_worker(_: Any, runner: Any, *__: Any, **___: Any) -> None:
     from ckpt_engine_adapters.sglang.loader import attach
 
     attach(runner)

@@ -176,8 +176,8 @@ class SglangTarget:
         for prefix, layer in self._staged_layers.items():
             live = LiveLayer(layer)
             open_layers[prefix] = live
-            made = _stand_in(layer, self._forms[prefix], live.device)
-            tensors = {full_name(prefix, name): tensor for name, tensor in made.items()}
+            parameters = _stand_in(layer, self._forms[prefix], live.device)
+            tensors = {full_name(prefix, name): tensor for name, tensor in parameters.items()}
             yield StagedLayer(tensors, partial(self._finish, prefix, open_layers))
 
     def _finish(self, prefix: str, open_layers: dict[str, LiveLayer]) -> None:
@@ -215,10 +215,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Gives the layer parameters in the loader's form, on `device`, instead of its own."""
-    made = {name: materialized(tensor, device) for name, tensor in form.items()}
+    parameters = {name: materialized(tensor, device) for name, tensor in form.items()}
     layer._parameters.clear()
-    layer._parameters.update(made)  # type: ignore[arg-type]
-    return made
+    layer._parameters.update(parameters)  # type: ignore[arg-type]
+    return parameters
 
 
 def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -145,8 +145,8 @@ class VllmAdapter(HttpAdapter):
             "detokenize": False,
         }
         choice = (await self._client.call("POST", "/v1/completions", seconds, body)).json()["choices"][0]
-        told = choice["prompt_logprobs"][1:]
-        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True))
+        scored = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in scored)
         return Score(prompt, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
@@ -212,17 +212,17 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
 
     What the user gives is kept; host, port, the gate, the backend and the development routes are added if missing.
     """
-    given = list(arguments)
-    if not given or given[0].startswith("-"):
-        given = [sys.executable, "-m", MODULE, *given]
-    options = options_of(given)
+    command = list(arguments)
+    if not command or command[0].startswith("-"):
+        command = [sys.executable, "-m", MODULE, *command]
+    options = options_of(command)
     check_options(options, os.environ)
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    if (serve := model_of_serve(given)) is not None and "--model" not in options:
+    if (serve := model_of_serve(command)) is not None and "--model" not in options:
         at, named = serve
         if model and named:
             raise ValueError(f"two models: --model {model}, and {named} behind --; leave one of them out")
-        given[at:at] = [model] if model else []  # where `vllm serve` wants it
+        command[at:at] = [model] if model else []  # where `vllm serve` wants it
         model = ""
     added, url = completed(options, "--model", model, port)
     transfer = value(options, "--weight-transfer-config")
@@ -231,11 +231,11 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
             raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
     else:
         added += ["--weight-transfer-config", TRANSFER]
-    if MIDDLEWARE not in given:
+    if MIDDLEWARE not in command:
         added += ["--middleware", MIDDLEWARE]
     workers = worker_count(options)
     return LaunchPlan(
-        argv=(*given, *added),
+        argv=(*command, *added),
         url=url,
         workers=workers,
         env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},

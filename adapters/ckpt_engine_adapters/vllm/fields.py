@@ -83,15 +83,15 @@ def finish_of(reason: Any, stop_reason: Any) -> Finish | None:
     return Finish(kind, reason, stop_reason)
 
 
-def counted(single: Single, given: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
+def counted(single: Single, fields: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
     """What a leg is asked that begins after `offset` tokens, where both dialects say the same: how many tokens it makes
     at least, and its seed. given: where the caller's own fields of these names stand. A prompt that only the engine can
     truncate is truncated by the one leg that there is, so not if the request is resumable."""
-    asked: dict[str, Any] = {}
+    leg_fields: dict[str, Any] = {}
     if single.min_tokens:
-        asked["min_tokens"] = max(0, single.min_tokens - offset)
+        leg_fields["min_tokens"] = max(0, single.min_tokens - offset)
     if single.seed is not None:
-        asked["seed"] = leg_seed(single.seed, offset)
-    if "truncate_prompt_tokens" in given and not resumable:
-        asked["truncate_prompt_tokens"] = given["truncate_prompt_tokens"]
-    return asked
+        leg_fields["seed"] = leg_seed(single.seed, offset)
+    if "truncate_prompt_tokens" in fields and not resumable:
+        leg_fields["truncate_prompt_tokens"] = fields["truncate_prompt_tokens"]
+    return leg_fields

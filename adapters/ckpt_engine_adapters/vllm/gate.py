@@ -141,17 +141,17 @@ class VllmGate(Gate):
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Our own routes; else vLLM's."""
         engine: Any = getattr(scope["app"].state, "engine_client", None)
-        wanted = parse_qs(scope["query_string"].decode())
+        query = parse_qs(scope["query_string"].decode())
         if route == PAUSE_ROUTE:
-            await _pause(engine, wanted, send)
+            await _pause(engine, query, send)
         elif route == INSTALL_ROUTE:
-            await self._install(engine, wanted, send)
+            await self._install(engine, query, send)
         elif route == ABILITIES_ROUTE:
             await answer_json(send, 200, {"sleeps": _sleeps(engine)})
         else:
             await super().control(route, scope, receive, send)
 
-    async def _install(self, engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+    async def _install(self, engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
         """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
         call = getattr(engine, "collective_rpc", None)
         if call is None:
@@ -160,21 +160,21 @@ class VllmGate(Gate):
         # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses
         # to begin again, and serves all the same; an update that failed has closed it, and then there is nothing to
         # finish.
-        epoch = int(wanted["epoch"][0])
+        epoch = int(query["epoch"][0])
         update = {"update_info": {"epoch": epoch}}
         calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
-        begun, updated, ended = (asyncio.ensure_future(each) for each in calls)
-        await asyncio.wait((updated,))
+        start_call, update_call, finish_call = (asyncio.ensure_future(each) for each in calls)
+        await asyncio.wait((update_call,))
         label = None
-        if updated.exception() is None:
-            label = await self._resume(engine, epoch, wanted.get("then", [""])[0])
-        await asyncio.gather(begun, ended, return_exceptions=True)
-        failed = [each.exception() for each in (updated, begun)]
+        if update_call.exception() is None:
+            label = await self._resume(engine, epoch, query.get("then", [""])[0])
+        await asyncio.gather(start_call, finish_call, return_exceptions=True)
+        failed = [each.exception() for each in (update_call, start_call)]
         if failed[0] is None:
             await answer_json(send, 200, {"status": "installed", "resumed_as": label})
         else:
-            told = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
-            await answer_json(send, 500, {"detail": "; ".join(told)})
+            messages = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
+            await answer_json(send, 500, {"detail": "; ".join(messages)})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
         """Resumes if the agent would (machines/agent/install.py), and then tells the label; None if it is to see for
@@ -204,15 +204,15 @@ def _sleeps(engine: Any) -> bool | None:
     return None if enabled is None or device is None else bool(enabled) or device == "cpu"
 
 
-async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+async def _pause(engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
     """Pauses the scheduler as `AsyncLLM.pause_generation` does, without its sleep."""
     stop = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
     clear = getattr(getattr(engine, "renderer", None), "clear_mm_cache_async", None)
     if stop is None or clear is None:
         await answer_json(send, 404, {"detail": "this vLLM keeps its scheduler elsewhere: use /pause"})
         return
-    clear_cache = wanted.get("clear_cache", ["true"])[0] != "false"
+    clear_cache = query.get("clear_cache", ["true"])[0] != "false"
     if clear_cache:
         await clear()
-    await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
+    await stop(mode=query["mode"][0], clear_cache=clear_cache)
     await answer_json(send, 200, {"status": "paused"})

@@ -107,7 +107,7 @@ class VllmTarget:
                 f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
                 "it without one"
             )
-        kept = {prefix: _take(layer) for prefix, layer in self._layers.items()}
+        live_tensors = {prefix: _take(layer) for prefix, layer in self._layers.items()}
         try:
             for layer in self._staged_layers.values():
                 restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
@@ -116,7 +116,7 @@ class VllmTarget:
             with stray_tensors_kept(self._model):
                 yield
         finally:
-            for prefix, tensors in kept.items():
+            for prefix, tensors in live_tensors.items():
                 _put(self._layers[prefix], tensors)
 
     def derived(self) -> Mapping[str, str]:
