@@ -1,4 +1,4 @@
-"""One request whose prompts are ids, from its samples to its caller. On the gateway's loop."""
+"""Answers one request whose prompts are token ids: runs its samples and writes the answer. On the gateway's loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_engine.gateway.writing import Writer
 
 
 class Answering:
-    """Answers one request. Run `work` once; what there is so far is in `so_far`, also after it failed or was
+    """Answers one request. Run `work` once. `so_far` has the partial answer, also after `work` failed or was
     cancelled."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Answering:
         return self._request.stream
 
     async def work(self) -> None:
-        """Answers. Raises RefusedError, and what the writer raises."""
+        """Answers the request. Raises RefusedError, and what the writer raises."""
         if len(self._stitches) == 1:
             await self._sample(0, self._stitches[0])
         else:
@@ -46,7 +46,7 @@ class Answering:
             await self._writer.whole(self._dialect.whole(self._stitches))
 
     async def _samples(self) -> None:
-        """Side by side; the first that fails ends the others."""
+        """Runs all samples at once. The first that fails ends the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 for number, stitch in enumerate(self._stitches):
@@ -69,7 +69,7 @@ class Answering:
         await self._writer.events([self._dialect.chunk(number, stitch, piece, finished)])
 
     def so_far(self) -> dict[str, Any]:
-        """What there is of an answer that is not whole: the ids of each sample, and the versions that made them."""
+        """The partial answer: the token ids of each sample, and the versions that made them."""
         if not any(stitch.tokens for stitch in self._stitches):
             return {}
         return {"choices": [_partial_choice(self._dialect, number, each) for number, each in enumerate(self._stitches)]}

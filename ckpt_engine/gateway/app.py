@@ -1,4 +1,4 @@
-"""The gateway's HTTP side: reads requests, bounds them, has them answered, says how it is. On the gateway's loop."""
+"""The gateway's HTTP side: reads and bounds requests, has them answered, and reports health. On the gateway's loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
-from ckpt_engine.gateway.json_numbers import load_asked
+from ckpt_engine.gateway.json_numbers import load_request
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
@@ -34,10 +34,10 @@ from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 log = logging.getLogger("ckpt_engine.gateway")
 
 PASSED = ("/v1/chat/completions",)
-"""Routes that are always passed on as they came."""
+"""Routes whose requests are always passed on unchanged."""
 
 DROP_SECONDS = 2.0
-"""How long the body of a request that is refused is read on."""
+"""How long the body of a refused request is still read."""
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -54,16 +54,16 @@ class RequestWork(Protocol):
 
 
 class Gateway:
-    """Requests of this process. stopping: no new ones; ending: those that run end now, with what they have."""
+    """The requests of this process."""
 
     def __init__(self, placing: Placing, door: GatewayDoor) -> None:
         self.placing, self._door = placing, door
-        self.stopping = False
-        self.ending = asyncio.Event()
-        self.inside = 0
-        self._nobody = asyncio.Event()
-        self._nobody.set()
-        self._models: tuple[bytes, str] | None = None
+        self.stopping = False  # new requests are refused
+        self.ending = asyncio.Event()  # running requests end now, with the tokens that they have
+        self.inside = 0  # requests that run or wait
+        self._empty = asyncio.Event()  # set while no request is inside
+        self._empty.set()
+        self._models: tuple[bytes, str] | None = None  # body and content type of the last good answer to /v1/models
         self._could_serve = time.monotonic()
 
     def application(self) -> ASGIApp:
@@ -72,11 +72,11 @@ class Gateway:
             Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*self.placing.engines.dialects, *PASSED)
         ]
         gets = [
-            Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
+            Route("/v1/models", _Endpoint(self._readers_only(self._list_models)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
             Route("/health", _Endpoint(self._ready), methods=["GET"]),
-            Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
+            Route("/metrics", _Endpoint(self._readers_only(self._metrics)), methods=["GET"]),
         ]
         routes = [*posts, *gets]
 
@@ -88,7 +88,7 @@ class Gateway:
             return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
 
         others = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
-        others.router.redirect_slashes = False  # a client that follows no redirect would be told nothing
+        others.router.redirect_slashes = False  # a client that follows no redirect would not see why it failed
         post_paths = {route.path for route in posts}
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,9 +101,9 @@ class Gateway:
         return application
 
     async def idle(self, seconds: float) -> bool:
-        """Waits until no request runs, at most so long. Whether that came true."""
+        """Waits up to `seconds` until no request runs. Returns whether none does."""
         try:
-            await asyncio.wait_for(self._nobody.wait(), seconds)
+            await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
             return False
         return True
@@ -112,9 +112,9 @@ class Gateway:
         self.inside += step
         self.placing.metrics.inside.inc(step)
         if self.inside:
-            self._nobody.clear()
+            self._empty.clear()
         else:
-            self._nobody.set()
+            self._empty.set()
 
     # -- answering
 
@@ -157,7 +157,7 @@ class Gateway:
     def _work(
         self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer
     ) -> RequestWork:
-        """Reads a request. On any thread, since that of a large one takes a while."""
+        """Parses a request. May run on any thread, since a large body takes a while."""
         body = body_of(data, self.placing.settings.body_values)
         engines = self.placing.engines
         dialect = engines.dialects.get(route)
@@ -172,7 +172,7 @@ class Gateway:
         return Answering(self.placing, dialect, request, wishes.to(speakers), writer)
 
     async def _run(self, work: RequestWork, writer: Writer, receive: Receive) -> str:
-        """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""
+        """Runs a request until it ends, its caller disconnects, or this gateway ends. Returns how it ended."""
         tasks = [
             asyncio.ensure_future(each)
             for each in (work.work(), _until_disconnected(receive), self.ending.wait(), self._comment(work, writer))
@@ -200,7 +200,7 @@ class Gateway:
         raise error
 
     async def _comment(self, work: RequestWork, writer: Writer) -> None:
-        """Whenever nothing was written for a while, in streams."""
+        """Writes a comment into a stream whenever nothing was written for `settings.comment` seconds."""
         seconds = self.placing.settings.comment
         while work.streams:
             remaining = writer.written + seconds - time.monotonic()
@@ -211,8 +211,8 @@ class Gateway:
 
     # -- about itself
 
-    def _looked(self, function: Endpoint) -> Endpoint:
-        """For whoever may look."""
+    def _readers_only(self, function: Endpoint) -> Endpoint:
+        """Wraps an endpoint so that it requires read access."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -255,7 +255,7 @@ class Gateway:
             await writer.whole({"ready": True})
 
     def why_not_ready(self) -> str:
-        """Why requests are neither answered nor held until they can be; empty: they are."""
+        """Why this gateway can neither answer requests nor hold them for a while; empty: it can."""
         fleet, now, after = self.placing.fleet, time.monotonic(), self.placing.settings.unready_after
         if self.stopping:
             return "this gateway is stopping"
@@ -266,7 +266,7 @@ class Gateway:
         return "" if now - self._could_serve < after else f"nobody could serve for {now - self._could_serve:.0f} s"
 
     async def look_after(self) -> None:
-        """Remembers when somebody could serve. Runs until it is cancelled."""
+        """Keeps track of when a replica could last serve. Runs until it is cancelled."""
         while True:
             self.why_not_ready()
             await asyncio.sleep(1.0)
@@ -277,7 +277,7 @@ class Gateway:
 
 
 class _Endpoint:
-    """An ASGI application of one route; a plain function would be given a request object."""
+    """The ASGI application of one route. Starlette would call a plain function with a request object instead."""
 
     def __init__(self, function: Endpoint) -> None:
         self._function = function
@@ -287,11 +287,11 @@ class _Endpoint:
 
 
 class RequestMessages:
-    """The messages of a request. whole: whether its body has come, or its caller has gone."""
+    """The messages of a request."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.whole = False
+        self.whole = False  # whether the whole body has come, or the caller has disconnected
 
     async def __call__(self) -> Message:
         """The next one."""
@@ -301,8 +301,9 @@ class RequestMessages:
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], most: int, seconds: float) -> bytes:
-    """A request's body, which has so long to come. Raises RefusedError for what is too large, too slow or none,
-    CallerGoneError."""
+    """Reads a request's body of up to `most` bytes within `seconds`.
+
+    Raises RefusedError (too large, too slow, compressed or empty), CallerGoneError."""
     if headers.get("content-encoding", "identity").lower() != "identity":
         detail = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
         raise RefusedError(415, refusals.BAD_REQUEST, detail)
@@ -331,8 +332,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int, sec
 
 
 async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None:
-    """Reads on for a moment what nobody wants, since a client that still writes when its connection is closed does not
-    get to read why. One that waits to be told to continue has written nothing."""
+    """Reads and drops the body of a refused request for a moment: a client that is still writing when its connection
+    closes never reads the answer. A client that sent Expect has not written its body."""
     if "expect" in headers:
         return
     with contextlib.suppress(TimeoutError):
@@ -342,12 +343,12 @@ async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None
 
 
 def body_of(data: bytes, most: int) -> dict[str, Any]:
-    """A request's JSON object. Raises RefusedError for what is none, or has more values than `most`."""
+    """Parses a request's JSON object. Raises RefusedError if it is none, or has more values than `most`."""
     if len(data) > most and (count := values_of(data)) > most:
         detail = f"a body of {count} values; {most} are the most (--body-values)"
         raise RefusedError(413, refusals.TOO_LARGE, detail)
     try:
-        body = load_asked(data)
+        body = load_request(data)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -356,7 +357,7 @@ def body_of(data: bytes, most: int) -> dict[str, Any]:
 
 
 def _text_key(body: Mapping[str, Any], request: ParsedRequest | None) -> str:
-    """What stands for the session of a text: its beginning."""
+    """The routing key of a request whose prompt is text: the beginning of it; empty for prompts of ids."""
     if request is not None:
         return ""
     return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")[:512]
@@ -368,7 +369,7 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 async def _quietly(writing: Awaitable[None]) -> None:
-    """The caller may have gone meanwhile."""
+    """Writes, and ignores that the caller has disconnected."""
     try:
         await writing
     except CallerGoneError as error:

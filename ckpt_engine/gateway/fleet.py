@@ -1,7 +1,7 @@
-"""The replicas as a gateway knows them: what the manager tells, and what their answers show. Pure; the time goes in.
+"""The replicas as a gateway knows them, from the manager's news and their own answers. Pure; callers pass the time.
 
-What the manager told last stays true while it is away. Beside it stands what this gateway saw by itself: a replica that
-refused or did not answer is left alone for a moment that grows, however well it is spoken of.
+The manager's last news stays in force while the manager is away. In addition the gateway shuns a replica that refused
+or did not answer, whatever the manager reports of it, for a time that grows with each failure.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, GatewayVersion, Span
 
 HISTORY = 64
-"""Versions of a replica whose numbers are remembered."""
+"""How many versions are remembered of a replica."""
 
 SHUN_SECONDS, MOST_SHUN_SECONDS = 0.25, 4.0
-"""How long a replica that failed is left alone: twice as long with each failure in a row."""
+"""How long a replica that failed gets no requests: twice as long with each failure in a row."""
 
 
 class FleetState(Enum):
@@ -32,7 +32,7 @@ class FleetState(Enum):
 
 
 TAKES = (FleetState.SERVING, FleetState.DRAINING)
-"""While it drains its gate keeps requests until its weights are whole again."""
+"""States in which a gate takes requests: while it drains it keeps them until its weights are whole again."""
 
 ENDS = ("abort", "wait")
 """Pause modes in which a request that has a token ends before its replica takes another version."""
@@ -40,8 +40,7 @@ ENDS = ("abort", "wait")
 
 @dataclass(frozen=True)
 class ReplicaNews:
-    """What somebody says of a replica. mode: in which its update pauses it, as the wire names it; empty: none runs.
-    mislabels: its engine may call its tokens by a wrong version."""
+    """The state of a replica, as the manager or a probe reports it."""
 
     name: str
     url: str
@@ -50,8 +49,8 @@ class ReplicaNews:
     reason: str = ""
     identity: GatewayVersion | None = None
     next: GatewayVersion | None = None
-    mode: str = ""
-    mislabels: bool = False
+    mode: str = ""  # the pause mode of the running update, as the wire names it; empty: none runs
+    mislabels: bool = False  # its engine may label its tokens with a wrong version
 
 
 NONE: Mapping[str, ReplicaNews] = MappingProxyType({})
@@ -61,27 +60,25 @@ class Visit:
     """One request of this process inside a replica, and the versions that the replica can have held meanwhile."""
 
     def __init__(self, member: FleetReplica, resumed: bool = False) -> None:
-        """Begins it. resumed: it goes on after another leg, so its whole prompt is computed before its first token."""
+        """Begins it. resumed: it continues another leg, so its whole prompt is computed before its first token."""
         self._member, self._prefills = member, resumed
         self._has_token = False  # whether a token has come
-        self._admitted: GatewayVersion | None = None  # by the gate that let it in
+        self._admitted: GatewayVersion | None = None  # that the gate named when it let the request in
         self._taken: set[GatewayVersion] = set()  # that the replica went back to, or is about to
-        self._named: set[GatewayVersion] = (
-            set()
-        )  # else told of the replica; late words if older than what the gate named, or
-        # of the run before
+        # Other versions in the replica's news. One older than the gate's, or of the run before, was overtaken.
+        self._named: set[GatewayVersion] = set()
         member.visits.add(self)
         member.prefills += resumed
         self.hear(member.news, None)
 
     def begin(self) -> None:
-        """Notes a token."""
+        """Notes that a token has come."""
         self._has_token = True
         self._member.prefills -= self._prefills
         self._prefills = False
 
     def end(self) -> None:
-        """Ends it. What the replica can have held stays what it is now."""
+        """Ends it. `held` does not change after this."""
         self.begin()
         self._member.visits.discard(self)
 
@@ -90,7 +87,7 @@ class Visit:
         self._admitted = admitted
 
     def hear(self, news: ReplicaNews, before: GatewayVersion | None) -> None:
-        """Takes in what is told of the replica now. before: the version that was told the last time."""
+        """Takes in news of the replica. before: the version in the last news."""
         stays = self._has_token and news.mode in ENDS
         for each in (news.identity, None if stays else news.next):
             if each is not None:
@@ -98,17 +95,17 @@ class Visit:
                 (self._taken if lower else self._named).add(each)
 
     def see(self, served: GatewayVersion | None) -> None:
-        """Notes what the replica says itself that it serves now."""
+        """Notes the version that the replica itself reports to serve now."""
         if served is not None:
             self._taken.add(self._member.whole(served))
 
     def held(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
-        """The lowest and the highest of them."""
+        """The lowest and the highest version that the replica can have held meanwhile."""
         first = self._admitted
         known = self._taken | {each for each in self._named if first is None or not _goes_back(first, each)}
         if first is not None:
             known.add(first)
-        rooted = sorted(known, key=_root, reverse=True)  # of two words for one version the one that says more
+        rooted = sorted(known, key=_root, reverse=True)  # of two entries for one version, the one with a root first
         return min(rooted, key=_place, default=None), max(rooted, key=_place, default=None)
 
 
@@ -140,37 +137,37 @@ class FleetReplica:
 
     @property
     def load(self) -> int:
-        """Requests inside it, everybody's."""
+        """Requests inside it, of all gateways and callers."""
         return max(self.own, self.reported + self.own - self.own_then)
 
     def died(self) -> None:
-        """Notes that nobody takes connections there. What answers next is another engine."""
+        """Notes that nothing listens at its address. Whatever answers there next is another engine."""
         self.life += not self.down
         self.down = True
 
     def answers(self) -> None:
-        """Notes that somebody takes connections there."""
+        """Notes that its engine takes connections."""
         self.down = False
 
     def identify(self, label: GatewayVersion) -> GatewayVersion:
-        """The whole of what a label of its engine says; of a number alone the newest version that it was seen with."""
+        """Completes an engine's label with lineage and root; a bare number is its newest version of that number."""
         known = self.history.get(label.version)
         same = known is not None and label.lineage in ("", known.lineage) and known.root.startswith(label.root)
         return known if same and known is not None else label
 
     def whole(self, named: GatewayVersion) -> GatewayVersion:
-        """The whole of what its gate names, as far as it is known."""
+        """Completes the version that its gate named with the lineage, if that is known."""
         known = self.history.get(named.version)
         return named if known is None or (named.root and known.root and known.root != named.root) else known
 
     def tell(self, news: ReplicaNews) -> None:
-        """Takes in what is told of it."""
+        """Takes in news of it."""
         before, self.news = self.news.identity, news
         for visit in self.visits:
             visit.hear(news, before)
 
     def caches(self, number: int) -> str:
-        """What became of the caches of requests inside when it took the version of this number."""
+        """What happened to the caches of running requests when it installed the version of this number."""
         return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(
             self.modes.get(number, ""), UNKNOWN
         )
@@ -178,23 +175,22 @@ class FleetReplica:
 
 @dataclass(frozen=True)
 class VersionWant:
-    """What a request may go to. version: exactly; lineage empty: any. engines: kinds that speak its dialect. max_lag:
-    versions that it may be behind the lineage's last."""
+    """The replicas that a request may go to."""
 
-    engines: frozenset[str] = frozenset()
-    lineage: str = ""
-    version: int | None = None
+    engines: frozenset[str] = frozenset()  # kinds that speak its dialect; empty: any
+    lineage: str = ""  # empty: any
+    version: int | None = None  # exactly this one
     min_version: int | None = None
-    max_lag: int | None = None
+    max_lag: int | None = None  # versions that the replica may be behind the last one of its lineage
 
     @property
     def any_version(self) -> bool:
-        """Whether it asks for none."""
+        """Whether it accepts every version."""
         return self.version is None and self.min_version is None and self.max_lag is None
 
     def against(self, span: Span) -> RefusedError | None:
-        """Why tokens of this span are none that were asked for. One that is not exact may hold none of another version
-        than the one asked for, nor of an older one than the minimum."""
+        """The refusal if a span's tokens may be of a version that the request does not accept. A span that is not exact
+        is judged by the lowest and the highest version that the replica can have held."""
         change = f"the replica {'went' if span.exact else 'may have gone'} over to"
         low, high = span.lowest, span.highest
         runs = {each.lineage for each in (low, high) if each} - {"", self.lineage}
@@ -211,21 +207,18 @@ class VersionWant:
 
 
 class Fleet:
-    """All replicas that a gateway knows.
-
-    members: by name. latest: the last version of each lineage, as told. heard: whether anybody has told anything.
-    """
+    """All replicas that a gateway knows."""
 
     def __init__(self) -> None:
-        self.members: dict[str, FleetReplica] = {}
-        self.latest: dict[str, GatewayVersion] = {}
-        self.heard = False
-        self._highest: dict[str, int] = {}
+        self.members: dict[str, FleetReplica] = {}  # by name
+        self.latest: dict[str, GatewayVersion] = {}  # the last version of each lineage, in the manager's news
+        self.heard = False  # whether any news has come
+        self._highest: dict[str, int] = {}  # the highest number that `latest` had, by lineage
 
-    # -- what is told
+    # -- news
 
     def tell(self, news: Iterable[ReplicaNews], removed: Iterable[str] = (), whole: bool = False) -> None:
-        """Takes in what is told of replicas. whole: whoever is not named is gone."""
+        """Takes in news of replicas. whole: the news names all replicas, so that others are removed too."""
         news = list(news)
         self.heard = True
         for each in news:
@@ -261,18 +254,17 @@ class Fleet:
             while len(member.history) > HISTORY:
                 member.history.popitem(last=False)
 
-    # -- what is seen
+    # -- observations
 
     def failed(self, member: FleetReplica, now: float, why: str, wait: float = 0.0) -> None:
-        """Notes that a replica did not answer, or refused. wait: seconds that it named."""
+        """Notes that a replica did not answer, or refused. wait: seconds in its Retry-After."""
         member.failures += 1
         most = min(MOST_SHUN_SECONDS, SHUN_SECONDS * 2 ** min(member.failures - 1, 8))
         member.shunned_until = now + max(most, min(wait, MOST_SHUN_SECONDS))
         member.last_failure = why
 
     def answered(self, member: FleetReplica, admitted: GatewayVersion | None) -> GatewayVersion | None:
-        """Notes that a replica let a request in. Returns the version under which it did, with the lineage if that is
-        known."""
+        """Notes that a replica let a request in. Returns the version that its gate named, with the lineage if known."""
         member.failures, member.shunned_until, member.last_failure = 0, 0.0, ""
         member.answers()
         if admitted is None:
@@ -282,14 +274,16 @@ class Fleet:
             self._remember(member, admitted)
         return known
 
-    # -- who may
+    # -- choice
 
     def candidates(
         self, want: VersionWant, now: float, unsuited: Mapping[str, ReplicaNews] = NONE
     ) -> list[FleetReplica]:
-        """Who may be asked now, of the best kind that there is. unsuited: replicas whose gates let the request in under
-        a version that it does not want, with what was told of them then. Raises RefusedError where waiting cannot
-        help."""
+        """Replicas that a request may go to now: those that take requests, or else those that are away.
+
+        unsuited: replicas whose gates let the request in under a version that it does not accept, with their news at
+        that time; they are left out until there is newer news. Raises RefusedError where waiting cannot help.
+        """
         able = [member for member in self.members.values() if member.news.url and self._speaks(member, want)]
         if self.heard and self.members and not any(self._speaks(member, want) for member in self.members.values()):
             kinds = ", ".join(sorted({member.news.engine for member in self.members.values()}))
@@ -306,8 +300,8 @@ class Fleet:
                 return found
         return []
 
-    def why_nobody(self, want: VersionWant, now: float) -> str:
-        """Why nobody can serve: in words, one part a replica."""
+    def why_unplaced(self, want: VersionWant, now: float) -> str:
+        """Why no replica can serve: one clause a replica."""
         if not self.members:
             return "no replica is known" if self.heard else "the manager has not told of any replica yet"
         parts = []
@@ -323,7 +317,7 @@ class Fleet:
         return "; ".join(parts) or "all are taken"
 
     def could_serve(self, now: float) -> bool:
-        """Whether anybody takes or keeps requests."""
+        """Whether any replica takes or keeps requests."""
         return any(
             member.news.url and member.news.state in (*TAKES, FleetState.AWAY) and now >= member.shunned_until
             for member in self.members.values()
@@ -340,7 +334,7 @@ class Fleet:
             return False
         if member.news.state is not FleetState.DRAINING or want.any_version:
             return True
-        # Its gate lets nothing in before it holds the next version, and a rollback may make that an older one.
+        # Its gate lets nothing in before it holds the next version, which a rollback may make an older one.
         return want.version is None and not (want.min_version and after and after.version < want.min_version)
 
     def _meets(self, held: GatewayVersion, want: VersionWant) -> bool:
@@ -354,11 +348,11 @@ class Fleet:
         return want.max_lag is None or last is None or last.version - held.version <= want.max_lag
 
     def suits(self, want: VersionWant, admitted: GatewayVersion | None) -> bool:
-        """Whether a request may go on that a gate let in under this version; None: it named none."""
+        """Whether a request accepts the version under which a gate let it in; None: the gate named none."""
         return want.any_version if admitted is None else self._meets(admitted, want)
 
     def _hopeless(self, want: VersionWant) -> None:
-        """A version that is not waited for: it is over, or was taken back."""
+        """Raises RefusedError if no replica will serve the version: it was replaced everywhere, or rolled back."""
         latest = [each for name, each in self.latest.items() if want.lineage in ("", name)]
         if not latest:
             return
@@ -386,7 +380,7 @@ def _place(identity: GatewayVersion) -> tuple[int, str]:
 
 
 def _goes_back(before: GatewayVersion | None, after: GatewayVersion) -> bool:
-    """Whether a replica that held `before` goes back, or over to another run, when it takes `after`."""
+    """Whether a replica that held `before` goes to an older version, or to another run, when it installs `after`."""
     if before is None:
         return False
     return bool(before.lineage and before.lineage != after.lineage) or after.version < before.version

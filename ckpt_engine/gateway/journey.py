@@ -1,7 +1,7 @@
-"""One sample's way through the replicas: a leg, and while legs end too early another one. On the gateway's loop.
+"""One sample's way through the replicas: legs, until one of them finishes the sample. On the gateway's loop.
 
-It decides when a request is resumed and when it is given up. What becomes of tokens is `stitching.py`'s part, who is
-asked `fleet.py`'s and `choice.py`'s.
+It decides when a request is resumed and when it is given up. It does not decide what tokens count (`stitching.py`) nor
+which replica is asked (`fleet.py`, `choice.py`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span, lineages
 
 DEATH_LOOK_SECONDS = 0.05
-"""How long after a break a replica is asked whether it lives: an engine that dies may still close connections."""
+"""How long after a break a replica is probed: an engine that is dying may still be closing its connections."""
 
 LARGE = 1 << 14
-"""Tokens of a leg's prompt from which on it is written on another thread."""
+"""A leg's prompt of at least so many tokens is encoded on another thread."""
 
 END_SECONDS = 1.0
-"""How long an engine may take to end a stream after its last token; then the connection is closed, and used no more."""
+"""How long an engine may take to end a stream after its last token; after that the connection is not used again."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a caller asked for beside the body. resume: false switches it off. headers: go on with every leg."""
+    """What a caller asks for in headers."""
 
     want: VersionWant
-    key: bytes
-    queue_seconds: float
-    resume: bool
-    headers: Mapping[str, str]
+    key: bytes  # chooses the replica (`choice.py`)
+    queue_seconds: float  # how long it waits for a replica
+    resume: bool  # false: a leg that breaks ends the request
+    headers: Mapping[str, str]  # that go with every leg
 
     def to(self, engines: frozenset[str]) -> Wishes:
-        """The same, of engines of these kinds only; none: of any."""
+        """The same wishes, for engines of these kinds only; empty: for any."""
         return replace(self, want=replace(self.want, engines=engines))
 
 
 class Journey:
-    """The legs of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
+    """The legs of one sample. Iterate `pieces` once; closing the iteration cancels the running leg."""
 
     def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
@@ -65,9 +65,9 @@ class Journey:
         self._identifier = uuid.uuid4().hex
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
-        """What the caller gets, as it comes; after the last one the stitch is finished.
+        """Yields pieces for the caller as they come; after the last one the stitch is finished.
 
-        Raises RefusedError when there is no answer, or no whole one: the stitch then has what there is.
+        Raises RefusedError if there is no whole answer: the stitch then has the partial one.
         """
         patience = self._placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
@@ -112,7 +112,7 @@ class Journey:
         return bool(self._stitch.tokens)
 
     def _content(self, identifier: str, large: bool = False) -> bytes:
-        """What the next leg asks an engine for. On any thread."""
+        """Encodes the body of the next leg. May run on any thread."""
         return dump(self._dialect.leg_body(self._stitch, identifier), large)
 
     async def _leg(self, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
@@ -138,7 +138,7 @@ class Journey:
                     yield piece
 
     async def _read(self, stream: Stream, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
-        """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
+        """Yields one piece for all events that arrived together: a busy gateway writes less often, and not later."""
         stitch, labelled = self._stitch, member.news.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
             async for batch in events:
@@ -172,7 +172,7 @@ class Journey:
                     return
 
     def _take(self, data: bytes, member: FleetReplica, labelled: bool) -> AnswerPiece:
-        """One event, into the stitch."""
+        """Adds one event to the stitch."""
         stitch = self._stitch
         piece = self._dialect.piece(stitch, load_event(data), labelled)
         if member.news.mislabels:
@@ -187,13 +187,13 @@ class Journey:
         return piece
 
     def _check_versions(self, member: FleetReplica, had: int) -> None:
-        """Takes tokens back that the caller does not want before anybody sees them: those of which the engine says that
-        another version made them than one that was asked for, or another lineage. had: tokens that have been seen."""
+        """Drops tokens that the engine labels with a version or lineage that the caller does not accept, before they
+        are sent, and raises RefusedError. had: tokens that the caller has already."""
         stitch = self._stitch
         labels = stitch.leg.labels
         if not labels:
             return
-        # Most events say what the one before said of the same replica: nothing to find out again.
+        # Most events repeat the label of the one before, of the same replica: nothing new to check.
         known = (len(stitch.legs), len(labels), labels[-1].made_by, member.news)
         if known == self._checked:
             return
@@ -208,8 +208,8 @@ class Journey:
             raise RefusedError(409, refusals.LINEAGE_CHANGED, detail)
 
     async def _check_last(self, member: FleetReplica, visit: Visit, had: int) -> None:
-        """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
-        by then may be news to everybody here. had: as for `_check_versions`."""
+        """Checks, at the end of a leg, the tokens that its engine did not label. The replica is asked first, since its
+        version may have changed without news. had: as for `_check_versions`."""
         stitch, want = self._stitch, self._want
         exact = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
         if exact or (want.any_version and not want.lineage):
@@ -227,7 +227,7 @@ class Journey:
                 raise refused
 
     async def _may_go_on(self, member: FleetReplica, count: int, why: str) -> None:
-        """After a leg that ended too early. Raises RefusedError when there is no other one."""
+        """Decides whether another leg follows one that ended too early. Raises RefusedError if not."""
         stitch, settings = self._stitch, self._settings
         ended = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
         if why:

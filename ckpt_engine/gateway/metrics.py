@@ -1,4 +1,4 @@
-"""What a gateway counts, for Prometheus. With several worker processes their numbers are added up."""
+"""A gateway's Prometheus metrics. The numbers of several worker processes are added up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class GatewayMetrics:
-    """One set a process. Used on the gateway's loop."""
+    """The metrics of one process. Used on the gateway's loop."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        registry = self._registry
+        registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "ckpt_engine_gateway_requests", "Answers by route and how they ended", ["route", "ended"], registry=registry
         )

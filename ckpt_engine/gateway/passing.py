@@ -1,8 +1,8 @@
-"""Requests that are passed on as they came: texts, chats, and what engines do not stream. On the gateway's loop.
+"""Passes requests on unchanged: texts, chats, and what engines do not stream. On the gateway's loop.
 
-They wait for a replica like others, and go to another one as long as none has let them in. They are not resumed: text
-cannot be joined without a tokenizer, so what breaks inside an engine ends with a reason and what ids there are. What an
-update interrupts is asked for again from its beginning if its caller has got nothing of it.
+They wait for a replica like others, and go to another one as long as no gate has let them in. They are not resumed,
+since text cannot be joined without a tokenizer: a request that breaks inside an engine ends with a reason and the ids
+so far. One that an update interrupts starts again from its beginning if its caller has received nothing of the answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
 from ckpt_engine.gateway.journey import Wishes
-from ckpt_engine.gateway.json_numbers import dump, load_told, passed
+from ckpt_engine.gateway.json_numbers import dump, load_answer, passed
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.samples import aborted, ended, may_end, name_versions, samples_of, says
@@ -23,15 +23,14 @@ from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
 MOST_IDS = 1 << 20
-"""Ids that are remembered of a stream, for the case that it breaks."""
-
+"""Most ids that are remembered of a stream, to report them if it breaks."""
 
 MOST_EARLY = 8
-"""Events that are kept back, since they say nothing, until one says something."""
+"""Most leading events without content that are held back: until one has content, another engine may still answer."""
 
 
 class AbortedError(Exception):
-    """An engine was paused before the end of its answer, in a mode that ends what runs."""
+    """An engine was paused before the end of its answer, in a mode that ends running requests."""
 
 
 class PassedRequest:
@@ -41,7 +40,7 @@ class PassedRequest:
         self._placing, self._route, self._body = placing, route, body
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
-        self._started = False  # whether the caller has got anything of the answer
+        self._started = False  # whether the caller has received anything of the answer
 
     @property
     def streams(self) -> bool:
@@ -49,7 +48,7 @@ class PassedRequest:
         return self._body.get("stream") is True
 
     async def work(self) -> None:
-        """Answers. Raises RefusedError, and what the writer raises."""
+        """Answers the request. Raises RefusedError, and what the writer raises."""
         placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
@@ -86,7 +85,7 @@ class PassedRequest:
             placing.check(want, patience)
 
     def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
-        """Raises RefusedError unless an answer that was cut off can be asked for once more from its beginning."""
+        """Raises RefusedError unless an interrupted answer can start again from its beginning."""
         cause = f"an update interrupted it at {member.name} (pause mode abort)"
         if self._started:
             why = f"{cause}, and a request that is passed on as it came is not resumed"
@@ -103,14 +102,14 @@ class PassedRequest:
         return RefusedError(502, refusals.NOT_RESUMABLE, detail)
 
     async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        """The answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
-        self._writer.headers = stream.named
+        """Relays the answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
+        self._writer.headers = stream.version_headers
         if stream.content_type.startswith("text/event-stream"):
             await self._relay_events(stream, member, visit, leg)
             return
         body = passed(await stream.whole())
         try:
-            content = load_told(body)
+            content = load_answer(body)
         except ValueError:
             content = None
         samples = samples_of(content)
@@ -124,7 +123,7 @@ class PassedRequest:
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        early: list[bytes] = []  # events that say nothing: until one says something, another engine may answer
+        early: list[bytes] = []  # leading events without content, held back
         checked = False
         async for batch in stream.events():
             events = []
@@ -163,7 +162,7 @@ class PassedRequest:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
     async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        """Raises RefusedError if what made the answer is not what the caller asked for."""
+        """Raises RefusedError if a version that the caller does not accept may have made the answer."""
         want = self._wishes.want
         if want.any_version and not want.lineage:
             return
@@ -184,21 +183,21 @@ class PassedRequest:
                 known += ids if len(known) < MOST_IDS else []
 
     def so_far(self) -> dict[str, Any]:
-        """The ids of each sample, where the engine said any."""
+        """The partial answer: the ids of each sample, where the engine sent any."""
         choices = [{"index": number, "token_ids": found} for number, found in sorted(self._ids.items())]
         return {"choices": choices} if choices else {}
 
 
 def _load(data: bytes) -> Any:
-    """An event's content; None: it is not JSON."""
+    """Parses an event; None: it is not JSON."""
     try:
-        return load_told(data)
+        return load_answer(data)
     except ValueError:
         return None
 
 
 def _without_end(content: Any) -> list[bytes]:
-    """What an event says beside how it ended, where it says anything."""
+    """The event without its end; empty if it has no content."""
     if not says(content):
         return []
     for sample in samples_of(content):

@@ -26,7 +26,7 @@ async def probe_replicas(
     seconds: float,
     changed: Callable[[], None],
 ) -> None:
-    """Runs until it is cancelled: replicas that no manager tells of. Their names are their URLs."""
+    """Probes the replicas of a gateway without a manager, until it is cancelled. Their names are their URLs."""
     kinds: dict[str, str] = {}
     while True:
         fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, fleet, upstream, engines) for url in urls)))
@@ -39,7 +39,7 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
     try:
         ready, why, held = await upstream.ready(url)
     except NotAdmittedError as error:
-        if member is not None and error.nobody:
+        if member is not None and error.unreachable:
             member.died()
         kinds.pop(url, None)  # another engine may come up there
         return ReplicaNews(url, url, "", FleetState.CLOSED, str(error))
@@ -51,7 +51,7 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
 
 
 async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
-    """The engine's kind; empty: it does not say, and any dialect is tried."""
+    """Recognises the engine's kind; empty: unknown, and any dialect is tried."""
     for kind, side in engines.sides.items():
         if side.mark is None:
             continue
@@ -66,19 +66,19 @@ async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
 
 async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines) -> None:
     try:
-        found = await _reported(member.news, upstream, engines)
+        load = await _load(member.news, upstream, engines)
     except NobodyError:
-        found = None
+        load = None
         member.died()
     except (WireError, ValueError, KeyError, TypeError):
-        found = None
-    if found is not None:
+        load = None
+    if load is not None:
         member.answers()
-        member.reported, member.own_then = found, member.own
+        member.reported, member.own_then = load, member.own
 
 
-async def _reported(news: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
-    """Requests that run and wait, by the engine's own count; None: it does not say."""
+async def _load(news: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
+    """Asks an engine how many requests run and wait in it; None: it does not say."""
     side = engines.sides.get(news.engine)
     if not news.url or side is None or side.load is None:
         return None

@@ -39,7 +39,7 @@ class Mirror(FarWorkers):
         super().__init__(self._slots.show)
 
     def hear(self, node: int, *statuses: manager_pb2.WorkerStatus) -> str:
-        return self.take(node, statuses, self._slots.here())
+        return self.take(node, statuses, self._slots.boot_ids())
 
 
 @pytest.fixture

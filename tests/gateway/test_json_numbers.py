@@ -119,5 +119,5 @@ def test_what_needs_no_change_is_passed_byte_for_byte(data: bytes) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_what_is_too_large_for_a_double_is_written_as_null(large: bool) -> None:
     """It is a number of JSON, so that it is read as infinity, and not as one of the names."""
-    content = json_numbers.load_told(b'{"a": [1e999, {"b": -1e999}, 1.5], "c": 1e999}')
+    content = json_numbers.load_answer(b'{"a": [1e999, {"b": -1e999}, 1.5], "c": 1e999}')
     assert json_numbers.dump(content, large) == b'{"a":[null,{"b":null},1.5],"c":null}'
