@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ckpt_engine.scraping import labelled
-from ckpt_engine.words.counts import counted
+from ckpt_engine.words.counts import total_counts
 
 
 @dataclass
@@ -40,7 +40,7 @@ def of_agent(state: AgentState) -> Iterable[Metric]:
 
 
 def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:
-    counts = counted(directory)
+    counts = total_counts(directory)
     held = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
     yield from labelled(GaugeMetricFamily, "replica", replica, held)
     counters = {

@@ -146,7 +146,7 @@ def test_an_agent_that_promised_to_be_there_and_is_not_closes_the_gate(engine, o
     page.lease(time.monotonic() - 0.001)
     refused = client.post("/generate")
     assert refused.status_code == 503
-    assert "its agent is gone, or stands still" in refused.json()["detail"]
+    assert "lease has expired" in refused.json()["detail"]
     assert not client.get("/ckpt_engine/info").json()["open"]
     page.lease(0)
     assert client.post("/generate").status_code == 200, "an agent that promises nothing may be away"
