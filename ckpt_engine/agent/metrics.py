@@ -14,20 +14,17 @@ from ckpt_engine.words.counts import total_counts
 
 @dataclass
 class AgentState:
-    """What an agent tells about itself. directory: the engine's; None: it has none yet.
-
-    connected: it has a session with the manager. up: the engine answers. starts: how often it has come up.
-    """
+    """An agent's state, for its metrics."""
 
     replica: str = ""
-    directory: Path | None = None
-    connected: bool = False
-    up: bool = False
-    starts: int = 0
+    directory: Path | None = None  # of the engine; None: there is none yet
+    connected: bool = False  # it has a session with the manager
+    up: bool = False  # the engine answers
+    starts: int = 0  # how often the engine came up
 
 
 def of_agent(state: AgentState) -> Iterable[Metric]:
-    """All metrics, with the replica's name as the only label beside reasons."""
+    """All metrics. Their labels are the replica's name and, of refusals, the reason."""
     gauges = {
         "ckpt_engine_agent_connected": ("1 while the agent has a session with the manager.", state.connected),
         "ckpt_engine_engine_up": ("1 while the engine answers its agent.", state.up),

@@ -1,4 +1,4 @@
-"""What an engine's last words mean for who started it, where that can be told. Pure."""
+"""Recognises known causes in an engine's last lines, and says what to do about them. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OURS = ("ckpt_engine", "ckpt_engine_adapters")
 
 
 def remedy(argv: Sequence[str], lines: Sequence[str]) -> str:
-    """A sentence on what to do about an engine that ended with these lines; empty if they say enough, or nothing."""
+    """What to do about an engine that ended with these lines; empty: unknown, or the lines say enough."""
     missing = next((found[1] for line in reversed(lines) if (found := _MISSING.search(line))), "")
     if not missing:
         return ""

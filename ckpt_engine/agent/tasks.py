@@ -1,7 +1,7 @@
-"""The agent machine's tasks, carried out: blobs, engine calls, state words, digests of a directory.
+"""Carries out the agent machine's tasks: blobs, engine calls, state words, digests of a directory.
 
-Each task gives exactly one Done, at the latest when its seconds have passed. Everything runs on the agent's loop,
-except digests, which are worked out on a thread of their own.
+Each task ends with exactly one Done, at the latest when its seconds have passed. Everything runs on the agent's loop,
+except digests, which have a thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TaskRunner:
-    """Used on the agent's loop. host: whose engine, page and adapter the tasks are about."""
+    """Runs tasks on the agent's loop. host: has the engine, page and adapter that the tasks use."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TaskRunner:
         blob_seconds: float,
         hold_limits: HoldLimits,
     ) -> None:
-        """blob_seconds: for one blob that several tasks may wait for; each waits no longer than its own time."""
+        """blob_seconds: for the fetch of one blob, which several tasks may share; each waits only for its own time."""
         self._hold_limits = hold_limits
         self._stub = stub
         self._host = host
@@ -46,11 +46,11 @@ class TaskRunner:
         self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
     def close(self) -> None:
-        """Does not wait for a digest under way; its thread ends at its own deadline."""
+        """Closes without waiting for a running digest; its thread ends at its own deadline."""
         self._digester.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, key: events.Key, task: events.Task) -> events.Done:
-        """Carries `task` out. Never raises, except when it is cancelled."""
+        """Carries `task` out. Raises nothing but cancellation."""
         return await carry_out("agent", key, task, self._carry_out)
 
     async def _carry_out(self, task: events.Task) -> object:
@@ -133,7 +133,7 @@ class TaskRunner:
         return events.SealResult(ref, 0.0, digest_seconds)
 
     def _digest_for_readers(self, table: bytes, atoms: bytes, seconds: float) -> weights_pb2.Digests:
-        """Digests on the digester's thread. Torch is loaded here, by the few agents that are asked, and by no other."""
+        """Digests, on the digester's thread. Imports torch here, so that only agents that digest load it."""
         from ckpt_engine.agent.reader_seal import digest_for_readers
         from ckpt_engine.transport.registry import all_transports
 
