@@ -1,7 +1,7 @@
 """Turns a plan and a recording into moves: what is read from where, and to which part of which tensor.
 
-Checks that a plan fits the recording, piece by piece, and knows no tensor and no memory: `bind` brings in the
-tensors. Both fail without having touched anything.
+`resolve` checks piece by piece that a plan fits the recording, without any tensor or memory; `bind` adds the tensors.
+Both fail without having changed anything.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A strided part of a tensor of the model. offset and stride in elements, from the tensor's first element."""
+    """A strided part of a tensor of the model."""
 
-    offset: int
+    offset: int  # elements, from the tensor's first one
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
@@ -35,10 +35,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """One piece on its way to one destination. tensor, box: what it is, of the manifest."""
+    """The read of one piece into one destination."""
 
-    tensor: int
-    box: Box
+    tensor: int  # of the manifest
+    box: Box  # of that tensor
     transport: str
     region: weights_pb2.Region
     offset: int  # bytes
@@ -51,17 +51,17 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True)
 class DigestCheck:
-    """A need as it lies in the model, to be digested from global coordinate `start` on."""
+    """A need in the model, to be digested."""
 
     need: int
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # its first global coordinate
     destination: Destination
     widened: bool
 
 
 @dataclass(slots=True)
 class TensorWork:
-    """Everything that an install does to one tensor of the model."""
+    """All that an install does to one tensor of the model."""
 
     reads: list[PieceRead] = field(default_factory=list)
     fills: list[tuple[tuple[slice, ...], bool | int | float]] = field(default_factory=list)
@@ -70,16 +70,15 @@ class TensorWork:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """One plan for one recording. work: by tensor of the model. handed: by what is handed to the engine's loader.
-    regions: by transport, what has to be open. collective: whether some of it comes in one. bytes: of all reads."""
+    """One plan for one recording."""
 
     recording: Recording
-    work: dict[str, TensorWork]
-    handed: dict[str, TensorWork]
-    regions: dict[str, list[weights_pb2.Region]]
-    collective: bool
+    work: dict[str, TensorWork]  # by tensor of the model
+    handed: dict[str, TensorWork]  # by tensor that the engine's loader gets
+    regions: dict[str, list[weights_pb2.Region]]  # to open, by transport
+    collective: bool  # whether a collective brings any of it
     edges: tuple[manager_pb2.EdgeReport, ...]
-    bytes: int
+    bytes: int  # of all reads
 
 
 def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Resolved:
@@ -135,7 +134,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
     _check_served(recording, served, rank)
     opened: dict[str, list[weights_pb2.Region]] = {}
     for source in plan.sources:
-        if not is_collective(source.transport):  # of whose memory nothing is opened: its owner sends it
+        if not is_collective(source.transport):  # a collective's owner sends its memory; nothing is opened
             opened.setdefault(source.transport, []).extend(source.regions)
     collective = any(is_collective(source.transport) for source in plan.sources)
     edges = tuple(
@@ -166,19 +165,20 @@ def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> N
 
 @dataclass(slots=True)
 class Bound:
-    """Work on real tensors. moves: by transport. arrivals: what a collective brings, (tensor of the manifest, box,
-    view). checks: (need, view in global axis order, start, whether the model keeps it widened)."""
+    """Work on real tensors."""
 
-    moves: dict[str, list[Move]] = field(default_factory=dict)
+    moves: dict[str, list[Move]] = field(default_factory=dict)  # by transport
+    # What a collective brings: (tensor of the manifest, box, view).
     arrivals: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
+    # (need, view in global axis order, start, whether the model keeps it widened).
     checks: list[tuple[int, torch.Tensor, tuple[int, ...], bool]] = field(default_factory=list)
 
 
 def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Bound:
-    """The work of `names` on `tensors`.
+    """Binds the work of `names` to `tensors`.
 
-    Raises FAILED_PRECONDITION if one is missing, has no memory or lies otherwise than when it was recorded.
+    Raises FAILED_PRECONDITION if one is missing, has no memory or has another layout than when it was recorded.
     """
     bound = Bound()
     for name in names:
