@@ -1,7 +1,7 @@
-"""How answers look to clients, in the three forms in which they may ask: see `bodies.py`.
+"""Writes answers to clients, in the three forms of requests: see `bodies.py`.
 
-Each form is made of one request's generations. `whole` is the answer at once; in a stream, `event` is what one token
-adds, and `closing` comes after all of them.
+A form writes the answer of one request's generations: `whole` at once; in a stream, `event` for each token, and
+`closing` after all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckpt_engine_adapters.reference.generation import Generation, Token
 _DONE = "[DONE]"
 
 Event = dict[str, Any] | str
-"""What follows `data: ` in a stream of server-sent events: an object, or a word."""
+"""The content after `data: ` in a stream of server-sent events: an object, or a word."""
 
 
 class AnswerForm(Protocol):
-    """One request's way to be answered. generations: in the order of the answers."""
+    """The form of one request's answer. generations: in the order of the answers."""
 
     generations: Sequence[Generation]
 
@@ -66,7 +66,7 @@ class OwnForm:
 
 
 class Streamed:
-    """Counts what of each generation has been sent; its last token's event says how it ended."""
+    """Counts the tokens that were sent of each generation; the last token's event says how it ended."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.generations = generations
@@ -147,7 +147,7 @@ class SglangForm(Streamed):
 
 
 class CompletionForm(Streamed):
-    """`/v1/completions` as vLLM answers it, without text; and SGLang's `metadata`, which names the version."""
+    """`/v1/completions` as vLLM answers it, without text, with SGLang's `metadata`, which names the version."""
 
     def __init__(self, body: CompletionBody, generations: Sequence[Generation], model: str) -> None:
         super().__init__(generations)
@@ -181,7 +181,7 @@ class CompletionForm(Streamed):
         yield _DONE
 
     def _choice(self, number: int, start: int, end: int, finished: bool) -> dict[str, Any]:
-        """Tokens [start, end) of a generation, and how it ended if it has."""
+        """The choice with tokens [start, end) of a generation. finished: also how it ended."""
         generation = self.generations[number]
         tokens = generation.output[start:end]
         choice: dict[str, Any] = {

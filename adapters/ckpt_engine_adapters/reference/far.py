@@ -1,4 +1,4 @@
-"""A node of the reference engine that has workers and no HTTP: those of node 0 command them.
+"""A node of the reference engine with workers and without HTTP: node 0 commands them.
 
 It starts its share of the workers and ends, with all of them, when one ends or a signal comes.
 """
@@ -16,7 +16,7 @@ from ckpt_engine_adapters.reference.pool import NodeMeeting, WorkerFailedError, 
 async def serve_far(
     directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: NodeMeeting
 ) -> None:
-    """Runs until cancelled. Raises WorkerFailedError, naming the worker that ended first."""
+    """Runs until cancelled. Raises WorkerFailedError with the worker that ended first."""
     ranks = meeting.ranks(world_size)
     processes: dict[asyncio.Task[int], tuple[int, asyncio.subprocess.Process]] = {}
     try:

@@ -1,5 +1,5 @@
-"""`/inference/v1/generate` as vLLM has it with `--enable-scale-out`: token ids in and out. What a client posts, and how
-its answer looks; the versions of all tokens stand in the last event."""
+"""Requests and answers of `/inference/v1/generate` as vLLM has it with `--enable-scale-out`: token ids in and out. The
+last event has the versions of all tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_TOKENS = 16
 
 
 class InferenceSampling(BaseModel):
-    """How tokens are chosen: `sampling_params` of `/inference/v1/generate`.
+    """`sampling_params` of `/inference/v1/generate`.
 
     logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for.
     """
@@ -54,7 +54,7 @@ class InferenceBody(BaseModel):
         return without(values, _REFUSED)
 
     def generations(self, max_positions: int) -> list[Generation]:
-        """One a sample."""
+        """One generation for each sample."""
         params = self.sampling_params
         most = params.max_tokens or max(1, max_positions - len(self.token_ids))
         stops = params.stop_token_ids or ()

@@ -28,13 +28,13 @@ from ckpt_engine_adapters.reference.pool import WorkerFailedError
 from ckpt_engine_adapters.reference.serving import answer, problem
 from ckpt_engine_adapters.reference.versions import engine_version
 
-CONTROL_SECONDS = 120.0  # of a control call that names no deadline
+CONTROL_SECONDS = 120.0  # of a control call without a deadline
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What GET /info says of the model; constant while the engine runs. served_model_name: what clients call it.
-    workers: process ids of this host's, by rank. tensor_parallel: how many there are on all nodes."""
+    """Facts of the model for GET /info; constant while the engine runs. served_model_name: for clients. workers:
+    process ids on this host, by rank. tensor_parallel: number of workers on all nodes."""
 
     model: str
     served_model_name: str
@@ -209,7 +209,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
 
 
 def _too_much(generation: Generation, facts: ModelFacts) -> str:
-    """Why the model cannot do that; empty: it can."""
+    """Why the model cannot serve the request; empty: it can."""
     if not all(0 <= token < facts.vocabulary for token in generation.prompt):
         return f"the model has tokens 0 to {facts.vocabulary - 1}, and the prompt names others"
     if len(generation.prompt) + generation.max_tokens > facts.max_positions:

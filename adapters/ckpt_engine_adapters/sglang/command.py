@@ -1,4 +1,4 @@
-"""What an SGLang command line says, as far as we must know it, and what we add. Pure; shared by driver and wrapper."""
+"""Reads an SGLang command line, as far as we need it, and adds our options. Pure; shared by driver and wrapper."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def check_options(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def worker_count(options: Options) -> int:
-    """Workers that the options ask for. Under data-parallel attention the tensor parallel ranks are divided again."""
+    """The number of workers by the options. Data-parallel attention only divides the tensor parallel ranks again."""
     return size(options, "--tensor-parallel-size") * size(options, "--pipeline-parallel-size")
 
 
 def server_arguments(arguments: Sequence[str]) -> list[str]:
-    """SGLang's own arguments with what our half needs: the loader, and no warm-up.
+    """Adds to SGLang's own arguments what our half needs: the loader, and no warm-up.
 
-    Loaders that the user names are kept. The warm-up would ask the server for tokens, which the gate refuses until
-    there are weights, and SGLang would then end itself.
+    The user's loaders are kept. A warm-up would ask the server for tokens, which the gate refuses until there are
+    weights, and SGLang would then end itself.
     """
     options = options_of(arguments)
     added = []
@@ -92,10 +92,10 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """`command` with our wrapper in the place of SGLang's own module; a command of options only gets all of it. In
-    place of `sglang serve MODEL` the Python of that script runs our wrapper, with the model as an option.
+    """Puts our wrapper in the place of SGLang's own module in a command; before options alone it puts the whole
+    command. `sglang serve MODEL` becomes our wrapper, run by the Python of that script, with the model as an option.
 
-    Raises ValueError: what it starts cannot be seen from the command.
+    Raises ValueError if the command does not show what it starts.
     """
     words = list(command)
     if not words or words[0].startswith("-"):
@@ -115,8 +115,8 @@ def wrapped(command: Sequence[str]) -> list[str]:
 
 
 def _served(arguments: Sequence[str]) -> list[str]:
-    """The options of SGLang's server module for what stands behind `sglang serve`: there the model may come first, and
-    an option says which kind of model it is. Raises ValueError for a kind that is not a language model."""
+    """Turns the arguments of `sglang serve` into options of SGLang's server module: there the model may come first, and
+    an option names the kind of model. Raises ValueError for a kind that is not a language model."""
     options = options_of(arguments)
     if _TYPE in options and value(options, _TYPE) not in _TYPES:
         raise ValueError(f"{_TYPE} {value(options, _TYPE)} cannot be used with ckpt-engine: only language models can")

@@ -1,7 +1,7 @@
 """The gate with SGLang's routes, which `launch.py` puts around SGLang's own application.
 
-It also remembers what SGLang does not tell: whether generation is paused, and which memory is given up. SGLang's
-schedulers die of being asked to give up, or to take back, the same memory twice; the gate takes such parts out.
+It also keeps state that SGLang does not report: whether generation is paused, and which memory is given up. SGLang's
+schedulers die if they are asked twice to give up, or to take back, the same memory; the gate removes such tags.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RENAMED = frozenset(
 
 
 class SglangGate(Gate):
-    """See Gate. A test lists the routes of a real server; what is new there must be judged by somebody."""
+    """See Gate. A test compares this with the routes of a real server, so that new routes are classified by people."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -155,14 +155,15 @@ class SglangGate(Gate):
         self._released: set[str] = set()
 
     async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """SGLang answers `/health` without computing a token only if its path is just that: under a root path it would
-        compute one, and so fail while generation is paused. So the root path is taken away here."""
+        """Removes the root path: only at the path `/health` SGLang answers without computing a token. Under a root path
+        it would compute one, and so fail while generation is paused."""
         if route == HEALTH_ROUTE:
             scope = {**scope, "root_path": "", "path": HEALTH_ROUTE, "raw_path": HEALTH_ROUTE.encode()}
         await super().open(route, scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """SGLang answers, except for what it must not be asked twice. Calls come one at a time, from the agent."""
+        """Passes a call on to SGLang, without parts that it must not be asked for twice. Calls come one at a time, from
+        the agent."""
         path = route.rstrip("/")
         scope = _with_key(path, scope)
         if path == STATE_ROUTE:
@@ -197,9 +198,9 @@ class SglangGate(Gate):
 
 
 def _with_key(path: str, scope: Scope) -> Scope:
-    """The token is all that an agent has; where the server asks for a key of its own, it gets that one.
+    """Adds the server's own API key, if it has one: the agent has only our token.
 
-    SGLang notes at an endpoint whether it takes the administrators' key, if there is one, or the users'.
+    SGLang notes at an endpoint whether it needs the administrators' key, if there is one, or the users'.
     """
     app: Any = scope.get("app")
     arguments: Any = getattr(app, "server_args", None)
@@ -214,7 +215,7 @@ def _with_key(path: str, scope: Scope) -> Scope:
 
 
 async def _passed(control: Any, route: str, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Whether the answer was a good one."""
+    """Passes a call on. Returns whether the answer was a success."""
     status = 0
 
     async def watched(message: Message) -> None:
@@ -239,7 +240,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _receive(body: bytes, after: Receive) -> Receive:
-    """A request with `body`; then what the client does."""
+    """A `receive` that returns `body`, and then the client's further messages."""
     first = True
 
     async def receive() -> Message:

@@ -118,7 +118,7 @@ class Generate(Dialect):
             raise MalformedError("an event of /generate has no meta_info")
         output = dialect.output_tokens(event.get("output_ids") or [])
         total = meta.get("completion_tokens")
-        # Servers differ in whether an event repeats the tokens before it, so what is new is counted from the end.
+        # Servers differ in whether an event repeats the tokens before it, so new tokens are counted from the end.
         new = (total if isinstance(total, int) else len(output)) - stitch.leg.count
         if new < 0 or new > len(output):
             raise MalformedError(f"{total} tokens so far, {stitch.leg.count} had come, and the event has {len(output)}")
@@ -192,7 +192,7 @@ class Generate(Dialect):
 
 
 def _of_prompt(name: str, value: Any, index: int, prompts: int, nested: bool) -> Any:
-    """A field's value for one prompt: some may be lists with a value for each."""
+    """A field's value for one prompt; some fields may be lists with a value for each prompt."""
     if nested and name in _PER_PROMPT and isinstance(value, list):
         if len(value) != prompts:
             raise bad_request(f"{name}: {len(value)} for {prompts} prompts")
@@ -230,7 +230,7 @@ def _records(meta: Mapping[str, Any], new: int) -> list[Any]:
 
 
 def _finish(reason: Any, count: int) -> Finish | None:
-    """count: tokens of the answer with those of this event; a leg counts its own."""
+    """The end of a sample. count: tokens of the whole answer by now; the leg's reason counts only its own."""
     if reason is None:
         return None
     if not isinstance(reason, dict) or "type" not in reason:

@@ -1,7 +1,7 @@
 """One layer of a running model while its loader's form stands in for it.
 
-Kernels and CUDA graphs know the layer's tensors by their addresses. So what post-processing makes of new weights is
-copied to where the old ones lie, whatever it is kept as: a parameter, a buffer or a plain attribute.
+Kernels and CUDA graphs have the addresses of the layer's tensors. So the results of post-processing new weights are
+copied into the old tensors, whether these are parameters, buffers or plain attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt_engine_adapters.sglang.forms import same_form
 
 
 class LiveLayer:
-    """A layer's tensors as they are when this is made. Used on the engine's thread."""
+    """A layer's tensors at the time of creation. Used on the engine's thread."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
@@ -25,7 +25,7 @@ class LiveLayer:
         self.device = next(tensor.device for tensor in self._parameters.values() if tensor is not None)
 
     def put_back(self) -> None:
-        """The layer has its own tensors again, with what they hold."""
+        """Puts the layer's own tensors back into it, with their values."""
         layer = self._layer
         for name in [name for name, value in vars(layer).items() if isinstance(value, Tensor)]:
             del layer.__dict__[name]
@@ -38,9 +38,9 @@ class LiveLayer:
         layer._non_persistent_buffers_set.update(self._non_persistent)
 
     def take_over(self) -> None:
-        """What the layer holds now is copied into its own tensors, which stand in it again.
+        """Copies the layer's present values into its own tensors, and puts these back into it.
 
-        Raises INTERNAL if it holds other tensors than before, or of another form; nothing is copied then.
+        Raises INTERNAL if the layer has other tensors than before, or of another form; nothing is copied then.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         for own, new in (

@@ -1,15 +1,15 @@
-"""Launch arguments of SGLang with which no update is taken, since nobody has shown that one would be right."""
+"""Launch arguments of SGLang with which every update is refused, since no test has proven such updates right."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _WITHOUT_WEIGHTS = ("NGRAM", "LOOKAHEAD")
-"""Ways of speculative decoding that guess from the text alone."""
+"""Kinds of speculative decoding without a draft model."""
 
 
 def refusals(arguments: Any) -> list[str]:
-    """One sentence for each; empty if updates are possible. arguments: SGLang's ServerArgs."""
+    """Reasons to refuse updates, a sentence each; empty: updates are possible. arguments: SGLang's ServerArgs."""
     found = []
     algorithm = getattr(arguments, "speculative_algorithm", None)
     if algorithm and str(algorithm).upper() not in _WITHOUT_WEIGHTS:

@@ -1,8 +1,8 @@
-"""The entry of each of SGLang's scheduler processes, instead of SGLang's own, which it calls.
+"""The entry point of SGLang's scheduler processes: it adds our hooks and calls SGLang's own.
 
-The launch wrapper hands it to `launch_server`. It registers our hooks in SGLang's own registry before anything of a
-model is there: forms are noted when a model has been made, the worker is made when it has been loaded, and memory calls
-are guarded. It must be importable without SGLang, and by name, since SGLang spawns processes.
+The launch wrapper passes it to `launch_server`. It registers our hooks in SGLang's own registry before a model exists:
+they note forms when a model has been made, make the worker when it has been loaded, and guard memory calls. It must be
+importable without SGLang, and by name, since SGLang spawns processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_scheduler_process(*arguments: Any, **named: Any) -> Any:
-    """Runs in a new process, and returns when the scheduler ends. Arguments are SGLang's."""
+    """Runs a scheduler in a new process until it ends. Arguments are SGLang's."""
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     hook()
@@ -19,7 +19,7 @@ def run_scheduler_process(*arguments: Any, **named: Any) -> Any:
 
 
 def hook() -> None:
-    """Puts our hooks into this process. May be called more than once."""
+    """Registers our hooks in this process. May be called more than once."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from ckpt_engine_adapters.sglang import sleeping

@@ -49,7 +49,7 @@ class Completions(Dialect):
             tuple(singles),
             dialect.truth(body.get("stream"), "stream"),
             "; ".join(dict.fromkeys(filter(None, reasons))),
-            # An echo is text unless ids are asked for, and only the engine knows the prompt's text.
+            # An echo is text unless ids are requested, and only the engine knows the prompt's text.
             not_streamed(body, COMPLETIONS) or (echo and not body.get("return_token_ids")),
             str(body.get("session_id") or body.get("user") or ""),
         )
@@ -78,7 +78,7 @@ class Completions(Dialect):
         echoes = stitch.single.echo and not stitch.started and choice.get("prompt_token_ids") is not None
         echo = list(stitch.single.prompt) if echoes else []
         if stitch.single.max_tokens == 0:
-            tokens = []  # vLLM makes one all the same, and does not mention it otherwise
+            tokens = []  # vLLM makes one nevertheless, and reports it nowhere else
         records = _records(choice.get("logprobs"), len(echo) + len(tokens), _text_before(stitch))
         return AnswerPiece(
             tokens,
@@ -149,13 +149,13 @@ class Completions(Dialect):
 
 
 def _text_before(stitch: Stitch) -> int:
-    """Characters of the answer so far, by which offsets count: those of an echo are its tokens'."""
+    """Characters of the answer so far, with an echo, whose length is that of its tokens; text offsets count from it."""
     last = stitch.echo_records[-1] if stitch.echo_records else None
     return len(stitch.text) + (last["text_offset"] + len(last["tokens"]) if last else 0)
 
 
 def _records(logprobs: Any, count: int, before: int) -> list[Any]:
-    """before: characters of the answer so far. Offsets in a text are the answer's, a leg counts from its beginning."""
+    """A record for each token. before: characters of the answer so far, added to the leg's own text offsets."""
     if logprobs is None:
         return []
     lists = [logprobs.get(name) or [] for name in _LOGPROBS]
@@ -176,7 +176,7 @@ def _records(logprobs: Any, count: int, before: int) -> list[Any]:
 
 
 def _labels(stitch: Stitch, event: Mapping[str, Any], count: int) -> list[Label] | None:
-    """The versions of the leg's tokens by now, of an engine whose events are of one token each and name its version."""
+    """The labels of the leg's tokens by now, for an engine with one token and its version in each event."""
     label = (event.get("metadata") or {}).get("weight_version")
     if label is None or count > 1:
         return None
@@ -191,7 +191,7 @@ def _labels(stitch: Stitch, event: Mapping[str, Any], count: int) -> list[Label]
 
 
 def _usage(stitches: Sequence[Stitch]) -> dict[str, Any]:
-    """Each prompt counts once, however many samples it has."""
+    """Token counts of a request. Each prompt counts once, for any number of samples."""
     prompts = {id(stitch.single.prompt): len(stitch.single.prompt) for stitch in stitches}
     prompt, output = sum(prompts.values()), sum(len(stitch.tokens) for stitch in stitches)
     usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

@@ -1,5 +1,5 @@
-"""The fields of requests in vLLM's dialects, with what becomes of each when a request is resumed. Pure; what the kinds
-mean is gateway/resumability.py's to say."""
+"""The fields of requests in vLLM's dialects, and how resumed legs treat each. Pure; gateway/resumability.py defines the
+kinds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ INFERENCE_SAMPLING: Table = {**_VLLM_SAMPLING, **rules(FieldKind.OURS, "output_k
 
 
 def finish_of(reason: Any, stop_reason: Any) -> Finish | None:
-    """The end of a sample, in the words of vLLM's routes; None: it goes on."""
+    """The end of a sample, by the fields of vLLM's routes; None: it has not ended."""
     if reason is None:
         return None
     kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
@@ -84,9 +84,11 @@ def finish_of(reason: Any, stop_reason: Any) -> Finish | None:
 
 
 def counted(single: Single, fields: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
-    """What a leg is asked that begins after `offset` tokens, where both dialects say the same: how many tokens it makes
-    at least, and its seed. given: where the caller's own fields of these names stand. A prompt that only the engine can
-    truncate is truncated by the one leg that there is, so not if the request is resumable."""
+    """The common fields of both dialects for a leg that begins after `offset` tokens: minimum tokens, and seed.
+
+    fields: of the caller's request, where these stand. truncate_prompt_tokens is passed on only if the request is not
+    resumable, so that its only leg has the engine truncate the prompt.
+    """
     leg_fields: dict[str, Any] = {}
     if single.min_tokens:
         leg_fields["min_tokens"] = max(0, single.min_tokens - offset)

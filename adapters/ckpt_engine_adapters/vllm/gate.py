@@ -1,10 +1,10 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
-It also has routes of its own. One says what vLLM does not: whether this server can sleep. The others are there since no
-token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, to
-let the last answers out first, and an update needs none of that. The other makes an update's three calls of the
-workers, for which vLLM has three routes, and resumes vLLM under its new label once all state words say that the weights
-are whole, for which it has two more.
+It also adds routes. One reports what vLLM does not: whether this server can sleep. The other two shorten the time
+without tokens. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, so that the last
+answers are sent first, which an update does not need. The other makes an update's three calls to the workers, for which
+vLLM has three routes; once all state words say that the weights are whole, it resumes vLLM under its new label, for
+which vLLM has two more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ nothing; null: this vLLM keeps its settings elsewhere."""
 
 
 class VllmGate(Gate):
-    """See Gate. A test lists the routes of a real server; what is new there must be judged by somebody."""
+    """See Gate. A test compares this with the routes of a real server, so that new routes are classified by people."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -139,7 +139,7 @@ class VllmGate(Gate):
     )
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Our own routes; else vLLM's."""
+        """Answers our own routes; vLLM answers the others."""
         engine: Any = getattr(scope["app"].state, "engine_client", None)
         query = parse_qs(scope["query_string"].decode())
         if route == PAUSE_ROUTE:
@@ -157,9 +157,9 @@ class VllmGate(Gate):
         if call is None:
             await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
             return
-        # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses
-        # to begin again, and serves all the same; an update that failed has closed it, and then there is nothing to
-        # finish.
+        # All three are sent at once, since engines carry calls out in order. A session that a dead agent left open
+        # refuses to start again, and works nevertheless. A failed update has closed the session, so that there is
+        # nothing to finish.
         epoch = int(query["epoch"][0])
         update = {"update_info": {"epoch": epoch}}
         calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
@@ -177,8 +177,8 @@ class VllmGate(Gate):
             await answer_json(send, 500, {"detail": "; ".join(messages)})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
-        """Resumes if the agent would (machines/agent/install.py), and then tells the label; None if it is to see for
-        itself. vLLM's session may be open still: what is asked here is carried out after its end."""
+        """Labels and resumes vLLM if the agent would (machines/agent/install.py). Returns the label; None: the agent is
+        to decide. vLLM's session may still be open: these calls are carried out after its end."""
         words = self._page.read()
         found = admission(words, self._page.marked())
         if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
@@ -197,7 +197,7 @@ class VllmGate(Gate):
 
 
 def _sleeps(engine: Any) -> bool | None:
-    """On a CPU there is nothing to give up, and vLLM takes the calls all the same."""
+    """Whether this server can sleep; None: unknown. On a CPU it can: vLLM accepts the calls, without memory to free."""
     settings = getattr(engine, "vllm_config", None)
     enabled = getattr(getattr(settings, "model_config", None), "enable_sleep_mode", None)
     device = getattr(getattr(settings, "device_config", None), "device_type", None)
