@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def passed(key: str) -> bool:
+def has_passed(key: str) -> bool:
     """Whether the check with this key has passed here. Never raises."""
     try:
         return _file(key).read_text() == key

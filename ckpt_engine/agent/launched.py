@@ -265,12 +265,12 @@ class LaunchedEngine:
         until = time.monotonic() + (self._deadlines.engine_grace if self._settings.port else 0)
         last_line = ""
         while not is_free(port, host):
-            taken = f"port {port} is taken by {await asyncio.to_thread(owner_of, port)}"
+            line = f"port {port} is taken by {await asyncio.to_thread(owner_of, port)}"
             if time.monotonic() > until:
-                raise EngineProcessError(f"{taken}: end that, or name another one (--port; 0: a free one)")
-            if taken != last_line:
-                self._events.say(f"{taken}; waiting up to {self._deadlines.engine_grace:g} s for it")
-                last_line = taken
+                raise EngineProcessError(f"{line}: end that, or name another one (--port; 0: a free one)")
+            if line != last_line:
+                self._events.say(f"{line}; waiting up to {self._deadlines.engine_grace:g} s for it")
+                last_line = line
             await asyncio.sleep(0.2)
 
     async def _start(self) -> EngineReady:
@@ -318,21 +318,21 @@ class LaunchedEngine:
         assert self.page is not None
         watch = EngineWatch(self.adapter, self.page, self._deadlines)
         self._replace_reason = ""
-        ended = asyncio.ensure_future(self._process.wait())
+        end = asyncio.ensure_future(self._process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait((ended,), timeout=self._deadlines.engine_watch)
+                done, _ = await asyncio.wait((end,), timeout=self._deadlines.engine_watch)
                 if done:
                     return self._process.describe_exit()
                 elsewhere = "" if self._followers is None else self._followers.trouble()
                 if reason := self._replace_reason or elsewhere or await watch.look():
-                    if ended.done():
+                    if end.done():
                         continue
                     self._events.say(f"{reason}; ending it")
                     await self._process.kill()
                     return reason
         finally:
-            ended.cancel()
+            end.cancel()
 
     async def _end_process(self) -> None:
         try:

@@ -38,8 +38,8 @@ def of_agent(state: AgentState) -> Iterable[Metric]:
 
 def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:
     counts = total_counts(directory)
-    held = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
-    yield from labelled(GaugeMetricFamily, "replica", replica, held)
+    gauges = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
+    yield from labelled(GaugeMetricFamily, "replica", replica, gauges)
     counters = {
         "ckpt_engine_gate_held": ("Requests that waited for an update.", counts.held_total),
         "ckpt_engine_gate_held_seconds": ("How long they waited.", counts.held_seconds),

@@ -36,12 +36,12 @@ def not_brought_line(body: manager_pb2.NotBrought) -> str:
     return f"waits for version {body.identity.version} of {body.identity.lineage}: {body.reason}"
 
 
-def lost_session_line(manager: str, ended: SessionEnded) -> str:
+def lost_session_line(manager: str, end: SessionEnded) -> str:
     """The line that says why there is no session, and what the agent does about it."""
-    if ended.patience:
-        patience = f"waiting up to {ended.patience:.0f} s, in case that is an agent that has died"
-        return f"refused by the manager at {manager}: {ended.problem.message}; {patience}"
-    return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
+    if end.patience:
+        patience = f"waiting up to {end.patience:.0f} s, in case that is an agent that has died"
+        return f"refused by the manager at {manager}: {end.problem.message}; {patience}"
+    return f"no session with the manager at {manager}: {end.problem.message}; trying again until it is there"
 
 
 def sent_line(body: Message) -> str:

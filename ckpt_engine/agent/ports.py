@@ -95,7 +95,7 @@ def owner_of(number: int) -> str:
     for process in Path("/proc").iterdir():
         if sockets and process.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or it is another user's
-                if any(os.readlink(opened) in sockets for opened in (process / "fd").iterdir()):
+                if any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir()):
                     words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                     return f"{' '.join(words).strip()[:_WORDS_SHOWN]} (pid {process.name})"
     return "another program"

@@ -258,22 +258,22 @@ class EngineProcess:
         """
         deadline = time.monotonic() + seconds
         notice = time.monotonic() + NOTICE_SECONDS
-        ended = asyncio.ensure_future(self.wait())
+        end = asyncio.ensure_future(self.wait())
         try:
             while True:
                 remaining = deadline - time.monotonic()
                 if waiting is not None and time.monotonic() >= notice:
                     waiting(remaining)
                     notice += NOTICE_AGAIN_SECONDS
-                if ended.done():
-                    raise EngineProcessError(self._with_lines(f"the engine {describe_status(ended.result())}"))
+                if end.done():
+                    raise EngineProcessError(self._with_lines(f"the engine {describe_status(end.result())}"))
                 if remaining <= 0:
                     raise EngineProcessError(self._with_lines(f"the engine was not healthy within {seconds:g} s"))
                 if await check(min(remaining, 5.0)):
                     return
-                await asyncio.wait((ended,), timeout=HEALTH_INTERVAL_SECONDS)
+                await asyncio.wait((end,), timeout=HEALTH_INTERVAL_SECONDS)
         finally:
-            ended.cancel()
+            end.cancel()
 
     def describe_exit(self) -> str:
         """How the engine ended, with its last lines, for reports; empty while it runs."""

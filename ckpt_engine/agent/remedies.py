@@ -12,7 +12,7 @@ _OURS = ("ckpt_engine", "ckpt_engine_adapters")
 
 def remedy(argv: Sequence[str], lines: Sequence[str]) -> str:
     """What to do about an engine that ended with these lines; empty: unknown, or the lines say enough."""
-    missing = next((found[1] for line in reversed(lines) if (found := _MISSING.search(line))), "")
+    missing = next((match[1] for line in reversed(lines) if (match := _MISSING.search(line))), "")
     if not missing:
         return ""
     python = next((word for word in argv if "python" in PurePath(word).name), argv[0])

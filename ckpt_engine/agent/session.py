@@ -315,20 +315,20 @@ class ReplicaAgent:
             case events.SessionEnded():
                 self._session_ended(command)
 
-    def _session_ended(self, ended: events.SessionEnded) -> None:
-        problem = ended.problem
+    def _session_ended(self, end: events.SessionEnded) -> None:
+        problem = end.problem
         self._state.connected = False
         if self._stopping:
             return
-        if ended.final:
+        if end.final:
             # The manager refuses this agent: another one has its place or its name, or an operator evicted it.
-            self._end(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
+            self._end(EvictedError(problem) if end.evicted else CkptEngineError(problem))
             return
         if problem.code != weights_pb2.Problem.ABORTED:
             self._launch.set()
         if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # printed once for each code, not at each attempt
-            self.say(narration.lost_session_line(self.settings.manager, ended))
+            self.say(narration.lost_session_line(self.settings.manager, end))
 
     async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None

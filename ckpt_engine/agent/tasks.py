@@ -57,8 +57,8 @@ class TaskRunner:
         try:
             return await self._work(task)
         except EngineCallError as error:
-            refused = internal if error.answered else unavailable
-            raise TaskFailedError(refused(f"{words(task)}: {error}").problem, error.answered) from error
+            make_error = internal if error.answered else unavailable
+            raise TaskFailedError(make_error(f"{words(task)}: {error}").problem, error.answered) from error
 
     async def _work(self, task: events.Task) -> object:
         match task:
@@ -97,7 +97,7 @@ class TaskRunner:
                     raise EngineCallError("the engine is not there", answered=True)
                 return await _call_engine(adapter, task)
             case events.FindCheck():
-                return await asyncio.to_thread(checks.passed, task.key)
+                return await asyncio.to_thread(checks.has_passed, task.key)
             case events.KeepCheck():
                 return await asyncio.to_thread(checks.keep, task.key)
             case _:
@@ -111,8 +111,9 @@ class TaskRunner:
     def _state_words(self) -> events.Words:
         page = self._host.page
         words = page.read() if page is not None else []
-        found = verdict(words, page is not None and page.marked().own_weights)
-        return events.Words(tuple(self._host.status(word) for word in words), found.open, found.reason, found.identity)
+        admission = verdict(words, page is not None and page.marked().own_weights)
+        statuses = tuple(self._host.status(word) for word in words)
+        return events.Words(statuses, admission.open, admission.reason, admission.identity)
 
     def _page(self) -> EnginePage:
         if self._host.page is None:

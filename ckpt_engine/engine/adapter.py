@@ -234,15 +234,15 @@ class AdapterModule(Protocol):
 def load_adapter(kind: str) -> AdapterModule:
     """Imports the module that drives engines of `kind`. Raises UnknownAdapterError for an unknown kind, and if the
     module cannot be imported or lacks a name of OFFERED."""
-    known = engine_kind(kind)
+    entry = engine_kind(kind)
     try:
-        module = importlib.import_module(known.driver)
+        module = importlib.import_module(entry.driver)
     except Exception as error:
         raise UnknownAdapterError(
-            f"the adapter for engine kind {known.name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"the adapter for engine kind {entry.name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if lacking := [each for each in OFFERED if not hasattr(module, each)]:
+    if missing := [each for each in OFFERED if not hasattr(module, each)]:
         raise UnknownAdapterError(
-            f"the adapter for engine kind {known.name!r} ({known.driver}) lacks {', '.join(lacking)}"
+            f"the adapter for engine kind {entry.name!r} ({entry.driver}) lacks {', '.join(missing)}"
         )
     return cast(AdapterModule, module)

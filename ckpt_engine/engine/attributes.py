@@ -27,7 +27,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, device: str) -> None:
         """device: the kind of memory that a sleep gives up, such as "cuda"."""
-        self._known = [(module, name, tensor) for module, name, tensor in _attributes(model, device)]
+        self._tensors = [(module, name, tensor) for module, name, tensor in _attributes(model, device)]
         self._copies: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def keep(self) -> None:
@@ -37,7 +37,7 @@ class Attributes:
         try:
             self._copies = [
                 (module, name, tensor, tensor.to("cpu", copy=True))
-                for module, name, tensor in self._known
+                for module, name, tensor in self._tensors
                 if module.__dict__.get(name) is tensor
             ]
         except Exception:

@@ -18,18 +18,18 @@ def command_options(command: Sequence[str], aliases: Mapping[str, str] | None = 
 
     aliases: other names to long ones. A word with one hyphen is an option only if it is among them, and else a value.
     """
-    known = aliases or {}
-    found: dict[str, tuple[str, ...]] = {}
+    long_names = aliases or {}
+    options: dict[str, tuple[str, ...]] = {}
     name = ""
     for argument in command:
         word, equals, value = argument.partition("=")
-        if word.startswith("--") or word in known:
+        if word.startswith("--") or word in long_names:
             name = word.replace("_", "-")
-            name = known.get(name, name)
-            found[name] = (value,) if equals else ()
+            name = long_names.get(name, name)
+            options[name] = (value,) if equals else ()
         elif name:
-            found[name] = (*found[name], argument)
-    return found
+            options[name] = (*options[name], argument)
+    return options
 
 
 def value(options: Options, name: str, default: str = "") -> str:
@@ -68,15 +68,15 @@ def completed(options: Options, model_option: str, model: str, port: int) -> tup
     model: empty: the options name it. port: used if the options name none. Servers listen at loopback unless the
     options name a host.
     """
-    added = [] if not model or model_option in options else [model_option, model]
+    additions = [] if not model or model_option in options else [model_option, model]
     if port_option := value(options, "--port"):
         port = int(port_option)
     else:
-        added += ["--port", str(port)]
+        additions += ["--port", str(port)]
     host = value(options, "--host")
     if not host:
-        added += ["--host", "127.0.0.1"]
-    return added, _local_url(host, port)
+        additions += ["--host", "127.0.0.1"]
+    return additions, _local_url(host, port)
 
 
 def _local_url(host: str, port: int) -> str:

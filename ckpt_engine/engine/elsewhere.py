@@ -43,15 +43,15 @@ class Elsewhere:
             if candidate.startswith(self._stages):
                 return "another pipeline stage"
             for prefix, local in self._experts.items():
-                found = _EXPERT.match(candidate, len(prefix)) if candidate.startswith(prefix) else None
-                if found is not None and _is_elsewhere(local, int(found.group(1))):
+                match = _EXPERT.match(candidate, len(prefix)) if candidate.startswith(prefix) else None
+                if match is not None and _is_elsewhere(local, int(match.group(1))):
                     return "an expert of another rank"
         return None
 
     def _names(self, name: str) -> Iterator[str]:
         """The model's possible names for the checkpoint tensor `name`."""
-        mapped = name if self._map is None else self._map(name)
-        for each in dict.fromkeys((name, mapped)):
+        model_name = name if self._map is None else self._map(name)
+        for each in dict.fromkeys((name, model_name)):
             if each is not None:
                 yield each
                 yield from (outer + each for outer in self._outer)

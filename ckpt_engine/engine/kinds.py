@@ -94,8 +94,8 @@ def engine_kind(name: str) -> EngineKind:
     points, name = points_of(ENTRY_POINTS), str(name)  # an option's value prints differently
     point = points.get(name)
     if point is None:
-        known = ", ".join(points) or f"none; {REINSTALL}"
-        raise UnknownAdapterError(f"no adapter for engine kind {name!r}; known kinds: {known}")
+        names = ", ".join(points) or f"none; {REINSTALL}"
+        raise UnknownAdapterError(f"no adapter for engine kind {name!r}; known kinds: {names}")
     try:
         kind = point.load()
     except Exception as error:

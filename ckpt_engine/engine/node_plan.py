@@ -41,7 +41,7 @@ class NodePlan(Protocol):
 
 def node_plan_of(kind: str) -> NodePlan:
     """The adapter's `node_plan` for engines of this kind. Raises ValueError if they cannot span nodes."""
-    found: NodePlan | None = getattr(load_adapter(kind), "node_plan", None)
-    if found is None:
+    plan_of: NodePlan | None = getattr(load_adapter(kind), "node_plan", None)
+    if plan_of is None:
         raise ValueError(f"--nodes: an engine of kind {kind} on several nodes cannot be driven yet; start it on one")
-    return found
+    return plan_of

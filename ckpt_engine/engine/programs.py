@@ -44,11 +44,11 @@ def python_of(command: Sequence[str]) -> str:
     program = next(iter(command[program_at(command) :]), "")
     if not program or program.startswith("-") or _PYTHON.fullmatch(Path(program).name):
         return "" if program.startswith("-") else program
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         return ""
     try:
-        with open(found, "rb") as file:
+        with open(path, "rb") as file:
             text = file.read(_FIRST_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -65,5 +65,5 @@ def _python_of_script(text: str) -> str:
     words = words[program_at(words) :]
     if words and _PYTHON.fullmatch(Path(words[0]).name):
         return words[0]
-    called = re.match(r"""'''exec' "?([^"\n]*?python[0-9.]*)"?[ \n]""", rest)
-    return called[1] if called else ""
+    exec_line = re.match(r"""'''exec' "?([^"\n]*?python[0-9.]*)"?[ \n]""", rest)
+    return exec_line[1] if exec_line else ""

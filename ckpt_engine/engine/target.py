@@ -177,11 +177,11 @@ class ModuleTarget:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for name in module._non_persistent_buffers_set:
-                found[full_name(prefix, name)] = "a buffer that is not persistent"
-        return found | self._constant
+                reasons[full_name(prefix, name)] = "a buffer that is not persistent"
+        return reasons | self._constant
 
     def ignored(self, name: str) -> str | None:
         return self._ignored(name)

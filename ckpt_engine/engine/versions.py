@@ -106,5 +106,5 @@ class Supported:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """(0, 26) of "0.26.1rc2" compares as a person would, for as many parts as are numbers."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

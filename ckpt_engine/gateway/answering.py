@@ -26,7 +26,7 @@ class Answering:
         self._request = request
         self._dialect = dialect(request, uuid.uuid4().hex, int(time.time()))
         self._stitches = [Stitch(single) for single in request.singles]
-        self._arrived = time.monotonic()
+        self._arrival = time.monotonic()
         self._first = False
 
     @property
@@ -60,7 +60,7 @@ class Answering:
             async for piece in pieces:
                 if not self._first and stitch.tokens:
                     self._first = True
-                    self._placing.metrics.first_token.observe(time.monotonic() - self._arrived)
+                    self._placing.metrics.first_token.observe(time.monotonic() - self._arrival)
                 if self._request.stream:
                     await self._tell(number, stitch, piece)
 

@@ -120,7 +120,7 @@ class Gateway:
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics, route = self.placing.settings, self.placing.metrics, scope["path"]
-        writer, ended, coming = Writer(send, settings.idle), "whole", RequestMessages(receive)
+        writer, outcome, coming = Writer(send, settings.idle), "whole", RequestMessages(receive)
         try:
             self._admit()
             self._enter(1)
@@ -131,20 +131,20 @@ class Gateway:
                 writer.large = len(data) >= LARGE_BYTES
                 prepare = partial(self._work, route, data, headers, authorized, writer)
                 work = await asyncio.to_thread(prepare) if writer.large else prepare()
-                ended = await self._run(work, writer, receive)
+                outcome = await self._run(work, writer, receive)
             finally:
                 self._enter(-1)
         except RefusedError as refused:
-            ended = refused.reason
+            outcome = refused.reason
             await drop_body(coming, Headers(scope=scope))
             await _quietly(writer.refuse(refused))
         except CkptEngineError as error:
-            ended = "unauthenticated"
+            outcome = "unauthenticated"
             await drop_body(coming, Headers(scope=scope))
-            await _quietly(writer.refuse(RefusedError(self._door.status_of(error), ended, error.problem.message)))
+            await _quietly(writer.refuse(RefusedError(self._door.status_of(error), outcome, error.problem.message)))
         except CallerGoneError:
-            ended = "caller_gone"
-        metrics.requests.labels(route, ended).inc()
+            outcome = "caller_gone"
+        metrics.requests.labels(route, outcome).inc()
 
     def _admit(self) -> None:
         if self.stopping:
@@ -218,8 +218,8 @@ class Gateway:
             try:
                 self._door.check(Headers(scope=scope), look=True)
             except CkptEngineError as error:
-                refused = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
-                await Writer(send, self.placing.settings.idle).refuse(refused)
+                refusal = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
+                await Writer(send, self.placing.settings.idle).refuse(refusal)
             else:
                 await function(scope, receive, send)
 

@@ -78,7 +78,8 @@ class Dialect(ABC):
     def about_versions(self, stitch: Stitch) -> dict[str, Any]:
         """The `ckpt_engine` object of a sample's answer: its versions and legs."""
         legs = [
-            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.ended} for leg in stitch.legs
+            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
+            for leg in stitch.legs
         ]
         about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
         if (scored := stitch.prompt_span()) is not None:
@@ -106,12 +107,12 @@ def load_event(data: bytes) -> Mapping[str, Any]:
         raise MalformedError(f"an engine's event is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
         raise MalformedError(f"an engine's event is not an object: {data[:80]!r}")
-    wrong = event.get("error")
-    if wrong and not event.get("choices"):
-        if not isinstance(wrong, dict):
-            raise EngineError(500, str(wrong))
-        code = wrong.get("code")
-        raise EngineError(code if isinstance(code, int) else 500, str(wrong.get("message", wrong)))
+    problem = event.get("error")
+    if problem and not event.get("choices"):
+        if not isinstance(problem, dict):
+            raise EngineError(500, str(problem))
+        code = problem.get("code")
+        raise EngineError(code if isinstance(code, int) else 500, str(problem.get("message", problem)))
     return event
 
 

@@ -67,11 +67,11 @@ class Engines:
         speakers: dict[str, set[str]] = {}
         for name, side in self.sides.items():
             for dialect in side.dialects:
-                known = self.dialects.setdefault(dialect.route, dialect)
-                if known is not dialect:
+                first = self.dialects.setdefault(dialect.route, dialect)
+                if first is not dialect:
                     others = ", ".join(sorted(speakers[dialect.route]))
                     raise precondition(
-                        f"{dialect.route} is {_place(known)} of engine {others}, and {_place(dialect)} of {name}: a "
+                        f"{dialect.route} is {_place(first)} of engine {others}, and {_place(dialect)} of {name}: a "
                         "gateway reads a route in one form; let both name one dialect, or uninstall the package of one"
                     )
                 speakers.setdefault(dialect.route, set()).add(name)

@@ -64,9 +64,9 @@ class Visit:
         self._member, self._prefills = member, resumed
         self._has_token = False  # whether a token has come
         self._admitted: GatewayVersion | None = None  # that the gate named when it let the request in
-        self._taken: set[GatewayVersion] = set()  # that the replica went back to, or is about to
+        self._rollback_versions: set[GatewayVersion] = set()  # that the replica went back to, or is about to
         # Other versions in the replica's news. One older than the gate's, or of the run before, was overtaken.
-        self._named: set[GatewayVersion] = set()
+        self._news_versions: set[GatewayVersion] = set()
         member.visits.add(self)
         member.prefills += resumed
         self.hear(member.news, None)
@@ -78,7 +78,7 @@ class Visit:
         self._prefills = False
 
     def end(self) -> None:
-        """Ends it. `held` does not change after this."""
+        """Ends it. `bounds` do not change after this."""
         self.begin()
         self._member.visits.discard(self)
 
@@ -92,20 +92,21 @@ class Visit:
         for each in (news.identity, None if stays else news.next):
             if each is not None:
                 lower = _goes_back(before, each) or _goes_back(news.identity, each)
-                (self._taken if lower else self._named).add(each)
+                (self._rollback_versions if lower else self._news_versions).add(each)
 
-    def see(self, served: GatewayVersion | None) -> None:
+    def see(self, version: GatewayVersion | None) -> None:
         """Notes the version that the replica itself reports to serve now."""
-        if served is not None:
-            self._taken.add(self._member.whole(served))
+        if version is not None:
+            self._rollback_versions.add(self._member.whole(version))
 
-    def held(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
+    def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest version that the replica can have held meanwhile."""
         first = self._admitted
-        known = self._taken | {each for each in self._named if first is None or not _goes_back(first, each)}
+        versions = {each for each in self._news_versions if first is None or not _goes_back(first, each)}
+        versions |= self._rollback_versions
         if first is not None:
-            known.add(first)
-        rooted = sorted(known, key=_root, reverse=True)  # of two entries for one version, the one with a root first
+            versions.add(first)
+        rooted = sorted(versions, key=_root, reverse=True)  # of two entries for one version, the one with a root first
         return min(rooted, key=_place, default=None), max(rooted, key=_place, default=None)
 
 
@@ -151,14 +152,16 @@ class FleetReplica:
 
     def identify(self, label: GatewayVersion) -> GatewayVersion:
         """Completes an engine's label with lineage and root; a bare number is its newest version of that number."""
-        known = self.history.get(label.version)
-        same = known is not None and label.lineage in ("", known.lineage) and known.root.startswith(label.root)
-        return known if same and known is not None else label
+        recorded = self.history.get(label.version)
+        same = recorded is not None and label.lineage in ("", recorded.lineage) and recorded.root.startswith(label.root)
+        return recorded if same and recorded is not None else label
 
-    def whole(self, named: GatewayVersion) -> GatewayVersion:
+    def whole(self, identity: GatewayVersion) -> GatewayVersion:
         """Completes the version that its gate named with the lineage, if that is known."""
-        known = self.history.get(named.version)
-        return named if known is None or (named.root and known.root and known.root != named.root) else known
+        recorded = self.history.get(identity.version)
+        if recorded is None or (identity.root and recorded.root and recorded.root != identity.root):
+            return identity
+        return recorded
 
     def tell(self, news: ReplicaNews) -> None:
         """Takes in news of it."""
@@ -269,10 +272,10 @@ class Fleet:
         member.answers()
         if admitted is None:
             return None
-        known = member.whole(admitted)
-        if known is admitted:
+        identity = member.whole(admitted)
+        if identity is admitted:
             self._remember(member, admitted)
-        return known
+        return identity
 
     # -- choice
 
@@ -295,9 +298,9 @@ class Fleet:
             if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.news
         ]
         for states in (TAKES, (FleetState.AWAY,)):
-            found = [member for member in able if member.news.state in states]
-            if found:
-                return found
+            candidates = [member for member in able if member.news.state in states]
+            if candidates:
+                return candidates
         return []
 
     def why_unplaced(self, want: VersionWant, now: float) -> str:
@@ -311,9 +314,9 @@ class Fleet:
             elif now < member.shunned_until:
                 parts.append(f"{name}: {member.last_failure}")
             elif not self._fits(member, want):
-                held = member.news.identity
-                run = f" of {held.lineage!r}" if held is not None and held.lineage and want.lineage else ""
-                parts.append(f"{name} holds {'no version' if held is None else f'version {held.version}{run}'}")
+                identity = member.news.identity
+                run = f" of {identity.lineage!r}" if identity is not None and identity.lineage and want.lineage else ""
+                parts.append(f"{name} holds {'no version' if identity is None else f'version {identity.version}{run}'}")
         return "; ".join(parts) or "all are taken"
 
     def could_serve(self, now: float) -> bool:
@@ -327,25 +330,25 @@ class Fleet:
         return not want.engines or not member.news.engine or member.news.engine in want.engines
 
     def _fits(self, member: FleetReplica, want: VersionWant) -> bool:
-        held, after = member.news.identity, member.news.next
-        if held is None or (want.lineage and not held.lineage):
+        identity, after = member.news.identity, member.news.next
+        if identity is None or (want.lineage and not identity.lineage):
             return want.any_version
-        if not self._meets(held, want):
+        if not self._meets(identity, want):
             return False
         if member.news.state is not FleetState.DRAINING or want.any_version:
             return True
         # Its gate lets nothing in before it holds the next version, which a rollback may make an older one.
         return want.version is None and not (want.min_version and after and after.version < want.min_version)
 
-    def _meets(self, held: GatewayVersion, want: VersionWant) -> bool:
-        if want.lineage and held.lineage and held.lineage != want.lineage:
+    def _meets(self, identity: GatewayVersion, want: VersionWant) -> bool:
+        if want.lineage and identity.lineage and identity.lineage != want.lineage:
             return False
-        if want.version is not None and held.version != want.version:
+        if want.version is not None and identity.version != want.version:
             return False
-        if want.min_version is not None and held.version < want.min_version:
+        if want.min_version is not None and identity.version < want.min_version:
             return False
-        last = self.latest.get(held.lineage)
-        return want.max_lag is None or last is None or last.version - held.version <= want.max_lag
+        last = self.latest.get(identity.lineage)
+        return want.max_lag is None or last is None or last.version - identity.version <= want.max_lag
 
     def suits(self, want: VersionWant, admitted: GatewayVersion | None) -> bool:
         """Whether a request accepts the version under which a gate let it in; None: the gate named none."""
@@ -361,11 +364,11 @@ class Fleet:
         if want.min_version is not None and newest < want.min_version <= highest:
             detail = f"version {want.min_version} was taken back: the last one is {newest} now"
             raise RefusedError(409, refusals.ROLLED_BACK, detail)
-        held = [member.news.identity for member in self.members.values()]
+        identities = [member.news.identity for member in self.members.values()]
         if (
             want.version is not None
             and want.version < newest
-            and not any(each is not None and each.version == want.version for each in held)
+            and not any(each is not None and each.version == want.version for each in identities)
         ):
             detail = f"no replica holds version {want.version} any more; the last one is {newest}"
             raise RefusedError(409, refusals.VERSION_GONE, detail)

@@ -61,7 +61,7 @@ class Journey:
         self._want = wishes.want
         self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
         self._dry = 0
-        self._checked: object = None
+        self._last_check: object = None
         self._identifier = uuid.uuid4().hex
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
@@ -80,23 +80,23 @@ class Journey:
                     async with aclosing(self._leg(member, visit)) as pieces:
                         async for piece in pieces:
                             yield piece
-                    ended = WHOLE if self._stitch.finish is not None else ABORTED
+                    outcome = WHOLE if self._stitch.finish is not None else ABORTED
                 except UnsuitedError as error:
                     self._stitch.legs.pop()
                     unsuited[member.name] = error.news
                     self._placing.check(self._want, patience)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
                     self._placing.refused(member, error)
                     self._placing.check(self._want, patience)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
-                    why, ended = str(error) or type(error).__name__, BROKEN
+                    why, outcome = str(error) or type(error).__name__, BROKEN
                     silent = isinstance(error, BrokenError) and error.silent
-                leg.ended = ended
-                self._metrics.legs.labels(member.name, ended).inc()
-                if ended in (WHOLE, "not_admitted"):
+                leg.outcome = outcome
+                self._metrics.legs.labels(member.name, outcome).inc()
+                if outcome in (WHOLE, "not_admitted"):
                     continue
                 await self._check_last(member, visit, len(self._stitch.tokens))
             if self._stitch.broken(self._dialect.finish):
@@ -130,7 +130,7 @@ class Journey:
         ) as stream:
             leg = stitch.leg
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
-            leg.held, leg.identify, leg.caches = visit.held, member.identify, member.caches
+            leg.bounds, leg.identify, leg.caches = visit.bounds, member.identify, member.caches
             if admitted is not None and admitted.lineage and not self._want.lineage:
                 self._want = replace(self._want, lineage=admitted.lineage)
             async with aclosing(self._read(stream, member, visit)) as pieces:
@@ -142,26 +142,26 @@ class Journey:
         stitch, labelled = self._stitch, member.news.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
             async for batch in events:
-                together, wrong, aborted, had = AnswerPiece(), None, False, len(stitch.tokens)
+                combined, failure, aborted, delivered = AnswerPiece(), None, False, len(stitch.tokens)
                 for data in batch:
                     try:
                         piece = self._take(data, member, labelled)
                     except Exception as error:  # what came before it is the caller's first
-                        wrong = error
+                        failure = error
                         break
                     aborted = piece.finish is not None and piece.finish.kind == ABORT
                     if aborted:
                         piece.finish = None
-                    together.add(piece)
+                    combined.add(piece)
                     if aborted or stitch.finish is not None:
                         break
-                if together.says:
+                if combined.says:
                     visit.begin()
                     if stitch.finish is not None:
-                        await self._check_last(member, visit, had)
-                    yield together
-                if wrong is not None:
-                    raise wrong
+                        await self._check_last(member, visit, delivered)
+                    yield combined
+                if failure is not None:
+                    raise failure
                 if aborted:
                     return
                 if stitch.finish is not None:
@@ -179,72 +179,72 @@ class Journey:
             piece.labels = None
         if piece.finish is not None and piece.finish.kind == ERROR:
             raise BrokenError(f"the engine ended it with {piece.finish.reason!r}")
-        had = len(stitch.tokens)
+        delivered = len(stitch.tokens)
         piece = stitch.take(piece)
         if cached := piece.about.get("cached_tokens"):
             self._metrics.cached.labels(member.name).inc(cached)
-        self._check_versions(member, had)
+        self._check_versions(member, delivered)
         return piece
 
-    def _check_versions(self, member: FleetReplica, had: int) -> None:
+    def _check_versions(self, member: FleetReplica, delivered: int) -> None:
         """Drops tokens that the engine labels with a version or lineage that the caller does not accept, before they
-        are sent, and raises RefusedError. had: tokens that the caller has already."""
+        are sent, and raises RefusedError. delivered: tokens that the caller has already."""
         stitch = self._stitch
         labels = stitch.leg.labels
         if not labels:
             return
         # Most events repeat the label of the one before, of the same replica: nothing new to check.
-        known = (len(stitch.legs), len(labels), labels[-1].made_by, member.news)
-        if known == self._checked:
+        state = (len(stitch.legs), len(labels), labels[-1].made_by, member.news)
+        if state == self._last_check:
             return
         spans = stitch.leg.spans()
         if labels[-1].end > labels[-1].start and labels[-1].end >= stitch.leg.count:
-            self._checked = known  # what the labels say covers all that came
-        self._check_spans([span for span in spans if span.exact], had)
+            self._last_check = state  # what the labels say covers all that came
+        self._check_spans([span for span in spans if span.exact], delivered)
         runs = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
         if len(runs) > 1:
-            stitch.cut(had)
+            stitch.cut(delivered)
             detail = f"the replica went over to another run ({', '.join(sorted(runs))})"
             raise RefusedError(409, refusals.LINEAGE_CHANGED, detail)
 
-    async def _check_last(self, member: FleetReplica, visit: Visit, had: int) -> None:
+    async def _check_last(self, member: FleetReplica, visit: Visit, delivered: int) -> None:
         """Checks, at the end of a leg, the tokens that its engine did not label. The replica is asked first, since its
-        version may have changed without news. had: as for `_check_versions`."""
+        version may have changed without news. delivered: as for `_check_versions`."""
         stitch, want = self._stitch, self._want
         exact = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
         if exact or (want.any_version and not want.lineage):
             return
         await self._placing.look_again(member, visit, want)
         scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
-        self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], had)
+        self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], delivered)
 
-    def _check_spans(self, spans: Sequence[Span], had: int) -> None:
+    def _check_spans(self, spans: Sequence[Span], delivered: int) -> None:
         for span in spans:
-            refused = self._want.against(span)
-            if refused is not None:
-                self._stitch.cut(max(span.first, had))
+            refusal = self._want.against(span)
+            if refusal is not None:
+                self._stitch.cut(max(span.first, delivered))
                 self._stitch.finish = None
-                raise refused
+                raise refusal
 
     async def _may_go_on(self, member: FleetReplica, count: int, why: str) -> None:
         """Decides whether another leg follows one that ended too early. Raises RefusedError if not."""
         stitch, settings = self._stitch, self._settings
-        ended = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
+        cause = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
         if why:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
         self._dry = 0 if count else self._dry + 1
         if stitch.started and self._dialect.request.not_resumable:
             reason = self._dialect.request.not_resumable
-            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
+            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{cause}, and the request is not resumable: {reason}")
         if not self._wishes.resume:
-            raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
+            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off")
         if why and (dead := await self._suspects.dead()) >= settings.deaths:
-            detail = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
+            detail = f"{cause}; {dead} engines died or fell silent with this request inside: it is given up"
             raise RefusedError(502, refusals.POISONED, detail)
         if self._dry > settings.dry:
-            raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}; {self._dry} legs in a row brought no token")
         if stitch.resumes >= settings.resumes:
-            raise RefusedError(502, refusals.TOO_MANY_RESUMES, f"{ended}; it was resumed {stitch.resumes} times")
+            raise RefusedError(502, refusals.TOO_MANY_RESUMES, f"{cause}; it was resumed {stitch.resumes} times")
         if not count and not why:
             await asyncio.sleep(random.uniform(0, settings.jitter))

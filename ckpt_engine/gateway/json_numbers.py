@@ -59,16 +59,16 @@ def _load(data: bytes, number: Callable[[str], float]) -> Any:
     return load_json(data, parse_constant=number, parse_float=number)
 
 
-def passed(data: bytes) -> bytes:
+def finite_json(data: bytes) -> bytes:
     """Bytes that an engine wrote, changed only if they would be JSON but for numbers that are not finite."""
     if not any(name in data for name in NAMES):
         return data
-    found: list[str] = []
+    constants: list[str] = []
     try:
-        content = _shallow(data, load_json(data, parse_constant=found.append))
+        content = _shallow(data, load_json(data, parse_constant=constants.append))
     except ValueError:
         return data
-    return dump(content) if found else data  # the names may stand in a text
+    return dump(content) if constants else data  # the names may stand in a text
 
 
 def _shallow(data: bytes, content: Any) -> Any:
@@ -104,9 +104,9 @@ def _where(data: bytes) -> str:
 
 def _way(value: Any) -> list[str]:
     """Keys and indices of that path."""
-    named = isinstance(value, dict)
-    for key, each in value.items() if named else enumerate(value) if isinstance(value, list) else ():
+    is_object = isinstance(value, dict)
+    for key, each in value.items() if is_object else enumerate(value) if isinstance(value, list) else ():
         rest = _way(each) if isinstance(each, dict | list) else []
         if rest or (isinstance(each, float) and not math.isfinite(each)):
-            return [f".{key}" if named else f"[{key}]", *rest]
+            return [f".{key}" if is_object else f"[{key}]", *rest]
     return []

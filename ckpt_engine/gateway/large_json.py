@@ -48,7 +48,7 @@ def dump_in_steps(content: Any) -> bytes:
 def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
     """Parses a list after its `[`: leading integers in steps, the rest value by value."""
     text, end = text_and_end
-    found: list[Any] = []
+    integers: list[Any] = []
     while True:
         step = text[end : end + STEP]
         numbers = _NUMBERS.match(step)
@@ -56,9 +56,9 @@ def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], in
         some = json.loads(f"[{step[:last]}]") if last > 0 else []
         if not some:
             break
-        found += some
+        integers += some
         end += last + 1
     rest, end = JSONArray((text, end), scan_once)
-    if found and not rest:
+    if integers and not rest:
         raise json.JSONDecodeError("Illegal trailing comma before end of array", text, end - 1)
-    return found + rest if found else rest, end
+    return integers + rest if integers else rest, end

@@ -54,6 +54,6 @@ class GatewayMetrics:
         """The metrics in Prometheus' text format: this process's, or all worker processes' together."""
         if TOGETHER not in os.environ:
             return generate_latest(self._registry)
-        together = CollectorRegistry()
-        MultiProcessCollector(together)  # type: ignore[no-untyped-call]
-        return generate_latest(together)
+        all_processes = CollectorRegistry()
+        MultiProcessCollector(all_processes)  # type: ignore[no-untyped-call]
+        return generate_latest(all_processes)

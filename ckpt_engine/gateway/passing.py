@@ -13,10 +13,10 @@ from typing import Any
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
 from ckpt_engine.gateway.journey import Wishes
-from ckpt_engine.gateway.json_numbers import dump, load_answer, passed
+from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.samples import aborted, ended, may_end, name_versions, samples_of, says
+from ckpt_engine.gateway.samples import has_ended, may_end, name_versions, samples_of, says, was_aborted
 from ckpt_engine.gateway.stitching import Leg
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span
@@ -55,32 +55,32 @@ class PassedRequest:
         tries = 0
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
-            ended = ""
+            outcome = ""
             with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
                         member.news.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
                         placing.let_in(member, visit, stream.admitted, want)
-                        leg = Leg(member.name, 0, member.identify, visit.held, member.caches)
+                        leg = Leg(member.name, 0, member.identify, visit.bounds, member.caches)
                         await self._relay(stream, member, visit, leg)
-                    ended = "whole"
+                    outcome = "whole"
                 except UnsuitedError as error:
-                    unsuited[member.name], ended = error.news, "not_admitted"
+                    unsuited[member.name], outcome = error.news, "not_admitted"
                 except NotAdmittedError as error:
                     placing.refused(member, error)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except AbortedError as error:
-                    tries, ended = tries + 1, "aborted"
+                    tries, outcome = tries + 1, "aborted"
                     self._may_try_again(member, tries, error)
                     patience = placing.patience(self._wishes.queue_seconds)
                 except BrokenError as error:
-                    ended = "broken"
+                    outcome = "broken"
                     raise self._broken(member, error) from error
                 finally:
-                    if ended:
-                        placing.metrics.legs.labels(member.name, ended).inc()
-            if ended == "whole":
+                    if outcome:
+                        placing.metrics.legs.labels(member.name, outcome).inc()
+            if outcome == "whole":
                 return
             placing.check(want, patience)
 
@@ -107,13 +107,13 @@ class PassedRequest:
         if stream.content_type.startswith("text/event-stream"):
             await self._relay_events(stream, member, visit, leg)
             return
-        body = passed(await stream.whole())
+        body = finite_json(await stream.whole())
         try:
             content = load_answer(body)
         except ValueError:
             content = None
         samples = samples_of(content)
-        if any(map(aborted, samples)):
+        if any(map(was_aborted, samples)):
             raise AbortedError
         believed = not member.news.mislabels
         await self._check(name_versions(content, leg, believed), member, visit, leg)
@@ -127,19 +127,19 @@ class PassedRequest:
         checked = False
         async for batch in stream.events():
             events = []
-            for data in map(passed, batch):
+            for data in map(finite_json, batch):
                 self._remember(data)
                 if self._started and not may_end(data):
                     events.append(data)
                     continue
                 content = _load(data)
                 samples = samples_of(content)
-                if any(map(aborted, samples)):
+                if any(map(was_aborted, samples)):
                     await self._tell([*early, *events, *_without_end(content)])
                     raise AbortedError
-                if any(map(ended, samples)):
+                if any(map(has_ended, samples)):
                     checked = True
-                    counts = {number: len(found) for number, found in self._ids.items()}
+                    counts = {number: len(ids) for number, ids in self._ids.items()}
                     believed = not member.news.mislabels
                     await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
                     name_versions(content, leg, believed, counts)
@@ -170,8 +170,8 @@ class PassedRequest:
             await self._placing.look_again(member, visit, want)
             spans = [leg.span(0, 0)]
         for span in spans:
-            if refused := want.against(span):
-                raise refused
+            if refusal := want.against(span):
+                raise refusal
 
     def _remember(self, data: bytes) -> None:
         if b'"token_ids"' not in data:
@@ -179,12 +179,12 @@ class PassedRequest:
         for sample in samples_of(_load(data)):
             number, ids = sample.get("index", 0), sample.get("token_ids")
             if isinstance(number, int) and isinstance(ids, list):
-                known = self._ids.setdefault(number, [])
-                known += ids if len(known) < MOST_IDS else []
+                earlier_ids = self._ids.setdefault(number, [])
+                earlier_ids += ids if len(earlier_ids) < MOST_IDS else []
 
     def so_far(self) -> dict[str, Any]:
         """The partial answer: the ids of each sample, where the engine sent any."""
-        choices = [{"index": number, "token_ids": found} for number, found in sorted(self._ids.items())]
+        choices = [{"index": number, "token_ids": ids} for number, ids in sorted(self._ids.items())]
         return {"choices": choices} if choices else {}
 
 

@@ -102,11 +102,11 @@ class Placing:
             visit.end()
 
     def let_in(
-        self, member: FleetReplica, visit: Visit, named: GatewayVersion | None, want: VersionWant
+        self, member: FleetReplica, visit: Visit, gate_version: GatewayVersion | None, want: VersionWant
     ) -> GatewayVersion | None:
         """Notes that a replica let a request in, under the version that its gate named. Returns that version, with its
         lineage if known. Raises UnsuitedError."""
-        admitted = self.fleet.answered(member, named)
+        admitted = self.fleet.answered(member, gate_version)
         visit.let_in(admitted)
         if not self.fleet.suits(want, admitted):
             raise UnsuitedError(member.news)
@@ -119,12 +119,12 @@ class Placing:
             return
         with contextlib.suppress(NotAdmittedError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK_SECONDS):
-                open_, held = True, None
-                while open_ and held is None:
-                    open_, _, held = await self.upstream.ready(member.news.url)
-                    if held is None:
+                open_, version = True, None
+                while open_ and version is None:
+                    open_, _, version = await self.upstream.ready(member.news.url)
+                    if version is None:
                         await asyncio.sleep(LOOK_SECONDS)
-                visit.see(held)
+                visit.see(version)
 
     def refused(self, member: FleetReplica, error: NotAdmittedError) -> None:
         """Notes that a replica did not let a request in."""

@@ -37,7 +37,7 @@ async def probe_replicas(
 async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream, engines: Engines) -> ReplicaNews:
     member = fleet.members.get(url)
     try:
-        ready, why, held = await upstream.ready(url)
+        ready, why, version = await upstream.ready(url)
     except NotAdmittedError as error:
         if member is not None and error.unreachable:
             member.died()
@@ -47,7 +47,7 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
         member.answers()
     if url not in kinds:
         kinds[url] = await _kind(url, upstream, engines)
-    return ReplicaNews(url, url, kinds[url], FleetState.SERVING if ready else FleetState.CLOSED, why, held)
+    return ReplicaNews(url, url, kinds[url], FleetState.SERVING if ready else FleetState.CLOSED, why, version)
 
 
 async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:

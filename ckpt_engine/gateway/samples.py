@@ -35,12 +35,12 @@ def samples_of(content: Any) -> list[dict[str, Any]]:
     return [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
 
 
-def ended(sample: Mapping[str, Any]) -> bool:
+def has_ended(sample: Mapping[str, Any]) -> bool:
     """Whether a sample has ended."""
     return sample.get("finish_reason") is not None
 
 
-def aborted(sample: Mapping[str, Any]) -> bool:
+def was_aborted(sample: Mapping[str, Any]) -> bool:
     """Whether an update ended a sample early. An abort with a status is an error of the request instead."""
     reason = sample.get("finish_reason")
     if isinstance(reason, dict):
@@ -74,7 +74,7 @@ def name_versions(
     all_spans: list[Span] = []
     samples = samples_of(content)
     for sample in samples:
-        if not ended(sample):
+        if not has_ended(sample):
             continue
         labels, count = _facts(content, sample, len(samples) == 1, streamed)
         spans = _spans(leg, count, labels if believed else None)
@@ -110,4 +110,4 @@ def _facts(
 def _spans(leg: Leg, count: int | None, labels: list[Label] | None) -> list[Span]:
     if count is None:
         return [leg.span(0, 0)]
-    return leg_spans(0, count, labels, leg.identify, leg.held(), leg.caches)
+    return leg_spans(0, count, labels, leg.identify, leg.bounds(), leg.caches)

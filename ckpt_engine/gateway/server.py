@@ -56,10 +56,10 @@ def check(settings: GatewaySettings) -> None:
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
-        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is none
-        named = False
-    if not named:
+        valid = False
+    if not valid:
         raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
     if parts.query or parts.fragment or parts.username or parts.path.rstrip("/").endswith(_ROUTES):
         root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -50,7 +50,7 @@ class GatewaySettings:
         security_values = values.pop("security")
         insecure = bool(security_values.pop("insecure"))
         paths = {name: Path(path) if path else None for name, path in security_values.items()}
-        known = {each.name for each in fields(cls)}
+        names = {each.name for each in fields(cls)}
         values["replicas"] = tuple(values["replicas"])
         security = ServerSecurity(**paths, insecure=insecure)
-        return cls(**{name: value for name, value in values.items() if name in known}, security=security)
+        return cls(**{name: value for name, value in values.items() if name in names}, security=security)

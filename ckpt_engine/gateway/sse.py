@@ -23,7 +23,7 @@ class Events:
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_EVENT_BYTES:
             raise EventTooLargeError(f"an event of more than {MOST_EVENT_BYTES} bytes")
-        return [found for found in map(_data, whole) if found]
+        return [event for event in map(_data, whole) if event]
 
 
 def done() -> bytes:

@@ -81,20 +81,20 @@ class Leg:
     offset: int  # tokens of the answer before it
     identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # the whole of what its engine's labels say
     # the lowest and highest version that the replica can have held meanwhile
-    held: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
+    bounds: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
     caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
-    ended: str = ""  # how; empty while it runs
+    outcome: str = ""  # how; empty while it runs
     count: int = 0
     labels: list[Label] | None = None
     text_before: int = 0  # characters of the answer before it
 
     def spans(self) -> list[Span]:
         """The spans of its tokens."""
-        return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
+        return leg_spans(self.offset, self.count, self.labels, self.identify, self.bounds(), self.caches)
 
     def span(self, first: int, count: int) -> Span:
         """A span of the version that made its first token, for something that is not a token of the answer."""
-        origin = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
+        origin = next(iter(self.spans()), None) or Span(0, 0, *self.bounds(), exact=False, caches=RECOMPUTED)
         return replace(origin, first=first, count=count)
 
 
@@ -160,7 +160,7 @@ class Stitch:
             if piece.scored:
                 self.scored = self.leg, piece.scored
         if piece.finish is not None and piece.finish.kind not in (ABORT, ERROR):
-            self.finish, self.leg.ended = piece.finish, WHOLE
+            self.finish, self.leg.outcome = piece.finish, WHOLE
         return piece
 
     def broken(self, finishes: Callable[[str, Any], Finish]) -> bool:

@@ -48,7 +48,7 @@ class Stream:
         self.status = connection.status
         self.content_type = connection.headers.get("content-type", "")
         headers = connection.headers
-        self.admitted = _held(headers)  # the version that the gate named when it let the request in
+        self.admitted = _admitted_version(headers)  # the version that the gate named when it let the request in
         self.version_headers = {name: headers[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in headers}
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
@@ -140,7 +140,7 @@ class Upstream:
             raise _not_admitted(url, error) from error
         # An engine without our gate has no such route: it serves, and names no version.
         open_ = answer.status in (200, 404)
-        return open_, "" if open_ else _error_message(answer.content), _held(answer.headers)
+        return open_, "" if open_ else _error_message(answer.content), _admitted_version(answer.headers)
 
     async def lives(self, url: str) -> bool:
         """Whether an engine with living workers takes connections there, even if it is too busy to answer in time."""
@@ -157,7 +157,7 @@ class Upstream:
         return await self._connections.get(url, route, self._settings.probe)
 
 
-def _held(headers: Mapping[str, str]) -> GatewayVersion | None:
+def _admitted_version(headers: Mapping[str, str]) -> GatewayVersion | None:
     """The version that a gate names in an answer's headers; None: it names none."""
     version = headers.get(VERSION_HEADER, "")
     return GatewayVersion(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None

@@ -65,20 +65,20 @@ def leg_spans(
     count: int,
     labels: Sequence[Label] | None,
     identify: Callable[[GatewayVersion], GatewayVersion],
-    held: tuple[GatewayVersion | None, GatewayVersion | None],
+    bounds: tuple[GatewayVersion | None, GatewayVersion | None],
     caches: Callable[[int], str],
 ) -> list[Span]:
     """Spans of one leg's `count` tokens, which begin at `first` of the answer.
 
     labels: of the leg's tokens, by the engine; used only if they cover all tokens without a gap. The chunks of a stream
     prove nothing: an engine may put tokens of two versions into one. identify: completes a label with lineage and root.
-    held: the lowest and highest version that the replica can have held meanwhile. caches: what happened to them when
+    bounds: the lowest and highest version that the replica can have held meanwhile. caches: what happened to them when
     the replica installed the version of a number.
     """
     if count == 0:
         return []
     if labels is None or not _cover(labels, count):
-        return [Span(first, count, *held, exact=False, caches=RECOMPUTED)]
+        return [Span(first, count, *bounds, exact=False, caches=RECOMPUTED)]
     spans: list[Span] = []
     for label in labels:
         end = min(label.end, count)

@@ -48,7 +48,7 @@ class News:
         self._cluster, self._epoch = "", 0
         self._run, self._sequence = "", 0
         self._settling = False
-        self._named: set[str] = set()
+        self._names: set[str] = set()
 
     def take(self, message: manager_pb2.WatchReplicasResponse) -> None:
         """Applies one message. Raises StaleError: dial again."""
@@ -63,12 +63,12 @@ class News:
         news = [_replica_news(replica) for replica in message.replicas if replica.pool == self._pool]
         others = {replica.name for replica in message.replicas if replica.pool != self._pool}
         if message.snapshot:
-            self._named = set()
-        self._named |= {each.name for each in news}
+            self._names = set()
+        self._names |= {each.name for each in news}
         settled = not message.settling and (self._settling or message.snapshot)
         removed = set(message.gone) | (others & self._fleet.members.keys())
         if settled:
-            removed |= self._fleet.members.keys() - self._named
+            removed |= self._fleet.members.keys() - self._names
         self._settling = message.settling
         self._fleet.tell(news, sorted(removed))
         self._fleet.tell_latest(map(_identity, message.latest))

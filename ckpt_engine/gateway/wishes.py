@@ -34,7 +34,7 @@ def wishes_of(
     headers: with names in lower case. session, prompt: from the body. authorized: the gateway itself has checked the
     caller's token, so the token is not passed on to engines.
     """
-    named = next((headers[name] for name in SESSION if headers.get(name)), "") or session
+    session_name = next((headers[name] for name in SESSION if headers.get(name)), "") or session
     resume = headers.get(RESUME, "on").lower()
     if resume not in ("on", "off"):
         raise bad_request(f"{RESUME}: {resume!r} is neither on nor off")
@@ -46,25 +46,25 @@ def wishes_of(
     )
     if want.version is not None and want.min_version is not None and want.version < want.min_version:
         raise bad_request(f"{VERSION} {want.version} is below {MIN_VERSION} {want.min_version}: no version is both")
-    passed = {name: headers[name] for name in _PASSED if name in headers}
+    leg_headers = {name: headers[name] for name in _PASSED if name in headers}
     if not authorized and "authorization" in headers:
-        passed["authorization"] = headers["authorization"]
-    return Wishes(want, key_of(named, prompt), _queue_seconds(headers, settings), resume == "on", passed)
+        leg_headers["authorization"] = headers["authorization"]
+    return Wishes(want, key_of(session_name, prompt), _queue_seconds(headers, settings), resume == "on", leg_headers)
 
 
 def once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice or is unknown, since
     the caller's wish would silently be ignored."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for header, value in headers:
         name = header.lower()
         if (bare := name.replace("_", "-")).startswith(OURS):
             if name not in KNOWN:
                 raise bad_request(f"{header}: there is no such header; {_suggestion(bare.removeprefix(OURS))}")
-            if name in found:
-                raise bad_request(f"{header}: it is given twice, {found[name]!r} and {value!r}; give it once")
-        found[name] = value
-    return found
+            if name in by_name:
+                raise bad_request(f"{header}: it is given twice, {by_name[name]!r} and {value!r}; give it once")
+        by_name[name] = value
+    return by_name
 
 
 def _suggestion(name: str) -> str:

@@ -50,13 +50,13 @@ class Writer:
         """Writes a whole answer of JSON."""
         await self.answer(200, JSON, await self.dump(content), {})
 
-    async def refuse(self, refused: RefusedError, **more: Any) -> None:
+    async def refuse(self, refusal: RefusedError, **more: Any) -> None:
         """Writes a refusal: as the answer, or, in a stream that has started, as an event and the end."""
         if self.started:
-            await self.events([refused.event(**more)], done=True)
+            await self.events([refusal.event(**more)], done=True)
         else:
-            body, self.headers = await self.dump(refused.problem(**more)), {}
-            await self.answer(refused.status, PROBLEM, body, refused.headers)
+            body, self.headers = await self.dump(refusal.problem(**more)), {}
+            await self.answer(refusal.status, PROBLEM, body, refusal.headers)
 
     async def dump(self, content: Any) -> bytes:
         """Encodes JSON, on another thread if it may take a while."""

@@ -58,12 +58,12 @@ class Constants:
                 f"({self._failure}): restart the engine"
             )
         now = self._digests()
-        lost = sorted(name for name, noted in self._before.items() if now.get(name) != noted)
-        if lost:
+        names = sorted(name for name, digest in self._before.items() if now.get(name) != digest)
+        if names:
             raise data_loss(
-                f"{', '.join(lost[:4])} ({len(lost)} in all) lost what they held while the engine slept, and no update "
-                "brings it: restart the engine",
-                lost,
+                f"{', '.join(names[:4])} ({len(names)} in all) lost what they held while the engine slept, and no "
+                "update brings it: restart the engine",
+                names,
             )
         self._must_check = False
 

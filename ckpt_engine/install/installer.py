@@ -365,10 +365,10 @@ class _InstallRun:
     def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
         """Digests needs and returns those that match; raises DATA_LOSS with the names of those that do not."""
         started = time.monotonic()
-        wrong = ready.wrong(expected, self._works)
+        mismatches = ready.mismatches(expected, self._works)
         self.report.verify_seconds += time.monotonic() - started
-        if wrong:
-            raise _differs(recording, wrong)
+        if mismatches:
+            raise _differs(recording, mismatches)
         return ready.needs
 
     def _on_bytes(self, count: int) -> None:
@@ -389,10 +389,10 @@ class _InstallRun:
             )
 
 
-def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
-    names = sorted({recording.name(need) for need in wrong})
+def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:
+    names = sorted({recording.name(need) for need in mismatches})
     message = f"what was installed of {some(names)} does not hash to what its source sealed"
-    touched = {copy.tensor for copy in recording.copies if copy.need in set(wrong)}
+    touched = {copy.tensor for copy in recording.copies if copy.need in set(mismatches)}
     others = {recording.name(copy.need) for copy in recording.copies if copy.tensor in touched} - set(names)
     if others:
         message += f" (the same tensors of the model are also loaded from {', '.join(sorted(others)[:4])})"

@@ -78,18 +78,18 @@ class Ready:
                 destination.fill_(value)
         await_device(in_time)
 
-    def wrong(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
+    def mismatches(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
         """Digests the needs' bytes as they are now. Returns the needs with a digest that differs from `expected`."""
-        found = []
+        mismatches = []
         for needs, digests in self._digests:
             values = digests.run()
-            found += [
+            mismatches += [
                 need
                 for (need, wide), value in zip(needs, values, strict=True)
                 if value != (widened(expected[need], *wide) if wide else expected[need])
             ]
             in_time()
-        return found
+        return mismatches
 
 
 def await_device(in_time: Callable[[], None]) -> None:

@@ -98,15 +98,15 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         work[fill.tensor].fills.append((place, fill.value))
     regions = [{region.id: region for region in source.regions} for source in plan.sources]
     read = [0] * len(plan.sources)
-    served: list[list[Box]] = [[] for _ in recording.needs]
+    boxes_of: list[list[Box]] = [[] for _ in recording.needs]
     for piece in plan.pieces:
-        if piece.need >= len(served) or piece.source >= len(regions) or piece.region not in regions[piece.source]:
+        if piece.need >= len(boxes_of) or piece.source >= len(regions) or piece.region not in regions[piece.source]:
             raise invalid(f"the plan for worker {rank} names a need, source or region that is not there")
         need = recording.needs[piece.need]
         box = Box(tuple(piece.start), tuple(piece.stop))
         if len(box.start) != need.box.rank or len(piece.stride) != need.box.rank or not contains(need.box, box):
             raise invalid(f"a piece of the plan reaches beyond what worker {rank} needs", [recording.name(piece.need)])
-        served[piece.need].append(box)
+        boxes_of[piece.need].append(box)
         spec = recording.manifest.tensors[need.tensor]
         transport = plan.sources[piece.source].transport
         for copy in copies[piece.need]:
@@ -131,7 +131,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
                 )
             )
             read[piece.source] += box.volume * itemsize(spec.dtype)
-    _check_served(recording, served, rank)
+    _check_served(recording, boxes_of, rank)
     opened: dict[str, list[weights_pb2.Region]] = {}
     for source in plan.sources:
         if not is_collective(source.transport):  # a collective's owner sends its memory; nothing is opened
@@ -152,8 +152,8 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
     return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, collective, edges, sum(read))
 
 
-def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> None:
-    for number, (need, boxes) in enumerate(zip(recording.needs, served, strict=True)):
+def _check_served(recording: Recording, boxes_of: list[list[Box]], rank: int) -> None:
+    for number, (need, boxes) in enumerate(zip(recording.needs, boxes_of, strict=True)):
         if len(boxes) == 1 and boxes[0] == need.box:
             continue
         if sum(box.volume for box in boxes) != need.box.volume or remainder([need.box], boxes):

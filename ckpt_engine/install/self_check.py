@@ -131,10 +131,11 @@ class SelfCheck:
         checked = worker_pb2.WorkerChecked(fence=order.fence)
         recording = self._installer.recorded(order.manifest_digest)
         try:
-            if (held := self._slot.identity) is not None:
+            if (identity := self._slot.identity) is not None:
+                version = f"version {identity.version} of {identity.lineage}"
                 raise precondition(
-                    f"worker {self._slot.rank} holds version {held.version} of {held.lineage}; made weights would "
-                    "overwrite it: an engine is checked before its first update"
+                    f"worker {self._slot.rank} holds {version}; generated weights would overwrite it: an engine is "
+                    "checked before its first update"
                 )
             if recording is None:
                 raise precondition(f"worker {self._slot.rank} has not recorded this manifest")

@@ -49,11 +49,11 @@ def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise precondition(
                 f"{path} must be a directory of user {os.getuid()} with mode 0700, "
-                f"but it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; "
+                f"but it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; "
                 "remove it or set XDG_RUNTIME_DIR to a private directory"
             ) from None
 

@@ -141,18 +141,18 @@ class Gate:
             return
         self._counts.waits()
         try:
-            held = await self._room.wait(answer, receive)
+            request = await self._room.wait(answer, receive)
         finally:
             self._counts.waited(self._state.clock() - answer.arrived)
         try:
-            if held.decision is None:
+            if request.decision is None:
                 return  # the client has gone
-            if held.decision.kind is DecisionKind.ADMIT:
-                await self._let_in(held.decision, scope, held.receive(receive), send)
+            if request.decision.kind is DecisionKind.ADMIT:
+                await self._let_in(request.decision, scope, request.receive(receive), send)
             else:
-                await self._refuse(held.decision, scope, send)
+                await self._refuse(request.decision, scope, send)
         finally:
-            held.close()
+            request.close()
 
     async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, probe: bool = False) -> None:
         """Refuses a request. probe: it is not a request for tokens, and is not counted."""

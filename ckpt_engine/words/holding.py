@@ -96,7 +96,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[RequestTicket, None] = OrderedDict()
-        self._called: set[RequestTicket] = set()
+        self._entering: set[RequestTicket] = set()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Queue:
     @property
     def empty(self) -> bool:
         """Whether a request that comes now would overtake no other."""
-        return not self._waiting and not self._called
+        return not self._waiting and not self._entering
 
     def full(self, limits: HoldLimits) -> bool:
         """Whether there is no place even for a request without a body."""
@@ -141,7 +141,7 @@ class Queue:
 
     def leave(self, ticket: RequestTicket) -> None:
         """Removes a ticket and frees its place. Does nothing if it was removed already."""
-        self._called.discard(ticket)
+        self._entering.discard(ticket)
         self._free(ticket)
 
     def turn(self, decision: GateDecision, now: float, limits: HoldLimits) -> list[tuple[RequestTicket, GateDecision]]:
@@ -161,7 +161,7 @@ class Queue:
                 detail = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
                 answer = _refused(decision, UPDATING, detail)
             self._free(ticket)
-            self._called.add(ticket)
+            self._entering.add(ticket)
             turns.append((ticket, answer))
         return turns
 

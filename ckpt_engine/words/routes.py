@@ -44,17 +44,17 @@ class _Set:
 class EngineRoutes:
     """The classes of one engine's routes. A path that matches routes of two classes has the stricter one."""
 
-    def __init__(self, opened: Collection[str], gated: Collection[str], control: Collection[str]) -> None:
+    def __init__(self, open_routes: Collection[str], gated: Collection[str], control: Collection[str]) -> None:
         self._sets = (
             _Set(control, RouteAccess.CONTROL),
             _Set(gated, RouteAccess.GATED),
-            _Set(opened, RouteAccess.OPEN),
+            _Set(open_routes, RouteAccess.OPEN),
         )
-        self._known = {path: self._judge(path) for each in self._sets for path in each.exact}
+        self._cache = {path: self._judge(path) for each in self._sets for path in each.exact}
 
     def of(self, path: str) -> RouteAccess:
         """The class of a path without the root path. A trailing slash is ignored: frameworks redirect it."""
-        return self._known.get(path) or self._judge(path)
+        return self._cache.get(path) or self._judge(path)
 
     def _judge(self, path: str) -> RouteAccess:
         return next((each.access for each in self._sets if each.has(path)), RouteAccess.UNKNOWN)

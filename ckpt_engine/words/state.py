@@ -233,9 +233,9 @@ class EnginePage:
         """
         if not 0 <= rank < world_size <= MAX_WORKERS:
             raise ValueError(f"rank {rank} of {world_size} workers does not fit a page of {MAX_WORKERS} slots")
-        known = self.world_size()
-        if known not in (0, world_size):
-            raise ValueError(f"worker {rank} says there are {world_size} workers, others said {known}")
+        size = self.world_size()
+        if size not in (0, world_size):
+            raise ValueError(f"worker {rank} says there are {world_size} workers, others said {size}")
         slot = WorkerSlot(self, rank, os.urandom(16))
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _LAYOUT, world_size)
         return slot

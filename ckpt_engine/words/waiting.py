@@ -100,9 +100,9 @@ class WaitingRoom:
         """Ends the ticket's wait if its client disconnects, its body is too large, or reading fails."""
         try:
             while (await body.next())["type"] == "http.request":
-                refused = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
-                if refused is not None:
-                    _tell(turn, refused)
+                refusal = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
+                if refusal is not None:
+                    _tell(turn, refusal)
                     return
             _tell(turn, None)
         except Exception as error:  # the request fails with it

@@ -76,7 +76,7 @@ def leader() -> Iterator[Callable[[bytes], None]]:
         followers._machine._session = b"l" * 16  # as the seeds name it
 
         async def hear(data: bytes) -> None:
-            followers._heard(b"peer", worker_pb2.NodeMessage.FromString(data))
+            followers._receive(b"peer", worker_pb2.NodeMessage.FromString(data))
             await asyncio.sleep(0)
             assert followers._loop.problem is None, "its machine raised"
 

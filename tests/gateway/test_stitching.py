@@ -62,7 +62,7 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
         told: list[int] = []
         for version, cut in enumerate([*cuts, None]):
             leg = stitch.begin(f"replica-{version}")
-            leg.held = lambda version=version: (GatewayVersion(version), GatewayVersion(version))  # type: ignore[misc]
+            leg.bounds = lambda version=version: (GatewayVersion(version), GatewayVersion(version))  # type: ignore[misc]
             events = ENGINES[dialect](
                 made.leg_body(stitch, f"leg-{version}"), lambda count: split(count, chunks), version
             )

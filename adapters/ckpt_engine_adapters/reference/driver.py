@@ -148,8 +148,8 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     workers = value(options, "--tensor-parallel", "1")
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
-    added, url = completed(options, "--model", model, port)
-    return LaunchPlan(argv=(*command[: at + 3], *added, *command[at + 3 :]), url=url, workers=int(workers))
+    additions, url = completed(options, "--model", model, port)
+    return LaunchPlan(argv=(*command[: at + 3], *additions, *command[at + 3 :]), url=url, workers=int(workers))
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:

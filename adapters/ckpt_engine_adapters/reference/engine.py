@@ -82,9 +82,9 @@ class ReferenceEngine:
         while True:
             if not self._may_step():
                 self._changed.clear()
-                held = bool(self._running or self._waiting) and self.paused is None and not self.asleep
+                poll = bool(self._running or self._waiting) and self.paused is None and not self.asleep
                 try:
-                    async with asyncio.timeout(_CLOSED_POLL_SECONDS if held else None):
+                    async with asyncio.timeout(_CLOSED_POLL_SECONDS if poll else None):
                         await self._changed.wait()
                 except TimeoutError:
                     continue
@@ -236,10 +236,12 @@ class ReferenceEngine:
         Raises:
             ConflictError: they hold another version.
         """
-        held = self.identity()
-        if held is None or (held.lineage, held.version, held.root.hex()) != (lineage, version, root):
-            found = "nothing that they agree on" if held is None else f"version {held.version} of {held.lineage!r}"
-            raise ConflictError(f"the workers do not hold version {version} of {lineage!r} but {found}")
+        identity = self.identity()
+        if identity is None or (identity.lineage, identity.version, identity.root.hex()) != (lineage, version, root):
+            present = "nothing that they agree on"
+            if identity is not None:
+                present = f"version {identity.version} of {identity.lineage!r}"
+            raise ConflictError(f"the workers do not hold version {version} of {lineage!r} but {present}")
 
     def info(self) -> dict[str, Any]:
         """The engine's state for GET /info."""

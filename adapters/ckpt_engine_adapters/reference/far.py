@@ -25,9 +25,9 @@ async def serve_far(
             process = await start_worker(directory.path, rank, world_size, len(ranks), options)
             processes[asyncio.ensure_future(process.wait())] = rank, process
         done, _ = await asyncio.wait(processes, return_when=asyncio.FIRST_COMPLETED)
-        ended = done.pop()
-        rank, process = processes[ended]
-        raise WorkerFailedError(f"worker {rank} (pid {process.pid}) ended with status {ended.result()}")
+        end = done.pop()
+        rank, process = processes[end]
+        raise WorkerFailedError(f"worker {rank} (pid {process.pid}) ended with status {end.result()}")
     finally:
         for _, process in processes.values():
             with suppress(ProcessLookupError):

@@ -80,7 +80,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     """The application, without the gate around it."""
     app = FastAPI(title="ckpt-engine reference engine")
     started = int(time.time())
-    named = {"model_path": facts.model, "served_model_name": facts.served_model_name}
+    model_names = {"model_path": facts.model, "served_model_name": facts.served_model_name}
 
     @app.exception_handler(ConflictError)
     async def conflict(_request: Request, error: ConflictError) -> Response:
@@ -92,8 +92,10 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def refused(_request: Request, error: RequestValidationError) -> Response:
-        found = (": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors())
-        return problem(422, "; ".join(found))
+        messages = (
+            ": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors()
+        )
+        return problem(422, "; ".join(messages))
 
     @app.exception_handler(TimeoutError)
     async def timeout(_request: Request, _error: TimeoutError) -> Response:
@@ -123,7 +125,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
         return {
-            **named,
+            **model_names,
             "tp_size": facts.tensor_parallel,
             "dp_size": 1,
             "context_length": facts.max_positions,
@@ -134,12 +136,12 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
-        held = engine.identity()
+        identity = engine.identity()
         return {
-            **named,
+            **model_names,
             "is_generation": True,
             "architectures": [facts.architecture],
-            "weight_version": "default" if held is None else str(held.version),
+            "weight_version": "default" if identity is None else str(identity.version),
         }
 
     async def generate(form: AnswerForm, request: Request, stream: bool) -> Response:

@@ -65,12 +65,12 @@ def _sent(event: Event) -> str:
 
 async def _ended_or_disconnected(generations: Sequence[Generation], request: Request) -> None:
     """Waits until the generations have ended or the client has disconnected."""
-    ended = asyncio.gather(*(generation.ended.wait() for generation in generations))
+    end = asyncio.gather(*(generation.ended.wait() for generation in generations))
     disconnect = asyncio.create_task(_disconnected(request.receive))
     try:
-        await asyncio.wait((ended, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((end, disconnect), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        ended.cancel()
+        end.cancel()
         disconnect.cancel()
 
 

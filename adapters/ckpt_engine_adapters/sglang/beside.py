@@ -25,14 +25,14 @@ def made_while_loading(model: nn.Module, apart: Collection[nn.Module]) -> dict[s
     apart: layers to skip, since their tensors are made again with their weights.
     """
     memory = {storage_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
+    tensors = {}
     for prefix, layer in model.named_modules():
         for name, tensor in vars(layer).items():
             if layer in apart or not isinstance(tensor, Tensor) or was_there(model, layer, name):
                 continue
             if _may_be_of_weights(tensor) and storage_address(tensor) not in memory:
-                found[full_name(prefix, name)] = tensor
-    return found
+                tensors[full_name(prefix, name)] = tensor
+    return tensors
 
 
 def _may_be_of_weights(tensor: Tensor) -> bool:

@@ -82,13 +82,13 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     weights, and SGLang would then end itself.
     """
     options = options_of(arguments)
-    added = []
+    additions = []
     loaders = options.get("--custom-weight-loader", ())
     if LOADER not in loaders:
-        added += ["--custom-weight-loader", *loaders, LOADER]  # the last one of two counts
+        additions += ["--custom-weight-loader", *loaders, LOADER]  # the last one of two counts
     if "--skip-server-warmup" not in options:
-        added.append("--skip-server-warmup")
-    return [*arguments, *added]
+        additions.append("--skip-server-warmup")
+    return [*arguments, *additions]
 
 
 def wrapped(command: Sequence[str]) -> list[str]:

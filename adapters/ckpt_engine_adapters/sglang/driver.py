@@ -144,8 +144,8 @@ class SglangAdapter(HttpAdapter):
         answer = (await self._client.call("POST", "/generate", seconds, body)).json()
         meta_info = answer["meta_info"]
         prompt = tuple(float(each[0]) for each in meta_info["input_token_logprobs"][1:])
-        chosen = meta_info["output_token_logprobs"]
-        return Score(prompt, tuple(int(each[1]) for each in chosen), tuple(float(each[0]) for each in chosen))
+        output = meta_info["output_token_logprobs"]
+        return Score(prompt, tuple(int(each[1]) for each in output), tuple(float(each[0]) for each in output))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Stops the schedulers, and empties their caches unless `mode` keeps them.
@@ -232,7 +232,7 @@ class SglangAdapter(HttpAdapter):
         """
         end = time.monotonic() + seconds
         entry = await asyncio.to_thread(_entry, order)
-        async with contextlib.nullcontext() if paused else self._held(end), self._update_session(end):
+        async with contextlib.nullcontext() if paused else self._paused_in_place(end), self._update_session(end):
             await self._post(
                 "/update_weights_from_tensor",
                 end - time.monotonic(),
@@ -243,7 +243,7 @@ class SglangAdapter(HttpAdapter):
             )
 
     @contextlib.asynccontextmanager
-    async def _held(self, end: float) -> AsyncIterator[None]:
+    async def _paused_in_place(self, end: float) -> AsyncIterator[None]:
         try:
             await self._post("/pause_generation", end - time.monotonic(), mode="in_place")
             yield
@@ -280,10 +280,10 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     options = options_of(command)
     check_options(options, {})
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    added, url = completed(options, "--model-path", model, port)
+    additions, url = completed(options, "--model-path", model, port)
     workers = worker_count(options)
     return LaunchPlan(
-        argv=tuple(server_arguments([*command, *added])),
+        argv=tuple(server_arguments([*command, *additions])),
         url=url,
         workers=workers,
         env={WORKERS_VARIABLE: str(workers)},

@@ -43,8 +43,8 @@ def note_forms(model: nn.Module) -> None:
 
 def noted_forms(model: nn.Module) -> Forms | None:
     """The forms that `note_forms` noted of this model; None if the model was made before our hooks were in place."""
-    found: Forms | None = model.__dict__.get(_FORMS)
-    return found
+    forms: Forms | None = model.__dict__.get(_FORMS)
+    return forms
 
 
 def was_there(model: nn.Module, layer: nn.Module, name: str) -> bool:

@@ -229,14 +229,14 @@ async def _passed(control: Any, route: str, scope: Scope, receive: Receive, send
 
 
 async def _body(receive: Receive) -> bytes:
-    found = b""
+    body = b""
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return found
-        found += bytes(message.get("body", b""))
+            return body
+        body += bytes(message.get("body", b""))
         if not message.get("more_body", False):
-            return found
+            return body
 
 
 def _receive(body: bytes, after: Receive) -> Receive:

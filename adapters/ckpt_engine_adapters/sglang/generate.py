@@ -159,14 +159,14 @@ class Generate(Dialect):
         single = stitch.single
         spans = stitch.spans() if finished or all(leg.labels for leg in stitch.legs if leg.count) else []
         exact = bool(spans) and all(span.exact for span in spans)
-        known = [span.highest.version for span in spans if span.highest]
+        versions = [span.highest.version for span in spans if span.highest]
         meta: dict[str, Any] = {
             "id": self._identifier(number),
             "finish_reason": stitch.finish.reason if finished and stitch.finish else None,
             "prompt_tokens": len(single.prompt),
             "completion_tokens": len(stitch.tokens),
             "cached_tokens": 0,
-            "weight_version": str(known[-1]) if known else "default",
+            "weight_version": str(versions[-1]) if versions else "default",
             **stitch.about,
         }
         if exact:

@@ -66,12 +66,12 @@ def decode(named_tensors: Sequence[tuple[str, Tensor]]) -> Instruction:
         )
     text = bytes(tensor.tolist())
     try:
-        found = load_json(text)
+        content = load_json(text)
     except ValueError as error:
         raise ValueError(f"an order is a JSON object: {error}") from error
-    if not isinstance(found, dict) or found.keys() != {"action", "epoch"}:
+    if not isinstance(content, dict) or content.keys() != {"action", "epoch"}:
         raise ValueError(f"an order has the keys action and epoch, not {text.decode(errors='replace')}")
-    action, epoch = found["action"], found["epoch"]
+    action, epoch = content["action"], content["epoch"]
     if action not in list(Action):
         raise ValueError(f"unknown action {action!r}; known are {', '.join(Action)}")
     if type(epoch) is not int or not 0 <= epoch < _EPOCHS:

@@ -71,8 +71,8 @@ def _resolved(settings: Any) -> Options:
     names["--pipeline-parallel-size"] = "pp_size"
     names["--data-parallel-size"] = "dp_size"
     names["--enable-dp-attention"] = "enable_dp_attention"
-    found = {name: getattr(settings, attribute, None) for name, attribute in names.items()}
-    return {name: (str(value),) for name, value in found.items() if value not in (None, False)}
+    values = {name: getattr(settings, attribute, None) for name, attribute in names.items()}
+    return {name: (str(value),) for name, value in values.items() if value not in (None, False)}
 
 
 if __name__ == "__main__":

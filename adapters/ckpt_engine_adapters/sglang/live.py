@@ -63,9 +63,9 @@ class LiveLayer:
         self.put_back()
 
 
-def _tensors(named: object) -> dict[str, Tensor]:
-    assert isinstance(named, dict)
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+def _tensors(by_name: object) -> dict[str, Tensor]:
+    assert isinstance(by_name, dict)
+    return {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
 
 
 def _text(tensor: Tensor | None) -> str:

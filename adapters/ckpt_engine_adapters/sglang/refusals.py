@@ -10,19 +10,19 @@ _WITHOUT_WEIGHTS = ("NGRAM", "LOOKAHEAD")
 
 def refusals(arguments: Any) -> list[str]:
     """Reasons to refuse updates, a sentence each; empty: updates are possible. arguments: SGLang's ServerArgs."""
-    found = []
+    reasons = []
     algorithm = getattr(arguments, "speculative_algorithm", None)
     if algorithm and str(algorithm).upper() not in _WITHOUT_WEIGHTS:
-        found.append(
+        reasons.append(
             f"it has a draft model (--speculative-algorithm {algorithm}), which an update would leave with old "
             "weights; start it without one"
         )
     if getattr(arguments, "torchao_config", None):
-        found.append(f"--torchao-config {arguments.torchao_config} repacks weights where no update could follow")
+        reasons.append(f"--torchao-config {arguments.torchao_config} repacks weights where no update could follow")
     if getattr(arguments, "cpu_offload_gb", 0) or getattr(arguments, "offload_group_size", -1) > 0:
-        found.append("it offloads weights to the host (--cpu-offload-gb, --offload-group-size)")
+        reasons.append("it offloads weights to the host (--cpu-offload-gb, --offload-group-size)")
     if getattr(arguments, "enable_eplb", False):
-        found.append("it moves experts between ranks while it runs (--enable-eplb)")
+        reasons.append("it moves experts between ranks while it runs (--enable-eplb)")
     if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
-        found.append("it serves adapters (--enable-lora, --lora-paths)")
-    return found
+        reasons.append("it serves adapters (--enable-lora, --lora-paths)")
+    return reasons

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def run_scheduler_process(*arguments: Any, **named: Any) -> Any:
+def run_scheduler_process(*arguments: Any, **options: Any) -> Any:
     """Runs a scheduler in a new process until it ends. Arguments are SGLang's."""
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     hook()
-    return run(*arguments, **named)
+    return run(*arguments, **options)
 
 
 def hook() -> None:

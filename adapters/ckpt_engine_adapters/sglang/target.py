@@ -139,13 +139,13 @@ class SglangTarget:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, module in self._model.named_modules():
             for name in module._non_persistent_buffers_set:
-                named = full_name(prefix, name)
-                if named not in self._derived and not name.endswith(_OF_WEIGHTS):
-                    found[named] = "a buffer that no checkpoint holds"
-        return found
+                buffer_name = full_name(prefix, name)
+                if buffer_name not in self._derived and not name.endswith(_OF_WEIGHTS):
+                    reasons[buffer_name] = "a buffer that no checkpoint holds"
+        return reasons
 
     def ignored(self, name: str) -> str | None:
         if "rotary_emb." in name:

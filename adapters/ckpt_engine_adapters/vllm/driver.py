@@ -219,23 +219,23 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     check_options(options, os.environ)
     leave_to_nodes(options.keys() & _SET_BY_NODES)
     if (serve := model_of_serve(command)) is not None and "--model" not in options:
-        at, named = serve
-        if model and named:
-            raise ValueError(f"two models: --model {model}, and {named} behind --; leave one of them out")
+        at, serve_model = serve
+        if model and serve_model:
+            raise ValueError(f"two models: --model {model}, and {serve_model} behind --; leave one of them out")
         command[at:at] = [model] if model else []  # where `vllm serve` wants it
         model = ""
-    added, url = completed(options, "--model", model, port)
+    additions, url = completed(options, "--model", model, port)
     transfer = value(options, "--weight-transfer-config")
     if transfer:
         if load_json(transfer).get("backend") != "ckpt_engine":
             raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
     else:
-        added += ["--weight-transfer-config", TRANSFER]
+        additions += ["--weight-transfer-config", TRANSFER]
     if MIDDLEWARE not in command:
-        added += ["--middleware", MIDDLEWARE]
+        additions += ["--middleware", MIDDLEWARE]
     workers = worker_count(options)
     return LaunchPlan(
-        argv=(*command, *added),
+        argv=(*command, *additions),
         url=url,
         workers=workers,
         env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},
@@ -252,8 +252,8 @@ def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -
     would not see all workers), and if the nodes cannot share the workers evenly.
     """
     plan = launch_plan(arguments, port, model)
-    if found := sorted(options_of(plan.argv).keys() & _OTHER_SERVERS):
-        raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
+    if options := sorted(options_of(plan.argv).keys() & _OTHER_SERVERS):
+        raise ValueError(f"{', '.join(options)}: on several --nodes only node 0 may have an API server")
     part.check(plan.workers)
     number, rank, port_there = map(str, (part.nodes, part.rank, part.port))
     where = ("--nnodes", number, "--node-rank", rank, "--master-addr", part.address, "--master-port", port_there)

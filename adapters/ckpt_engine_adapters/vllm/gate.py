@@ -169,23 +169,23 @@ class VllmGate(Gate):
         if update_call.exception() is None:
             label = await self._resume(engine, epoch, query.get("then", [""])[0])
         await asyncio.gather(start_call, finish_call, return_exceptions=True)
-        failed = [each.exception() for each in (update_call, start_call)]
-        if failed[0] is None:
+        errors = [each.exception() for each in (update_call, start_call)]
+        if errors[0] is None:
             await answer_json(send, 200, {"status": "installed", "resumed_as": label})
         else:
-            messages = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
+            messages = [f"{type(error).__name__}: {error}" for error in errors if error is not None]
             await answer_json(send, 500, {"detail": "; ".join(messages)})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
         """Labels and resumes vLLM if the agent would (machines/agent/install.py). Returns the label; None: the agent is
         to decide. vLLM's session may still be open: these calls are carried out after its end."""
         words = self._page.read()
-        found = admission(words, self._page.marked())
-        if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
+        state = admission(words, self._page.marked())
+        if not state.open or state.identity is None or any(word.epoch != epoch for word in words):
             return None
         if then not in _METHODS or not all(hasattr(engine, method) for method in _METHODS[then]):
             return None
-        label = version_label(found.identity)
+        label = version_label(state.identity)
         try:
             if then == "label":
                 await engine.update_weight_version(label)

@@ -75,17 +75,17 @@ class VllmTarget:
                 for name in layer._parameters.keys() - loaded.keys():
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
-    def _follow(self, layer: nn.Module, name: str, named: str) -> None:
+    def _follow(self, layer: nn.Module, name: str, full: str) -> None:
         """Finds how a buffer that is made of weights is kept right, if that is known."""
         buffer = layer._buffers[name]
         assert buffer is not None
         shared = [owner for owner, each in layer.named_parameters() if _share(each, buffer)]
         convolution: Any = getattr(layer, "conv1d", None)
         if shared:
-            self._derived[named] = f"shows the memory of {shared[0]}"
+            self._derived[full] = f"shows the memory of {shared[0]}"
         elif name == "conv_weights" and convolution in self._staged_layers.values():
             self._mirrors.setdefault(convolution, []).append((layer, name))
-            self._derived[named] = "a copy of conv1d.weight as it is loaded"
+            self._derived[full] = "a copy of conv1d.weight as it is loaded"
 
     @property
     def root(self) -> nn.Module:
@@ -122,14 +122,14 @@ class VllmTarget:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, layer in self._model.named_modules():
             names = {name for name in layer._non_persistent_buffers_set if (prefix, name) not in self._made_of_weights}
             if is_deferred_attention_layer(layer):
                 names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
             for name in names:
-                found[full_name(prefix, name)] = "a buffer that no checkpoint holds"
-        return found
+                reasons[full_name(prefix, name)] = "a buffer that no checkpoint holds"
+        return reasons
 
     def ignored(self, name: str) -> str | None:
         config = self._model_config.hf_text_config
