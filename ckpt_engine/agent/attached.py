@@ -177,7 +177,7 @@ class AttachedEngine:
             path = (await locate(self._url, self._deadlines.engine_health)).directory
         except EngineCallError:
             return ""  # that is for the watch to judge
-        return "" if path == self._directory.path else f"the engine at {self._url} was started anew"
+        return "" if path == self._directory.path else f"the engine at {self._url} was restarted"
 
     async def _forget_engine(self) -> None:
         if self.adapter is not None:

@@ -263,7 +263,8 @@ class Gateway:
             return "the manager has not told of the replicas yet"
         if fleet.could_serve(now):
             self._could_serve = now
-        return "" if now - self._could_serve < after else f"nobody could serve for {now - self._could_serve:.0f} s"
+        seconds = now - self._could_serve
+        return "" if seconds < after else f"no replica could serve for {seconds:.0f} s"
 
     async def look_after(self) -> None:
         """Keeps track of when a replica could last serve. Runs until it is cancelled."""

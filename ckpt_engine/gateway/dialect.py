@@ -119,11 +119,10 @@ def load_event(data: bytes) -> Mapping[str, Any]:
 def ids(value: Any, where: str) -> tuple[int, ...]:
     """Checks a list of token ids. Raises RefusedError."""
     if not isinstance(value, list) or not value:
-        problem = "nothing was given" if value is None else f"{shortly(value)} is none"
-        raise bad_request(f"{where}: a prompt is a list of at least one token id, {problem}")
+        raise bad_request(f"{where}: a prompt must be a list of at least one token id, not {shortly(value)}")
     for place, token in enumerate(value):
         if type(token) is not int or token < 0:
-            raise bad_request(f"{where}: a prompt is a list of token ids; number {place} of it is {shortly(token)}")
+            raise bad_request(f"{where}: a prompt must be a list of token ids; number {place} is {shortly(token)}")
     return tuple(value)
 
 
@@ -150,7 +149,7 @@ def whole_number(value: Any, where: str, default: int | None, least: int = 0) ->
     if value is None:
         return default
     if type(value) is not int or value < least:
-        raise bad_request(f"{where}: {value!r} is no whole number of {least} or more")
+        raise bad_request(f"{where}: must be an integer of {least} or more, not {value!r}")
     return value
 
 
@@ -166,7 +165,7 @@ def samples(value: Any, where: str) -> int:
 def seed_of(value: Any, where: str) -> int | None:
     """Checks a request's seed. Raises RefusedError."""
     if value is not None and type(value) is not int:
-        raise bad_request(f"{where}: {value!r} is no whole number")
+        raise bad_request(f"{where}: must be an integer, not {value!r}")
     return value
 
 
@@ -175,7 +174,7 @@ def stop_ids(value: Any, where: str) -> frozenset[int]:
     if value is None:
         return frozenset()
     if not isinstance(value, list) or not all(token is None or type(token) is int for token in value):
-        raise bad_request(f"{where}: a list of token ids")
+        raise bad_request(f"{where}: must be a list of token ids")
     return frozenset(token for token in value if token is not None)
 
 
@@ -184,7 +183,7 @@ def an_object(value: Any, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise bad_request(f"{where}: an object")
+        raise bad_request(f"{where}: must be an object")
     return value
 
 
@@ -192,7 +191,7 @@ def truth(value: Any, where: str) -> bool:
     """Checks a boolean of a request. Raises RefusedError for any other type, which engines would treat differently."""
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise bad_request(f"{where}: true or false")
+    raise bad_request(f"{where}: must be true or false")
 
 
 def truncated(prompt: tuple[int, ...], to: Any, where: str) -> tuple[tuple[int, ...], str]:
@@ -213,7 +212,7 @@ def labels_of(value: Any) -> list[Label] | None:
     try:
         return [Label(int(span["start"]), int(span["end"]), made_by(span["version"])) for span in value]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise MalformedError(f"versions that are none: {value!r}") from error
+        raise MalformedError(f"malformed versions: {value!r}") from error
 
 
 def made_by(label: Any) -> GatewayVersion | None:

@@ -25,10 +25,10 @@ class GatewayDoor:
             return False
         credentials = headers.get("authorization", "")
         if not credentials.lower().startswith(BEARER):
-            raise unauthenticated("this gateway asks for a token: send it as a bearer")
+            raise unauthenticated("this gateway requires a token: send it as a bearer token")
         caller = self._tokens.caller(credentials[len(BEARER) :].strip())
         if caller is None:
-            raise unauthenticated("the token is none of this gateway's")
+            raise unauthenticated("this gateway does not know the token")
         if not look:
             caller.require_any("client")
         return True

@@ -29,7 +29,7 @@ def load_request(data: bytes) -> Any:
     def number(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise ValueError(f"{_where(data)}{text[:40]} is no number that JSON and a double can have")
+            raise ValueError(f"{_where(data)}{text[:40]} is not a number that JSON and a double can represent")
         return value
 
     return _shallow(data, _load(data, number))

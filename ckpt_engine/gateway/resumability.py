@@ -47,10 +47,10 @@ def rules(kind: FieldKind, names: str, neutral: tuple[Any, ...] = NOTHING, why: 
 
 # Why a field is NEVER, for people.
 PENALTY = "it counts the tokens of the output, and those so far would count as prompt"
-TEXT = "it looks at text, which begins anew with each leg"
-GRAMMAR = "its grammar stands where the output is, and a leg would begin it anew"
-STATE = "what it keeps from token to token begins anew with each leg"
-EXPERTS = "what engines return of experts is not put together"
+TEXT = "it depends on the text so far, which each leg begins again"
+GRAMMAR = "its grammar follows the output, and each leg would begin it again"
+STATE = "its state from token to token begins again with each leg"
+EXPERTS = "what engines return of experts cannot be joined"
 BEAM = "beams have no tokens so far until all of them end"
 NOT_IDS = "the prompt is not token ids alone"
 PARSER = "a parser's state is not known to the gateway"

@@ -44,7 +44,7 @@ def run_workers(settings: GatewaySettings, bound: socket.socket, number: int) ->
                 now = time.monotonic()
                 if worker.poll() is not None and now - started[place] >= AGAIN_SECONDS:
                     log.error(
-                        "worker %d ended with status %s: its streams are lost; it is started anew",
+                        "worker %d ended with status %s: its streams are lost; it is restarted",
                         place,
                         worker.returncode,
                     )

@@ -234,7 +234,7 @@ def _finish(reason: Any, count: int) -> Finish | None:
     if reason is None:
         return None
     if not isinstance(reason, dict) or "type" not in reason:
-        raise MalformedError(f"a finish_reason that is none: {reason!r}")
+        raise MalformedError(f"a malformed finish_reason: {reason!r}")
     kind = str(reason["type"])
     if "length" in reason:
         reason = {**reason, "length": count}

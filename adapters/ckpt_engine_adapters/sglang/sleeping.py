@@ -53,5 +53,5 @@ def _loses_weights(manager: Any) -> bool:
         arguments = manager.tp_worker.model_runner.server_args
         return bool(arguments.enable_memory_saver) and not arguments.enable_weights_cpu_backup
     except Exception:
-        log.exception("ckpt-engine: nobody knows whether the weights are kept while their memory is released")
+        log.exception("ckpt-engine: it is unknown whether the weights are kept while their memory is released")
         return True

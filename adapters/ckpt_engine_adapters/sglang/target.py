@@ -52,7 +52,7 @@ class SglangTarget:
             if processing_method(layer) is None:
                 self._refuse_changed(prefix, layer, form)
             elif form is None:
-                self._refused.append(f"the layer {prefix} is processed after loading, and nobody has seen it before")
+                self._refused.append(f"the layer {prefix} is processed after loading in an unknown way")
             else:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
@@ -68,12 +68,12 @@ class SglangTarget:
                 continue
             if name not in form or not same_form(parameter, form[name]):
                 self._refused.append(
-                    f"{prefix}.{name} is not in the form of SGLang's loader any more, and nobody knows what changed it"
+                    f"{prefix}.{name} is not in the form of SGLang's loader any more, and what changed it is unknown"
                 )
 
     def _refuse_post_load(self) -> None:
         if not hasattr(self._model, "post_load_weights"):
-            self._refused += [f"nobody computes {name} of new weights" for name in self._computed.tensors]
+            self._refused += [f"nothing recomputes {name} from new weights" for name in self._computed.tensors]
             return
         # The step reads what the loader writes, and a staged layer has that form only while it is loaded.
         for prefix, layer in self._staged_layers.items():
