@@ -21,9 +21,9 @@ from ckpt_engine.agent.engine import (
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, load_adapter
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 SAID_FIRST_SECONDS, SAID_AGAIN_SECONDS = 1.0, 10.0
 """Time until the first line that an engine is waited for, and between the next ones."""

@@ -22,8 +22,8 @@ import zmq
 import zmq.asyncio
 from google.protobuf.message import DecodeError
 
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.v1 import worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
 
 FRAME_LIMIT_BYTES = 256 << 20
 """ZeroMQ cuts the connection of a peer that announces more. The needs of 50,000 tensors take a few MiB."""

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit, urlunsplit
 from ckpt_engine.agent.http import EngineClient
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.gate import INFO_ROUTE
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.gate import INFO_ROUTE
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 
 class EngineEvents(Protocol):

@@ -24,13 +24,13 @@ from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
+from ckpt_engine.gate.directory import EngineDirectory, default_root
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.machines.events import Message, Reply, Send, Start, Stop
 from ckpt_engine.machines.nodes import events
 from ckpt_engine.machines.nodes.follower import FollowerMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory, default_root
-from ckpt_engine.words.state import EnginePage
 
 
 class FollowingAgent:

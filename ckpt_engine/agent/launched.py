@@ -27,10 +27,10 @@ from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory, default_root
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory, default_root
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})

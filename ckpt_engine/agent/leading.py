@@ -21,12 +21,12 @@ from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine.gate.page import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 from ckpt_engine.machines.events import Peer, Reply, Send, Start, WorkerAsked
 from ckpt_engine.machines.nodes import events
 from ckpt_engine.machines.nodes.leader import LeaderMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ckpt_engine.gate.counts import total_counts
 from ckpt_engine.scraping import labelled
-from ckpt_engine.words.counts import total_counts
 
 
 @dataclass

@@ -13,9 +13,9 @@ from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gate.page import HoldLimits
 from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.state import HoldLimits
 
 
 @dataclass(frozen=True)

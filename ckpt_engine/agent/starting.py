@@ -8,8 +8,8 @@ from pathlib import Path
 from ckpt_engine.agent.process import EngineProcess, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import LaunchPlan
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 
 
 def new_page(directory: EngineDirectory, before: EnginePage | None) -> EnginePage:

@@ -18,10 +18,10 @@ from ckpt_engine.channel import ManagerStub, get_blob, put_blob
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
+from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 
 if TYPE_CHECKING:
     from ckpt_engine.transport.base import Transport

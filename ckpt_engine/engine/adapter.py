@@ -20,8 +20,8 @@ from typing import Protocol, cast
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.command import command_options, value
 from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind
+from ckpt_engine.gate.directory import TOKEN_HEADER
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.directory import TOKEN_HEADER
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AdapterSettings:
     """The engine that an adapter is to drive."""
 
     url: str  # base URL, without a trailing slash
-    directory: Path  # the engine's runtime directory (see words/directory.py)
+    directory: Path  # the engine's runtime directory (see gate/directory.py)
     token: str  # secret; sent with every call (`headers`), or the gate refuses control routes
 
     @property

@@ -28,6 +28,7 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.part import InstallPart
@@ -40,7 +41,6 @@ from ckpt_engine.record.recording import Handover, Recording, TensorLayout, hand
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import LINEAGE_BYTES, WorkerSlot
 
 log = logging.getLogger(__name__)
 

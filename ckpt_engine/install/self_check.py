@@ -22,12 +22,12 @@ from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.strides import contiguous
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.gate.page import EnginePage, WorkerSlot
 from ckpt_engine.install.installer import Installer, problem_of
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, Move
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage, WorkerSlot
 
 TRANSPORT = "seeded"
 """The transport of generated weights in the plans below. No manager knows it."""

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.self_check import SelfCheck
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage
 
 log = logging.getLogger(__name__)
 

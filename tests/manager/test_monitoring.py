@@ -15,6 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.core.version import Version
+from ckpt_engine.gate.counts import REASONS as GATE_REASONS
+from ckpt_engine.gate.counts import Counts, GateCounts, total_counts
+from ckpt_engine.gate.holding import FULL, UPDATING
 from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
@@ -24,9 +27,6 @@ from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.scraping import registry_of, scraped_at
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.counts import REASONS as GATE_REASONS
-from ckpt_engine.words.counts import Counts, GateCounts, total_counts
-from ckpt_engine.words.holding import FULL, UPDATING
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "examples" / "monitoring"

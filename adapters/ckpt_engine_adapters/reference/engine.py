@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ckpt_engine.gate.page import Admission
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import Admission
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.pool import WorkerPool
 

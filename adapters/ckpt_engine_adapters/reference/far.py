@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine_adapters.reference.pool import NodeMeeting, WorkerFailedError, start_worker
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 
 
 class WorkerFailedError(Exception):

@@ -20,9 +20,9 @@ from typing import NoReturn
 import uvicorn
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.reader import StateReader
 from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ReferenceEngine
 from ckpt_engine_adapters.reference.far import serve_far
 from ckpt_engine_adapters.reference.gate import ReferenceGate

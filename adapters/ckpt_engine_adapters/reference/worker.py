@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine_adapters.reference.model import ReferenceModel, UnsupportedModelError
 from ckpt_engine_adapters.reference.sampling import choose
 

@@ -11,8 +11,8 @@ import os
 from typing import Any, ClassVar
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.words.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
-from ckpt_engine.words.routes import listed
+from ckpt_engine.gate.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
 """Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""

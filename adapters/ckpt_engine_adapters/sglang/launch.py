@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.engine.command import Options
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,

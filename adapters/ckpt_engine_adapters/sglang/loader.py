@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_engine.engine.attributes import Attributes
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.sglang.instruction import Action, decode
 from ckpt_engine_adapters.sglang.ranks import worker_rank

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from ckpt_engine.core.labels import version_label
-from ckpt_engine.words.gate import Gate, Receive, Scope, Send, answer_json
-from ckpt_engine.words.state import admission
+from ckpt_engine.gate.gate import Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.page import admission
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, options_of, worker_count
 
 BACKEND = "ckpt_engine"

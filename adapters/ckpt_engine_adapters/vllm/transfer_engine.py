@@ -28,8 +28,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ckpt_engine.engine.attributes import Attributes
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget

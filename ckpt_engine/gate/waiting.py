@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ckpt_engine.words.holding import GateDecision, Queue, RequestTicket
-from ckpt_engine.words.reader import StateReader
+from ckpt_engine.gate.holding import GateDecision, Queue, RequestTicket
+from ckpt_engine.gate.reader import StateReader
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_engine.gate.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.host.reserve import reserve
-from ckpt_engine.words.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
 
 REASONS = (ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING)
 """Reasons of a gate's refusals, in the order of the file's numbers. Append new ones."""

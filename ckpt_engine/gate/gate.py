@@ -21,13 +21,13 @@ from urllib.parse import parse_qs
 
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.openai_errors import error_object
-from ckpt_engine.words.counts import GateCounts
-from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.holding import DecisionKind, GateDecision
-from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.routes import EngineRoutes, RouteAccess, listed
-from ckpt_engine.words.state import Admission, EnginePage
-from ckpt_engine.words.waiting import WaitingRoom
+from ckpt_engine.gate.counts import GateCounts
+from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.holding import DecisionKind, GateDecision
+from ckpt_engine.gate.page import Admission, EnginePage
+from ckpt_engine.gate.reader import StateReader
+from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed
+from ckpt_engine.gate.waiting import WaitingRoom
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ckpt_engine.words.state import DIRTY, NONE, Admission, EngineMark, HoldLimits, RequestHold, WorkerWord, admission
+from ckpt_engine.gate.page import DIRTY, NONE, Admission, EngineMark, HoldLimits, RequestHold, WorkerWord, admission
 
 BATCH = 32
 """How many requests are let in at once when the gate opens; the next ones follow a moment later."""

@@ -82,7 +82,7 @@ class EngineDirectory:
         Raises:
             CkptEngineError: there is no room for it; nothing of it remains.
         """
-        from ckpt_engine.words.state import EnginePage
+        from ckpt_engine.gate.page import EnginePage
 
         root = default_root() if root is None else root
         _remove_stale(root)
@@ -200,7 +200,7 @@ def _remove_stale(root: Path) -> None:
 
 
 def _is_in_use(directory: EngineDirectory) -> bool:
-    from ckpt_engine.words.state import EnginePage
+    from ckpt_engine.gate.page import EnginePage
 
     try:
         page = EnginePage(directory.page)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckpt_engine.words.holding import GateDecision, decide
-from ckpt_engine.words.state import Admission, EnginePage, HoldLimits, RequestHold
+from ckpt_engine.gate.holding import GateDecision, decide
+from ckpt_engine.gate.page import Admission, EnginePage, HoldLimits, RequestHold
 
 _LIVENESS_SECONDS = 0.05
 
