@@ -34,7 +34,7 @@ from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 log = logging.getLogger("ckpt_engine.gateway")
 
 PASSED = ("/v1/chat/completions",)
-"""Routes whose requests are always passed on unchanged."""
+"""Routes for requests that are always passed on unchanged."""
 
 DROP_SECONDS = 2.0
 """How long the body of a refused request is still read."""
@@ -43,7 +43,7 @@ Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequestWork(Protocol):
-    """What answers one request."""
+    """The work of answering one request."""
 
     @property
     def streams(self) -> bool: ...

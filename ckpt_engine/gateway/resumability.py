@@ -58,7 +58,7 @@ ELSEWHERE = "it ties the request to memory of one engine"
 
 
 def judge(fields: Mapping[str, Any], table: Table, where: str = "") -> str:
-    """Why a request with these fields is not resumable; empty: it is. where: what the fields stand in, with a dot."""
+    """Why a request with these fields is not resumable; empty: it is. where: path of the fields, with a final dot."""
     reasons = []
     for name, value in fields.items():
         rule = table.get(name)

@@ -149,7 +149,7 @@ class Completions(Dialect):
 
 
 def _text_before(stitch: Stitch) -> int:
-    """Characters of the answer so far, with an echo, whose length is that of its tokens; text offsets count from it."""
+    """Characters of the answer so far, an echo included; text offsets continue from here."""
     last = stitch.echo_records[-1] if stitch.echo_records else None
     return len(stitch.text) + (last["text_offset"] + len(last["tokens"]) if last else 0)
 
