@@ -122,7 +122,8 @@ def ids(value: Any, where: str) -> tuple[int, ...]:
         raise bad_request(f"{where}: a prompt must be a list of at least one token id, not {shortly(value)}")
     for place, token in enumerate(value):
         if type(token) is not int or token < 0:
-            raise bad_request(f"{where}: a prompt must be a list of token ids; number {place} is {shortly(token)}")
+            element = f"number {place} of it is {shortly(token)}"
+            raise bad_request(f"{where}: a prompt must be a list of token ids; {element}")
     return tuple(value)
 
 

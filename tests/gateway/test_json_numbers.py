@@ -33,7 +33,7 @@ def strictly(data: bytes) -> Any:
         (b'"temperature": -Infinity', "temperature: -Infinity"),
         (b'"top_p": 1e999', "top_p: 1e999"),
         (b'"logit_bias": {"7": 0, "8": [1, {"a": Infinity}]}', "logit_bias.8[1].a: Infinity"),
-        (b'"seed": NaN, "seed": 1', "NaN is no number"),
+        (b'"seed": NaN, "seed": 1', "NaN is not a number"),
     ],
 )
 async def test_a_request_with_what_is_no_number_reaches_no_engine(more: bytes, said: str, line: bytes) -> None:

@@ -305,7 +305,7 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
         (Completions, {"prompt": {"ids": [1]}}, "at least one token id"),
         (Completions, {"prompt": [1, -1]}, "number 1 of it is -1"),
         (Completions, {"prompt": [1, True]}, "number 1 of it is true"),
-        (Completions, {"prompt": [1], "n": 0}, "n: 0"),
+        (Completions, {"prompt": [1], "n": 0}, "n: must be an integer of 1 or more, not 0"),
         (Completions, {"prompt": [1], "n": 2000}, "the most of one request"),
         (Completions, {"prompt": [[1]] * 100, "n": 100}, "the most of one request"),
         (Completions, {"prompt": [1], "max_tokens": "many"}, "max_tokens"),
