@@ -22,7 +22,7 @@ NOT_INSIDE_ENGINES = {"grpc", "fastapi", "httpx", "uvicorn"}
 """An engine's environment need not have them; these rooms are inside engines."""
 
 INSIDE_ENGINES = frozenset(
-    ("core", "machines", "host", "cuda", "digest", "copy", "transport", "words", "engine", "record", "install")
+    ("core", "machines", "host", "cuda", "digest", "copy", "transport", "gate", "engine", "record", "install")
 )
 
 

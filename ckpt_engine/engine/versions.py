@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter drives, and which one is installed, beside us or where a command would run it.
+"""The versions of an engine that an adapter drives, and the installed one: beside us, or where a command would run it.
 
 Importing it imports no engine.
 """
@@ -24,8 +24,8 @@ _ASK_SECONDS = 20.0
 class Supported:
     """The versions of an engine that an adapter drives.
 
-    A version that tests have run is driven as it is. A newer one, or one in between, is checked by itself before its
-    first update (machines/agent/check.py). One below the first that tests have run cannot work.
+    A tested version is driven without a check. A newer one, or one in between, is checked before its first update
+    (machines/agent/check.py). One below the first tested version cannot work.
     """
 
     engine: str  # what people call it
@@ -34,7 +34,7 @@ class Supported:
     distributions: tuple[str, ...]  # that may have brought it
 
     def refusal(self, version: str) -> str:
-        """Why `version` cannot be driven at all; empty: it can, or it is to be checked."""
+        """Why `version` cannot be driven at all; empty: it can, or a check decides."""
         if not _numbers(version):
             return f"{self.engine} does not tell its version, but {version!r}; {self._supported}"
         if _numbers(version) < _numbers(self.tested[0]):
@@ -47,7 +47,7 @@ class Supported:
 
     @property
     def _supported(self) -> str:
-        """What is supported, and what to do."""
+        """The supported versions, and how to get one."""
         return (
             f"it must be {self.tested[0].rstrip('.')} or newer: pip install 'ckpt-engine[{self.module}]', or activate "
             "the environment that has it"
@@ -61,24 +61,24 @@ class Supported:
         return f"{self.engine} {version} is not among the tested versions ({tested})"
 
     def installed(self) -> AdapterAvailability:
-        """What is installed beside us; engines in another environment are found only by asking that."""
+        """Whether the engine is installed beside us. An engine in another environment is found only by its Python."""
         if importlib.util.find_spec(self.module) is None:
             return AdapterAvailability(False, "", self.missing(sys.executable))
         for distribution in self.distributions:
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(distribution)
                 refusal, untested = self.refusal(version), self.untested(version)
-                said = f"{untested}: it is checked before its first update" if untested else "installed"
-                return AdapterAvailability(not refusal, version, refusal or said)
+                note = f"{untested}: it is checked before its first update" if untested else "installed"
+                return AdapterAvailability(not refusal, version, refusal or note)
         reason = f"{self.module} can be imported, but has no metadata that tells its version"
         return AdapterAvailability(False, "", reason)
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why what `command` starts cannot be driven, from the metadata of the Python that it runs, in the words of
-        `installed`; empty: it may be.
+        """Why the engine that `command` starts cannot be driven, by the metadata of the command's Python; empty: it may
+        be.
 
-        Takes a tenth of a second, in the calling thread. Nothing is refused if the command's Python cannot be told, or
-        imports the engine from where there is no metadata.
+        Takes a tenth of a second, on the calling thread. Nothing is refused if the command's Python is unknown, or
+        imports the engine from a place without metadata.
         """
         python = python_of(command)
         if not python:
@@ -91,12 +91,12 @@ class Supported:
             f"else: print('unknown' if u.find_spec({self.module!r}) else 'missing')\n"
         )
         try:
-            asked = subprocess.run(
+            answer = subprocess.run(
                 [python, "-c", script], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        match asked.stdout.split() if asked.returncode == 0 else []:
+        match answer.stdout.split() if answer.returncode == 0 else []:
             case ["version", version]:
                 return self.refusal(version)
             case ["missing"]:
@@ -106,5 +106,5 @@ class Supported:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """(0, 26) of "0.26.1rc2" compares as a person would, for as many parts as are numbers."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

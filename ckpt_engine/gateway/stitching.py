@@ -1,7 +1,7 @@
-"""Puts the legs of one sample together: no token twice, none left out, each under the version that made it. Pure.
+"""Joins the legs of one sample: no token twice, none missing, each with the version that made it. Pure.
 
-A leg is one request to one engine. What it streams comes here event by event, already read by the dialect; only events
-that arrived whole count. When a leg ends too early, `remaining` says what is left to ask for.
+A leg is one request to one engine. Its events come here one by one, already parsed by the dialect; only events that
+arrived whole count. When a leg ends too early, `remaining` says how many tokens to ask for next.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ WHOLE, ABORTED, BROKEN = "whole", "aborted", "broken"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an engine says that it has ended. kind: STOP, LENGTH, ABORT (interrupted: what is missing can be asked for
-    again), ERROR (it will not be better elsewhere), or a word of the engine's own, which ends the answer as it is.
-    said: in the engine's words, as it stands in an answer."""
+    """How an engine ended a sample.
+
+    kind: STOP, LENGTH, ABORT (interrupted: the rest can be asked for again), ERROR (another engine would fail too), or
+    a word of the engine's own, which ends the answer as it is.
+    """
 
     kind: str
-    said: Any
+    reason: Any  # the finish_reason, in the engine's form
     stop_reason: Any = None
 
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one event adds. records: one for each token, as the dialect has them; none: nobody asked for any. echo:
-    tokens of the prompt in front of them, with their records. labels: what the engine has said so far of the versions
-    of all tokens of this leg. about: facts of the prompt (usage, log-probabilities), which the first leg tells.
-    scored: tokens at the end of the prompt of which it has log-probabilities."""
+    """What one event adds to a sample."""
 
     tokens: list[int] = field(default_factory=list)
-    records: list[Any] = field(default_factory=list)
+    records: list[Any] = field(default_factory=list)  # one a token, in the dialect's form; empty: none were requested
     text: str = ""
-    echo: list[int] = field(default_factory=list)
+    echo: list[int] = field(default_factory=list)  # tokens of the prompt, before `tokens`
     echo_records: list[Any] = field(default_factory=list)
     finish: Finish | None = None
-    labels: list[Label] | None = None
-    about: dict[str, Any] = field(default_factory=dict)
-    scored: int = 0
+    labels: list[Label] | None = None  # of all tokens of this leg so far
+    about: dict[str, Any] = field(default_factory=dict)  # facts of the prompt (cached tokens, log-probabilities)
+    scored: int = 0  # tokens at the end of the prompt that have log-probabilities
 
     def add(self, later: AnswerPiece) -> None:
-        """Adds what the next event brought, for a caller who gets both at once."""
+        """Appends the next event's piece, for a caller that gets both at once."""
         self.tokens += later.tokens
         self.records += later.records
         self.text += later.text
@@ -58,7 +57,7 @@ class AnswerPiece:
 
     @property
     def says(self) -> bool:
-        """Whether it is worth an event."""
+        """Whether it has anything for the caller."""
         return bool(self.tokens or self.echo or self.finish is not None)
 
 
@@ -82,29 +81,29 @@ class Leg:
     offset: int  # tokens of the answer before it
     identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # the whole of what its engine's labels say
     # the lowest and highest version that the replica can have held meanwhile
-    held: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
+    bounds: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
     caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
-    ended: str = ""  # how; empty while it runs
+    outcome: str = ""  # how; empty while it runs
     count: int = 0
     labels: list[Label] | None = None
     text_before: int = 0  # characters of the answer before it
 
     def spans(self) -> list[Span]:
-        """Spans of its tokens."""
-        return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
+        """The spans of its tokens."""
+        return leg_spans(self.offset, self.count, self.labels, self.identify, self.bounds(), self.caches)
 
     def span(self, first: int, count: int) -> Span:
-        """The span of what came with its first token, and is no token of the answer."""
-        made = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
-        return replace(made, first=first, count=count)
+        """A span of the version that made its first token, for something that is not a token of the answer."""
+        origin = next(iter(self.spans()), None) or Span(0, 0, *self.bounds(), exact=False, caches=RECOMPUTED)
+        return replace(origin, first=first, count=count)
 
 
 class OverrunError(Exception):
-    """An engine sent more than was asked for."""
+    """An engine sent more tokens than were requested."""
 
 
 class Stitch:
-    """One sample's answer as it grows. tokens, records, text: of the output, without the echo."""
+    """One sample's answer as it grows. `tokens`, `records` and `text` are of the output, without the echo."""
 
     def __init__(self, single: Single) -> None:
         self.single = single
@@ -119,34 +118,34 @@ class Stitch:
         self.finish: Finish | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether anything has come that the caller may have seen."""
         return bool(self.tokens or self.echo)
 
     @property
     def remaining(self) -> int | None:
-        """Tokens that are still to be made at most; None: as many as the model has room for."""
+        """Tokens that may still come; None: as many as the model has room for."""
         return None if self.single.max_tokens is None else self.single.max_tokens - len(self.tokens)
 
     @property
     def leg(self) -> Leg:
-        """The leg that runs, or ran last."""
+        """The newest leg."""
         return self.legs[-1]
 
     def begin(self, replica: str) -> Leg:
-        """Begins a leg, which is about to be asked for."""
+        """Begins a leg, before its request is sent."""
         self.legs.append(Leg(replica, len(self.tokens), text_before=len(self.text)))
         return self.leg
 
     def take(self, piece: AnswerPiece) -> AnswerPiece:
-        """Adds what an event of the running leg brought; the piece is what the caller gets of it.
+        """Adds a piece of the running leg, and returns what the caller gets of it.
 
-        Raises OverrunError for more tokens than the leg was asked for: nothing of them is kept.
+        Raises OverrunError for more tokens than were requested; nothing is added then.
         """
-        left = self.remaining
-        if left is not None and len(piece.tokens) > left:
+        remaining = self.remaining
+        if remaining is not None and len(piece.tokens) > remaining:
             raise OverrunError(
-                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {left} were asked for at most"
+                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {remaining} were asked for at most"
             )
         self.tokens += piece.tokens
         self.records += piece.records
@@ -161,14 +160,13 @@ class Stitch:
             if piece.scored:
                 self.scored = self.leg, piece.scored
         if piece.finish is not None and piece.finish.kind not in (ABORT, ERROR):
-            self.finish, self.leg.ended = piece.finish, WHOLE
+            self.finish, self.leg.outcome = piece.finish, WHOLE
         return piece
 
     def broken(self, finishes: Callable[[str, Any], Finish]) -> bool:
-        """Notes that a leg ended without its end. Whether all that was asked for has come all the same: then it is
-        finished.
+        """Notes that a leg broke off. Returns whether all requested tokens had come, so that the sample is finished.
 
-        finishes: makes the dialect's words for a kind of end (and the token that stopped it).
+        finishes: makes the dialect's Finish of a kind (and the token that stopped it, or the number of tokens).
         """
         if self.finish is not None:
             return True
@@ -180,7 +178,7 @@ class Stitch:
         return self.finish is not None
 
     def cut(self, count: int) -> None:
-        """Takes tokens back that no caller has seen yet, so that `count` are left."""
+        """Drops the tokens after the first `count`, which no caller has seen yet."""
         drop = len(self.tokens) - count
         if drop > 0:
             del self.tokens[count:]
@@ -188,11 +186,11 @@ class Stitch:
             self.leg.count -= drop
 
     def spans(self) -> list[Span]:
-        """Which version made which tokens, without a hole."""
+        """The spans of all tokens, without a gap."""
         return joined([span for leg in self.legs for span in leg.spans()])
 
     def prompt_span(self) -> Span | None:
-        """Which version made the log-probabilities of the prompt, by its tokens; None: there are none."""
+        """The span of the prompt's log-probabilities; None: there are none."""
         if self.scored is None:
             return None
         leg, count = self.scored
@@ -200,5 +198,5 @@ class Stitch:
 
     @property
     def resumes(self) -> int:
-        """Legs after the first that added something, or tried to."""
+        """The number of legs after the first."""
         return max(0, len(self.legs) - 1)

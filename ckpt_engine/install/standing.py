@@ -1,8 +1,8 @@
-"""Whether a model's tensors still stand where they stood: asked at every install, while generation is paused.
+"""Checks at every install, while generation is paused, whether a model's tensors are still where they were.
 
-Walking a model of 400 tensors by name takes 4 ms in vLLM; this looks at each tensor where it was found, and takes a
-tenth of that. It decides whether a look by name can be left out, not what follows if something has moved. The engine's
-thread.
+Walking a model of 400 tensors by name takes 4 ms in vLLM; this looks at each tensor where it was found before, and
+takes a tenth of that. It decides whether the walk can be skipped, not what follows if something has moved. Used on the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-_Seen = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+_Entry = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Standing:
-    """Some tensors of a model, each with the modules on the way to it, its address and its layout, as they were when
-    this was made. It keeps modules and tensors, so that no other object can take the place of one unnoticed."""
+    """Some tensors of a model, each with the modules on its path, its address and its layout at the time of creation.
+    It keeps references to modules and tensors, so that no other object can replace one unnoticed."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: by the names that `model` gives its parameters and buffers. One that is not there under its name
-        never `holds`."""
+        """tensors: by the names that `model` gives its parameters and buffers. With one that `model` does not have
+        under its name, `holds` is always false."""
         self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
-        self._seen: list[_Seen] = []
+        self._entries: list[_Entry] = []
         self._all = True
         for name, tensor in tensors.items():
             holder, last = self._holder(model, name), name.rpartition(".")[2]
@@ -32,10 +32,10 @@ class Standing:
                 self._all = False
                 return
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            self._seen.append((holder, kinds[0], last, tensor, *place))
+            self._entries.append((holder, kinds[0], last, tensor, *place))
 
     def holds(self) -> bool:
-        """Whether all of them are the same objects, under the same names, at the same addresses and laid out alike."""
+        """Whether all are the same objects, with the same names, addresses and layouts."""
         if not self._all or any(parent._modules.get(name) is not child for parent, name, child in self._ways.values()):
             return False
         # vLLM's parameters hand whatever is asked of them through Python, which takes nine tenths of the time.
@@ -46,11 +46,11 @@ class Standing:
                 and tensor.shape == shape
                 and tensor.stride() == stride
                 and tensor.dtype == dtype
-                for holder, kind, name, tensor, address, shape, stride, dtype in self._seen
+                for holder, kind, name, tensor, address, shape, stride, dtype in self._entries
             )
 
     def _holder(self, model: nn.Module, name: str) -> nn.Module | None:
-        """The module that a tensor is a parameter or buffer of, once the way there has been noted."""
+        """Finds the module that has a parameter or buffer, and notes the path to it; None: there is none."""
         module = model
         for step in name.split(".")[:-1]:
             child = module._modules.get(step)

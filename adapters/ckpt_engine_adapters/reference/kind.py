@@ -1,4 +1,4 @@
-"""The reference engine, as far as our core asks about it before it loads anything of the adapter."""
+"""The reference engine's EngineKind: the facts that our core needs before it loads the adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang, as far as our core asks about it before it loads anything of the adapter."""
+"""SGLang's EngineKind: the facts that our core needs before it loads the adapter."""
 
 from __future__ import annotations
 
