@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from ckpt_engine.gateway.json_numbers import LEVELS, dump, load_asked, load_told
+from ckpt_engine.gateway.json_numbers import LEVELS, dump, load_answer, load_request
 from ckpt_engine.gateway.large_json import LARGE_BYTES
 
 TEXTS = {
@@ -80,14 +80,14 @@ def main() -> None:
         data = json.dumps(content, separators=(",", ":")).encode()
         large = len(data) >= LARGE_BYTES
         found["microseconds"][name] = {
-            "json_numbers.load_asked": microseconds(partial(load_asked, data), times),
-            "json_numbers.load_told": microseconds(partial(load_told, data), times),
+            "json_numbers.load_request": microseconds(partial(load_request, data), times),
+            "json_numbers.load_answer": microseconds(partial(load_answer, data), times),
             "orjson.loads": microseconds(partial(orjson.loads, data), times),
             "json_numbers.dump": microseconds(partial(dump, content, large), times),
             "orjson.dumps": microseconds(partial(orjson.dumps, content), times),
         }
     for name, text in TEXTS.items():
-        readers = (load_asked, load_told, orjson.loads)
+        readers = (load_request, load_answer, orjson.loads)
         found["read"][name] = {
             f"{each.__module__.rpartition('.')[2]}.{each.__name__}": outcome(each, text.encode()) for each in readers
         }

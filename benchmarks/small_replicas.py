@@ -30,11 +30,11 @@ from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.engine.adapter import Capabilities, EngineAdapter, EngineInfo
 from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 TENSORS = 8
 SIDE = 64

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.vllm.gate import VllmGate
 
 REQUESTS = 2000

@@ -44,24 +44,28 @@ def page() -> str:
         parts.append(f"## {title}\n")
         module = _Module(ROOT / "ckpt_engine" / file)
         for name in names:
-            parts += module.told(name)
+            parts += module.paragraphs(name)
     return "\n".join(parts).rstrip() + "\n"
 
 
 class _Module:
-    """One source file: its top level by name, and the comments behind its lines."""
+    """One source file: its top level by name, and the comments behind its lines and above them."""
 
     def __init__(self, path: Path) -> None:
         source = path.read_text()
         self._body = ast.parse(source).body
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        self._comments = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokens
-            if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
-        }
+        comments = [token for token in tokens if token.type == tokenize.COMMENT]
+        self._behind, self._whole_lines = (
+            {
+                token.start[0]: token.string.lstrip("# ")
+                for token in comments
+                if bool(token.line[: token.start[1]].strip()) is behind
+            }
+            for behind in (True, False)
+        )
 
-    def told(self, name: str) -> Iterator[str]:
+    def paragraphs(self, name: str) -> Iterator[str]:
         """The paragraphs of one name. Raises LookupError if the file has no such."""
         for number, node in enumerate(self._body):
             if isinstance(node, ast.ClassDef) and node.name == name:
@@ -74,7 +78,7 @@ class _Module:
             if isinstance(node, ast.AnnAssign) and _code(node.target) == name and node.value is not None:
                 yield f"### `{name}`\n"
                 yield f"```python\n{name} = {_code(node.value)}\n```\n"
-                yield f"{self._said(self._body, number)}\n"
+                yield f"{self._explanation(self._body, number)}\n"
                 return
         raise LookupError(name)
 
@@ -109,14 +113,19 @@ class _Module:
             else:
                 continue
             if not name.startswith("_"):
-                yield name, kind, self._said(node.body, number).replace("\n", " ").replace("|", "\\|")
+                yield name, kind, self._explanation(node.body, number).replace("\n", " ").replace("|", "\\|")
 
-    def _said(self, body: list[ast.stmt], number: int) -> str:
-        """What stands behind an assignment, or in a text below it."""
+    def _explanation(self, body: list[ast.stmt], number: int) -> str:
+        """What stands behind an assignment, in a text below it, or in the comment right above it."""
         below = body[number + 1] if number + 1 < len(body) else None
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
             return inspect.cleandoc(below.value.value)
-        return self._comments.get(body[number].end_lineno or 0, "")
+        if (behind := self._behind.get(body[number].end_lineno or 0)) is not None:
+            return behind
+        first = line = body[number].lineno
+        while line - 1 in self._whole_lines:
+            line -= 1
+        return " ".join(self._whole_lines[each] for each in range(line, first))
 
 
 def _only_calls_its_base(node: ast.ClassDef) -> bool:

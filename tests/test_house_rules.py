@@ -22,7 +22,7 @@ NOT_INSIDE_ENGINES = {"grpc", "fastapi", "httpx", "uvicorn"}
 """An engine's environment need not have them; these rooms are inside engines."""
 
 INSIDE_ENGINES = frozenset(
-    ("core", "machines", "host", "cuda", "digest", "copy", "transport", "words", "engine", "record", "install")
+    ("core", "machines", "host", "cuda", "digest", "copy", "transport", "gate", "engine", "record", "install")
 )
 
 
@@ -138,6 +138,55 @@ def test_a_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+NO_NAMES = {
+    "told",
+    "said",
+    "over",
+    "beside",
+    "late",
+    "back",
+    "gone",
+    "who",
+    "whose",
+    "whom",
+    "meant",
+    "doing",
+    "here",
+    "there",
+    "asked",
+    "wanted",
+    "kept",
+    "given",
+    "brought",
+    "begun",
+    "shown",
+    "made",
+    "seen",
+    "left",
+}
+"""Participles, adverbs and pronouns that say nothing of what they stand for (`remaining`, `request` or `target` do)."""
+
+
+def bound_names(path: Path) -> Iterator[tuple[int, str]]:
+    """What a module binds: functions, classes, parameters, variables and attributes, with their lines."""
+    for node in nodes(path):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+
+
+def test_names_are_nouns_and_verbs() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        for line, name in bound_names(path)
+        if name.strip("_") in NO_NAMES
+    ]
+    assert not found
 
 
 def test_files_that_are_begun_first_are_there() -> None:

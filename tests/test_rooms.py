@@ -40,7 +40,7 @@ ROOMS = (
     "digest",
     "copy",
     "transport",
-    "words",
+    "gate",
     "engine",
     "record",
     "install",
@@ -190,7 +190,7 @@ def test_what_runs_inside_engines_needs_no_package_of_ours() -> None:
         "prometheus_client",
     )
     code = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
-    code += "import ckpt_engine.install.worker, ckpt_engine.words.gate\n"
+    code += "import ckpt_engine.install.worker, ckpt_engine.gate.gate\n"
     code += "import ckpt_engine.transport.collective.on_host, ckpt_engine.transport.collective.on_gpu\n"
     code += "from ckpt_engine.transport.registry import all_transports; print(sorted(all_transports()))"
     told = subprocess.run(

@@ -1,7 +1,7 @@
-"""An engine that somebody else started, on this host, with our gate in it.
+"""An engine on this host that the agent did not start, with our gate in it.
 
-It is never ended or restarted from here. When it goes, its agent waits for whatever answers at the same URL next; that
-may be a new start with a new runtime directory, and then the agent moves there.
+The agent never ends or restarts it. When it ends, the agent waits for whatever answers at the same URL next. If that is
+a new start with a new runtime directory, the agent moves there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from ckpt_engine.agent.engine import (
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, load_adapter
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 SAID_FIRST_SECONDS, SAID_AGAIN_SECONDS = 1.0, 10.0
-"""After how long people are told that an engine is waited for, and how often again."""
+"""Time until the first line that an engine is waited for, and between the next ones."""
 
 
 class AttachedEngine:
-    """See `EngineHost`. url: of the engine's API on loopback. startup_seconds: for it to answer the first time.
-    advertise: the host that others are told in its URL."""
+    """See `EngineHost`."""
 
     def __init__(
         self,
@@ -43,6 +42,8 @@ class AttachedEngine:
         deadlines: Deadlines,
         advertise: str = "",
     ) -> None:
+        """url: of the engine's API on loopback. startup_seconds: for it to answer the first time. advertise: the host
+        in the URL that other hosts get."""
         self._advertise = advertise
         self._deadlines = deadlines
         self._kind = kind
@@ -64,7 +65,7 @@ class AttachedEngine:
         return f"{self._kind}-{parts.port or {'https': 443}.get(parts.scheme, 80)}"
 
     async def open(self) -> None:
-        """Waits for the engine, and takes its directory. Raises CkptEngineError."""
+        """Waits for the engine and takes its directory. Raises CkptEngineError."""
         until = time.monotonic() + self._startup_seconds
         saying = asyncio.ensure_future(self._say_waiting(until))
         try:
@@ -83,12 +84,13 @@ class AttachedEngine:
     async def _say_waiting(self, until: float) -> None:
         await asyncio.sleep(SAID_FIRST_SECONDS)
         while True:
-            left = max(0.0, until - time.monotonic())
-            self._events.say(f"waiting for the engine: {self._trouble}; {left:.0f} s left (--startup-timeout)")
+            remaining = max(0.0, until - time.monotonic())
+            self._events.say(f"waiting for the engine: {self._trouble}; {remaining:.0f} s left (--startup-timeout)")
             await asyncio.sleep(SAID_AGAIN_SECONDS)
 
     async def run(self) -> None:
-        """Never returns by itself; raises EngineFailedError if what answers cannot be driven."""
+        """Serves one start of the engine after another until cancelled. Raises EngineFailedError if this adapter cannot
+        drive what answers."""
         last = ""
         while True:
             try:
@@ -109,18 +111,18 @@ class AttachedEngine:
         await self._leave()
 
     def replace(self, reason: str) -> bool:
-        """Never: whoever started it must end it. Its gate stays closed."""
+        """Refuses: an engine that the agent did not start is not ended by it. Its gate stays closed."""
         return False
 
     async def look(self, seconds: float) -> None:
-        """Nothing: all of its workers are on this host."""
+        """Does nothing: all of its workers are on this host."""
 
     def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
         """See `EngineHost`."""
         return word.status()
 
     async def _enter(self) -> None:
-        """Makes the directory that the engine names now ours, unless it is already."""
+        """Takes the directory that the engine names now, unless the agent has it already."""
         path = (await locate(self._url, self._deadlines.engine_health)).directory
         if self._directory is not None and self._directory.path == path:
             return
@@ -150,7 +152,7 @@ class AttachedEngine:
             self._directory = None
 
     async def _serve(self) -> None:
-        """Serves from the moment the engine is ready until it is gone."""
+        """Watches the engine from the moment it is ready until it has ended."""
         assert self._directory is not None
         assert self.page is not None
         adapter = connect(self._module, self._url, self._directory)
@@ -169,13 +171,13 @@ class AttachedEngine:
         self._events.engine_exited(reason)
 
     async def _moved(self) -> str:
-        """Whether a new start of the engine answers at the URL, which the health route would not show."""
+        """Reports a new start of the engine at the URL, which its health route would not show; empty: there is none."""
         assert self._directory is not None
         try:
             path = (await locate(self._url, self._deadlines.engine_health)).directory
         except EngineCallError:
             return ""  # that is for the watch to judge
-        return "" if path == self._directory.path else f"the engine at {self._url} was started anew"
+        return "" if path == self._directory.path else f"the engine at {self._url} was restarted"
 
     async def _forget_engine(self) -> None:
         if self.adapter is not None:

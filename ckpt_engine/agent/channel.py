@@ -1,13 +1,13 @@
 """The agent's end of the worker channel: requests of the engine's workers in, the agent machine's answers out.
 
-One ROUTER socket in the engine's directory, which only this user can enter. A request is one frame with a
-WorkerRequest, an answer one frame with an AgentReply; an empty frame before it (as REQ sockets send) is given back.
+It is one ROUTER socket in the engine's directory, which only this user can enter. A request is one frame with a
+WorkerRequest, an answer one frame with an AgentReply; an empty frame before it (as REQ sockets send) is returned.
 
-Workers repeat a request when an answer does not come in time, so the effect must not be repeated: for each worker the
-last request and its answer are kept, a request with the same boot id and sequence gets that answer again, and one that
-is still being answered is answered once. Requests of one worker are therefore handled one after the other.
+Workers repeat a request when no answer comes in time, and its effect must not be repeated. So the last request of each
+worker is kept with its answer. A request with the same boot id and sequence gets that answer again, or the one answer
+that is still being worked out. Requests of one worker are handled one after the other.
 
-What cannot be parsed is counted and ignored: nothing that arrives here may stop the agent.
+A frame that cannot be parsed is counted and ignored: nothing that arrives here may stop the agent.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ import zmq
 import zmq.asyncio
 from google.protobuf.message import DecodeError
 
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.v1 import worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
 
 FRAME_LIMIT_BYTES = 256 << 20
 """ZeroMQ cuts the connection of a peer that announces more. The needs of 50,000 tensors take a few MiB."""
 BOOT_ID_BYTES = 16
 HIGH_WATER_MARK = 64
-"""Answers waiting for one worker that does not read them; further ones are dropped, and it asks again."""
+"""Most answers that wait for a worker that does not read them. Further ones are dropped, and the worker asks again."""
 
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[worker_pb2.WorkerRequest], Awaitable[worker_pb2.AgentReply | None]]
-"""Answers one request, or None to stay silent (the worker will ask again). Must have a deadline of its own."""
+"""Answers one request; None: no answer (the worker will ask again). Must have its own deadline."""
 
 
 @dataclass
 class ChannelCounters:
-    """What has come in since the start. ignored: frames that are no request, and requests overtaken by later ones."""
+    """Counts of what has arrived since the start."""
 
     requests: int = 0
     repeated: int = 0
-    ignored: int = 0
+    ignored: int = 0  # frames that cannot be parsed, and requests overtaken by later ones
     failed: int = 0
 
 
 @dataclass
 class _Conversation:
-    """The last request of one worker process, and what became of it."""
+    """The last request of one worker process, and its answer."""
 
     sequence: int = -1
     answer: bytes | None = None
-    envelope: list[bytes] = field(default_factory=list)  # where the answer goes: of the latest copy of the request
+    envelope: list[bytes] = field(default_factory=list)  # where the answer goes, by the latest copy of the request
     working: asyncio.Task[None] | None = None
 
 
 class AgentChannel:
     """Listens at `directory.endpoint` from `start` to `close`. Everything runs on the loop that called `start`.
 
-    answer: called once for every distinct request; what it raises is logged, and the request stays unanswered.
+    answer: called once for every distinct request; its exceptions are logged, and the request stays unanswered.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AgentChannel:
         self.counters = ChannelCounters()
 
     async def start(self) -> None:
-        """Binds the socket. Raises zmq.ZMQError when that cannot be done; the caller holds the directory's lock."""
+        """Binds the socket; the caller holds the directory's lock. Raises zmq.ZMQError."""
         self._context = zmq.asyncio.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -129,7 +129,7 @@ class AgentChannel:
             return
         talk = self._conversation(request)
         if request.sequence < talk.sequence:
-            self.counters.ignored += 1  # a copy that was held up; its sender has gone on
+            self.counters.ignored += 1  # a delayed copy; the worker has sent a later request
             return
         talk.envelope = envelope
         if request.sequence == talk.sequence and (talk.answer is not None or talk.working is not None):
@@ -143,7 +143,7 @@ class AgentChannel:
         talk.working = asyncio.create_task(self._work(talk, request, before))
 
     def _conversation(self, request: worker_pb2.WorkerRequest) -> _Conversation:
-        """The conversation with this worker process. That of an earlier process of the same rank is forgotten: it is
+        """The conversation with this worker process. Forgets that of an earlier process of the same rank, which is
         dead."""
         key = (request.rank, request.boot_id)
         if key not in self._conversations:
@@ -166,7 +166,7 @@ class AgentChannel:
             logger.exception("a request of worker %d could not be answered", request.rank)
             reply = None
         if talk.sequence != request.sequence:
-            return  # it has asked something else meanwhile, so nobody waits for this answer
+            return  # the worker has sent another request meanwhile and does not wait for this answer
         talk.working = None
         if reply is not None:
             reply.sequence = request.sequence
@@ -174,7 +174,7 @@ class AgentChannel:
             self._send(talk.envelope, talk.answer)
 
     def _send(self, envelope: list[bytes], answer: bytes) -> None:
-        """Never waits: a worker that died, or does not read, asks again or not at all."""
+        """Sends without waiting: a worker that has died or does not read asks again, or not at all."""
         if self._socket is not None:
             sending = asyncio.ensure_future(self._socket.send_multipart([*envelope, answer], flags=zmq.NOBLOCK))
             sending.add_done_callback(_note_failure)

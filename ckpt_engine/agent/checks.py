@@ -1,4 +1,4 @@
-"""Which checks of engines were passed on this host: a file for each, in the user's cache folder."""
+"""Remembers which checks of engines passed on this host: a file for each, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 
-def passed(key: str) -> bool:
-    """Whether the check that `key` names was passed here. Never raises."""
+def has_passed(key: str) -> bool:
+    """Whether the check with this key has passed here. Never raises."""
     try:
         return _file(key).read_text() == key
     except (OSError, ValueError):
@@ -16,7 +16,7 @@ def passed(key: str) -> bool:
 
 
 def keep(key: str) -> None:
-    """Keeps that it was. Raises OSError."""
+    """Notes that the check with this key has passed. Raises OSError."""
     path = _file(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")

@@ -1,7 +1,7 @@
-"""An engine as its agent sees it: its address and directory, its adapter, and whether it still runs.
+"""An engine as its agent sees it: where it is, how to drive it, whether it still lives.
 
-There are two implementations of `EngineHost`: an engine that the agent launches (launched.py), and one that the user
-started (attached.py). Both report to `EngineEvents` each time the engine becomes ready, and each time it exits.
+`EngineHost` has two implementations: an engine that the agent launches (launched.py), and one that runs already
+(attached.py). Both call `EngineEvents` whenever the engine is ready and whenever it has ended.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from urllib.parse import urlsplit, urlunsplit
 from ckpt_engine.agent.http import EngineClient
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import AdapterModule, AdapterSettings, EngineAdapter, EngineCallError
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.gate import INFO_ROUTE
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.gate import INFO_ROUTE
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 
 class EngineEvents(Protocol):
-    """Told on the agent's loop; must neither block nor raise."""
+    """Callbacks on the agent's loop; they must neither block nor raise."""
 
     def engine_ready(self, ready: EngineReady) -> None: ...
 
     def engine_exited(self, reason: str) -> None:
-        """The engine has exited, so its workers hold nothing. Called at most once after each `engine_ready`."""
+        """Called when the engine has ended, at most once after each `engine_ready`. Its workers hold nothing then."""
         ...
 
     def say(self, line: str) -> None:
-        """One plain line for people."""
+        """Prints one plain line for people."""
         ...
 
 
 class EngineFailedError(Exception):
-    """The engine is gone and will not be started again; the message says why, with its last lines."""
+    """The engine has ended and will not be started again; the message says why, with its last lines."""
 
 
 class EngineHost(Protocol):
@@ -52,26 +52,26 @@ class EngineHost(Protocol):
         ...
 
     async def run(self) -> None:
-        """Keeps the engine until cancelled, or until it is gone for good: EngineFailedError.
+        """Keeps the engine running until cancelled. Raises EngineFailedError if it has ended for good.
 
-        Being cancelled does not end the engine; `close` does.
+        Cancelling does not end the engine; `close` does.
         """
         ...
 
     async def close(self) -> None:
-        """Ends the engine if it is ours, and gives the directory back. Safe to call at any time, also twice."""
+        """Ends the engine if the agent launched it, and releases the directory. Safe to call any time, also twice."""
         ...
 
     def replace(self, reason: str) -> bool:
-        """Ends an engine that cannot be reasoned with, so that `run` starts a new one. False: it is not ours to end."""
+        """Ends an engine that does not react, so that `run` starts a new one. False: the agent did not launch it."""
         ...
 
     async def look(self, seconds: float) -> None:
-        """Brings the words of workers on other nodes into `page` as they are now; takes at most `seconds`."""
+        """Updates the words of workers on other nodes in `page`, within `seconds`."""
         ...
 
     def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
-        """A word of `page` as the manager is told it."""
+        """A word of `page` as a message for the manager."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class EngineHost(Protocol):
 
     @property
     def default_name(self) -> str:
-        """What the replica is called if nobody says otherwise, after the host's name: kind and port."""
+        """The replica's default name, without the host's name before it: kind and port."""
         ...
 
     @property
@@ -87,13 +87,13 @@ class EngineHost(Protocol):
 
     @property
     def adapter(self) -> EngineAdapter | None:
-        """The adapter; None unless the engine is there."""
+        """The adapter; None unless the engine is running."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineLocation:
-    """What the engine says of itself at /ckpt_engine/info."""
+    """An engine's answer at /ckpt_engine/info."""
 
     directory: Path
 
@@ -118,12 +118,12 @@ async def locate(url: str, seconds: float) -> EngineLocation:
 
 
 def connect(module: AdapterModule, url: str, directory: EngineDirectory) -> EngineAdapter:
-    """A driver for the engine at `url`, with the token of its directory."""
+    """Makes a driver for the engine at `url`, with the token of its directory."""
     return module.create_adapter(AdapterSettings(url, directory.path, directory.token()))
 
 
 async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str = "") -> EngineReady:
-    """Asks a healthy engine what it is. advertise: the host that others are told instead of the one in `url`.
+    """Asks a healthy engine for its version and layout. advertise: replaces the host of `url` for other hosts.
 
     Raises EngineCallError without an answer within `seconds`, EngineFailedError if this adapter cannot drive it.
     """
@@ -136,21 +136,21 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
     modes = sorted(adapter.capabilities.pause_modes)
     engine = manager_pb2.Engine(
-        kind=adapter.kind, version=info.version, url=told_url(url, advertise), pause_modes=modes
+        kind=adapter.kind, version=info.version, url=advertised_url(url, advertise), pause_modes=modes
     )
     levels = adapter.capabilities.sleep_levels if info.sleep_levels is None else info.sleep_levels
     return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels, untested=info.untested)
 
 
 def checked_advertise(address: str) -> str:
-    """The address at which other hosts reach this one, as given. Raises ValueError unless it is a bare host or IP."""
+    """Checks the address at which other hosts reach this one. Raises ValueError unless it is a bare host or IP."""
     bare = re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", address) is not None
     if address and not bare and not _is_ipv6(address):
         raise ValueError(f"--advertise takes a host's name or IP address without scheme and port, not {address!r}")
     return address
 
 
-def told_url(url: str, advertise: str) -> str:
+def advertised_url(url: str, advertise: str) -> str:
     """`url` with its host replaced by the advertised one; unchanged if there is none."""
     if not advertise:
         return url
@@ -167,7 +167,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 class EngineWatch:
-    """Decides from repeated looks whether an engine is gone. One instance a start of an engine."""
+    """Decides from repeated looks whether an engine has ended. One instance for each start of an engine."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class EngineWatch:
         self._workers_alive_at = clock()
 
     async def look(self) -> str:
-        """Why the engine is gone for good, or an empty string. Takes at most `engine_health` seconds."""
+        """Looks once: why the engine counts as ended; empty: it lives. Takes at most `engine_health` seconds."""
         if await self._adapter.healthy(self._deadlines.engine_health):
             self._healthy_at = self._clock()
         elif self._clock() - self._healthy_at > self._deadlines.engine_unhealthy:

@@ -1,7 +1,7 @@
-"""The agent of a node that follows: the shell around FollowerMachine.
+"""The agent of a following node: the shell around FollowerMachine.
 
-The machine decides; this has the connection to the leader, this node's part of the engine, and its workers' channel and
-page.
+The machine decides. This module has the connection to the leader, this node's part of the engine, and its workers'
+channel and page.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
+from ckpt_engine.gate.directory import EngineDirectory, default_root
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.machines.events import Message, Reply, Send, Start, Stop
 from ckpt_engine.machines.nodes import events
 from ckpt_engine.machines.nodes.follower import FollowerMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory, default_root
-from ckpt_engine.words.state import EnginePage
 
 
 class FollowingAgent:
-    """One node's agent, for one life of this process.
-
-    arguments, model: of the engine, as node 0 has them. say: gets one plain line an event, on the loop. on_output: gets
-    the engine's output lines, on another thread. root: below it the engine's directory is made; none: the default.
-    sleeps: it is to give memory up.
-    """
+    """One node's agent, for the lifetime of this process."""
 
     def __init__(
         self,
@@ -54,7 +49,12 @@ class FollowingAgent:
         root: Path | None = None,
         sleeps: bool = False,
     ) -> None:
-        """Raises ValueError, UnknownAdapterError: such an engine cannot be started."""
+        """arguments, model: of the engine, as on node 0. say: gets a plain line for each event, on the loop. on_output:
+        gets the engine's output lines, on another thread. root: folder for the engine's directory; None: the default.
+        sleeps: the engine is launched so that it can give memory up.
+
+        Raises ValueError, UnknownAdapterError: such an engine cannot be started.
+        """
         self._nodes = nodes
         self._kind = kind
         self._arguments = arguments
@@ -74,14 +74,14 @@ class FollowingAgent:
         self._directory: EngineDirectory | None = None
         self._page: EnginePage | None = None
         self._process: EngineProcess | None = None
-        self._watched = False  # whether the machine counts on the process, and on the workers that it has
+        self._watched = False  # whether the machine expects the process and its workers to live
         self._work: asyncio.Task[None] | None = None
         self._fault: asyncio.Future[None] | None = None
         self._questions = Questions(self._loop.feed)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs until `stop` is set; ends its part of the engine in every case. Raises CkptEngineError: it cannot begin,
-        or its machine has failed."""
+        """Runs until `stop` is set; always ends its part of the engine. Raises CkptEngineError: it cannot start, or its
+        machine has failed."""
         root = self._root = self._root or default_root()
         directory = self._directory = EngineDirectory.create(root)
         directory.lock()
@@ -90,7 +90,7 @@ class FollowingAgent:
         tasks: list[asyncio.Future[Any]] = [self._fault]
         try:
             await channel.start()
-            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._heard)
+            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._receive)
             self._link.open()
             self._say(f"node {self._nodes.rank} of {self._nodes.nodes}, leader {self._nodes.leader}")
             self._loop.feed(Start())
@@ -105,7 +105,7 @@ class FollowingAgent:
             await self._close(directory, channel)
 
     async def _close(self, directory: EngineDirectory, channel: AgentChannel) -> None:
-        """Ends everything, also what comes after a closing that raises."""
+        """Closes everything, also if one closing raises."""
         async with AsyncExitStack() as closings:
             closings.callback(directory.remove)
             closings.callback(self._let_go)
@@ -122,22 +122,22 @@ class FollowingAgent:
 
     async def _end_all(self) -> None:
         self._loop.feed(Stop("the agent was asked to stop"))
-        while self._work is not None:  # a start that was under way is followed by an end
+        while self._work is not None:  # a start in progress is followed by an end
             await self._work
         try:
             if self._process is not None:  # the machine has failed, or a start or an end has
                 await self._process.stop()
         finally:
-            await asyncio.sleep(0)  # the last message leaves on the loop's next turn
+            await asyncio.sleep(0)  # the last message is sent on the loop's next turn
             await self._loop.stop(0.0)
 
-    # -- what happens, brought to the machine
+    # -- events for the machine
 
-    def _heard(self, command: worker_pb2.NodeCommand) -> None:
+    def _receive(self, command: worker_pb2.NodeCommand) -> None:
         self._loop.feed(Message(events.LEADER, command))
 
     async def _watch(self) -> None:
-        """Looks at the part and at its page, for ever."""
+        """Watches the part's process and page until cancelled."""
         before = b""
         deadlines = self._deadlines
         while True:
@@ -164,7 +164,7 @@ class FollowingAgent:
         return await self._questions.ask(request)
 
     def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
-        """Ends `run`, and lets no worker wait for an answer."""
+        """Ends `run`, and all workers' waits for answers."""
         self._questions.close()
         self._end(CkptEngineError(problem))
 
@@ -172,7 +172,7 @@ class FollowingAgent:
         if self._fault is not None and not self._fault.done():
             self._fault.set_exception(error)
 
-    # -- what the machine says, carried out
+    # -- the machine's commands
 
     def _perform(self, command: events.FollowerCommand) -> None:
         match command:
@@ -192,7 +192,7 @@ class FollowingAgent:
                 self._say(line)
 
     async def _start(self, part: NodePart) -> None:
-        """Takes as long as a launcher may. What must not be ends `run`."""
+        """Starts this node's part, which takes as long as a launcher may. An unexpected error ends `run`."""
         problem = ""
         try:
             process, log = self._new_process(part)
@@ -218,7 +218,8 @@ class FollowingAgent:
         return engine_process(plan, self._sleeps, self._directory, log, self._deadlines, self._on_output), log
 
     async def _stop(self) -> None:
-        """Takes as long as the engine's grace. What must not be ends `run`, which tries to stop the part once more."""
+        """Ends this node's part, which takes as long as the engine's grace. An unexpected error ends `run`, which tries
+        once more."""
         self._watched = False
         try:
             if self._process is not None:

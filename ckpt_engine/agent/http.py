@@ -1,4 +1,4 @@
-"""HTTP towards an engine on this host: calls with a deadline and a verdict, what most adapters do alike."""
+"""HTTP calls to an engine on this host, with deadlines, and the parts that most adapters share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckpt_engine.http_client.connection import WireError
 from ckpt_engine.http_client.connections import Answer, Connections
 
 AFTERWARDS_SECONDS = 10.0
-"""For closing a session or going on, also when the time of the call that it belongs to has run out."""
+"""Time for closing a session or resuming, even if the deadline of the call that it belongs to has passed."""
 
 Ask: TypeAlias = Callable[[float], Awaitable[None]]
-"""Asks an engine for something, within so many seconds."""
+"""A call to an engine; takes the seconds that it may take."""
 
 
 class EngineClient:
     """Calls to the engine at `url`, on the agent's event loop. headers: of every call.
 
-    Each call takes a new connection. Engines answer head and body in two writes, and most of them (uvicorn on a socket
-    that was bound for it, as in vLLM) leave Nagle's algorithm on: over a connection that was used before, the body
-    waits for the 40 ms timer of our delayed acknowledgement. With pause, stamp and resume that was 130 ms of each
-    update in which no token was produced; a new connection acknowledges at once and costs 0.2 ms on loopback.
+    Each call opens a new connection. Engines write head and body separately, and most of them (uvicorn on a socket
+    that was bound for it, as in vLLM) leave Nagle's algorithm on. Over a reused connection the body would wait for the
+    40 ms timer of our delayed acknowledgement: for pause, stamp and resume 130 ms of each update without a token. A new
+    connection acknowledges at once and costs 0.2 ms on loopback.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -43,10 +43,10 @@ class EngineClient:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str | int | list[str]] | None = None,
     ) -> Answer:
-        """The engine's answer, if it is a good one and comes within `seconds`. body: sent as JSON.
+        """Calls the engine and returns its answer of a status below 300. body: sent as JSON.
 
-        Raises EngineCallError: not answered (nobody knows what the engine did; 504 counts as that), or answered with an
-        error, whose status it tells.
+        Raises EngineCallError: no answer within `seconds`, or 504 (so that it is unknown what the engine did), or an
+        answer with an error status.
         """
         path = f"{route}?{urlencode(params, doseq=True)}" if params else route
         headers, content = self._headers, b""
@@ -57,7 +57,7 @@ class EngineClient:
                 method, self.url, path, headers, content, max(seconds, 0.0), again=False
             )
         except WireError as error:
-            # Also for a refused connection: an engine that has just died may have done it before.
+            # Also for a refused connection: an engine that has just died may have carried the call out before.
             message = f"{method} {route}: no answer within {seconds:.1f} s: {error}"
             raise EngineCallError(message, answered=False) from error
         if answer.status == 504:
@@ -73,7 +73,7 @@ class EngineClient:
 
 
 class HttpAdapter:
-    """The part of an `EngineAdapter` that is the same for engines with HTTP routes of JSON, among them `/health`."""
+    """The common part of an `EngineAdapter` for engines with HTTP routes of JSON, among them `/health`."""
 
     def __init__(self, settings: AdapterSettings) -> None:
         self._client = EngineClient(settings.url, settings.headers)
@@ -98,10 +98,10 @@ class HttpAdapter:
 
     @asynccontextmanager
     async def _session(self, begin: Ask, end: Ask, until: float) -> AsyncIterator[None]:
-        """An engine's own session around what changes its weights; once it is open, it is always closed.
+        """Opens an engine's own session around a change of its weights; once open, it is always closed.
 
-        begin, end: ask the engine for it, within seconds. until: on the monotonic clock; closing has AFTERWARDS_SECONDS
-        also later. Raises EngineCallError.
+        begin, end: the calls, which take seconds. until: on the monotonic clock; closing has AFTERWARDS_SECONDS even
+        after it. Raises EngineCallError.
         """
         try:
             await begin(until - time.monotonic())

@@ -1,4 +1,4 @@
-"""An engine that the agent launches, restarts when it fails, and ends with itself."""
+"""An engine that the agent launches, restarts when it fails, and ends when the agent ends."""
 
 from __future__ import annotations
 
@@ -21,63 +21,55 @@ from ckpt_engine.agent.engine import (
 )
 from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
-from ckpt_engine.agent.ports import ReservedPort, holder, is_free
+from ckpt_engine.agent.ports import ReservedPort, is_free, owner_of
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
 from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory, default_root
+from ckpt_engine.gate.page import EnginePage, WorkerWord
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory, default_root
-from ckpt_engine.words.state import EnginePage, WorkerWord
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
-"""What an engine may be told to listen at."""
+"""The addresses that an engine may listen at."""
 
 PORTS_TAKEN = 5
-"""How often in its life an agent tries again because another program took the port that it had chosen."""
+"""How often an agent tries again, in total, because another program took the port that it had chosen."""
 
 
 class Restart(StrEnum):
-    """What to do when an engine ends without having been asked to."""
+    """When to restart an engine that ended by itself."""
 
     NO = "no"
     ON_FAILURE = "on-failure"
-    """If it has worked once. Whatever its status: vLLM's server exits with 0 when its engine core was killed. An engine
-    that never came up has most likely been given wrong arguments, and repeating those hides the message."""
+    """If it was ready at least once, whatever its status: vLLM's server exits with 0 when its engine core was killed.
+    An engine that was never ready most likely has wrong arguments, and a restart would hide its message."""
     ALWAYS = "always"
-    """Also if it never came up: for hosts where that depends on others, such as a model on a disk not yet mounted."""
+    """Also if it was never ready: for hosts where that depends on others, such as a model on a disk not yet mounted."""
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How to launch and keep an engine.
-
-    arguments: to the engine, untouched. port: 0: a free one, chosen anew at each start. startup_seconds: from launch
-    until it answers. restart_limit: of restarts in a row, after which the agent gives up; 0: none. An engine that has
-    served for `engine_steady` begins a new row. sleeps: it is to give memory up. log_path: empty: a file for each
-    launch in the runtime directory's `logs`. advertise: the host that others are told in the engine's URL, if it
-    listens beyond loopback.
-    """
+    """How to launch an engine and keep it running."""
 
     kind: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # to the engine, unchanged
     model: str = ""
-    port: int = 0
+    port: int = 0  # 0: a free one, chosen at each start
     restart: Restart = Restart.ON_FAILURE
-    restart_limit: int = 0
-    startup_seconds: float = 600.0
-    log_path: Path | None = None
-    root: Path | None = None
-    sleeps: bool = False
-    advertise: str = ""
+    restart_limit: int = 0  # of restarts in a row without `engine_steady` seconds of service between; 0: no limit
+    startup_seconds: float = 600.0  # from launch until it answers
+    log_path: Path | None = None  # None: a file for each launch in the runtime directory's `logs`
+    root: Path | None = None  # folder for the engine's directory; None: the default
+    sleeps: bool = False  # launch it so that it can give memory up
+    advertise: str = ""  # the host in the URL that other hosts get, if it listens beyond loopback
 
 
 class LaunchedEngine:
-    """See `EngineHost`. answer: of the worker channel. on_output: gets every line that the engine prints. followers: of
-    the engine's other nodes; this one leads."""
+    """See `EngineHost`."""
 
     def __init__(
         self,
@@ -88,6 +80,8 @@ class LaunchedEngine:
         on_output: LineSink | None = None,
         followers: Followers | None = None,
     ) -> None:
+        """answer: of the worker channel. on_output: gets every line that the engine prints. followers: agents of the
+        engine's other nodes, which this agent leads."""
         self._followers = followers
         self._deadlines = deadlines
         self._settings = settings
@@ -97,12 +91,12 @@ class LaunchedEngine:
         self._module = load_adapter(settings.kind)
         self._root = settings.root
         self._reserved: ReservedPort | None = None
-        self._ports_taken = 0
+        self._lost_ports = 0
         self._port = settings.port
         self._directory: EngineDirectory | None = None
         self._channel: AgentChannel | None = None
         self._process: EngineProcess | None = None
-        self._given_up = ""
+        self._replace_reason = ""
         self.agent_epoch = 0
         self.page: EnginePage | None = None
         self.adapter: EngineAdapter | None = None
@@ -119,8 +113,8 @@ class LaunchedEngine:
     async def open(self) -> None:
         """Makes the directory and listens in it.
 
-        Raises ValueError if the adapter refuses the launch arguments, EngineFailedError if it cannot drive the version
-        that is installed where they run, CkptEngineError if there is no place for the directory.
+        Raises ValueError if the adapter refuses the launch arguments, EngineFailedError if it cannot drive the
+        installed version, CkptEngineError if there is no room for the directory.
         """
         self._root = self._root or default_root()
         if not self._port:
@@ -139,7 +133,7 @@ class LaunchedEngine:
             self._followers.open()
 
     async def run(self) -> None:
-        """Keeps the engine running as the policy says. See `EngineHost.run`."""
+        """Keeps the engine running by the restart policy. See `EngineHost.run`."""
         backoff = self._deadlines.engine_restart_first
         restarts = in_a_row = 0
         worked = False
@@ -180,7 +174,7 @@ class LaunchedEngine:
                 self._port = self._reserve_port()
 
     async def close(self) -> None:
-        """Ends all that the engine started: SIGTERM, a grace, SIGKILL. Then the directory goes."""
+        """Ends all that the engine started (SIGTERM, a grace, SIGKILL), then deletes the directory."""
         async with AsyncExitStack() as closings:
             if self._reserved is not None:
                 closings.callback(self._reserved.release)
@@ -206,12 +200,12 @@ class LaunchedEngine:
         page.close()
 
     def replace(self, reason: str) -> bool:
-        """Ends it within `engine_watch` seconds; it is started again as after any failure."""
-        self._given_up = reason
+        """Has it ended within `engine_watch` seconds; it is restarted as after any failure."""
+        self._replace_reason = reason
         return True
 
     def _advertised(self, plan: LaunchPlan) -> str:
-        """What other hosts are told; nothing that they cannot reach."""
+        """The host in the URL that other hosts get; empty if they could not reach the engine."""
         if self._settings.advertise and plan.listens_at in LOOPBACK:
             self._events.say(
                 "the engine listens on this host only, so its URL stays one of this host: give it --host 0.0.0.0 "
@@ -228,10 +222,10 @@ class LaunchedEngine:
         return self._reserved.number
 
     def _port_was_taken(self) -> bool:
-        """Whether somebody else listens where our engine, which has ended, was to listen; then it gets another port."""
-        if self._settings.port or self._ports_taken >= PORTS_TAKEN or is_free(self._port):
+        """Whether another program listens at the port of our engine, which has ended. Chooses another port then."""
+        if self._settings.port or self._lost_ports >= PORTS_TAKEN or is_free(self._port):
             return False
-        self._ports_taken += 1
+        self._lost_ports += 1
         self._events.say(f"port {self._port} was taken by another program; the engine gets another one")
         self._port = self._reserve_port()
         return True
@@ -246,7 +240,7 @@ class LaunchedEngine:
         return word.status() if self._followers is None else self._followers.status(word)
 
     def _plan(self, part: NodePart | None = None) -> LaunchPlan:
-        """part: of an engine that spans nodes."""
+        """Plans the launch. part: of an engine that spans nodes."""
         settings = self._settings
         if part is None:
             plan = self._module.launch_plan(settings.arguments, self._port, settings.model)
@@ -262,25 +256,25 @@ class LaunchedEngine:
         return replace(plan, url=plan.url.rstrip("/"))
 
     async def _port_is_ours(self, plan: LaunchPlan) -> None:
-        """An engine that is just ending, such as that of an agent that was killed, gets the time that ending takes.
+        """Waits until the port is free, for as long as another engine may take to end (such as that of a killed agent).
 
-        Raises EngineProcessError, naming who listens there: an engine would load for minutes and then not get it.
+        Raises EngineProcessError that names the program on the port: an engine would load for minutes and then fail.
         """
         port = urlsplit(plan.url).port or self._port
         host = {"": "127.0.0.1", "localhost": "127.0.0.1"}.get(plan.listens_at, plan.listens_at)
         until = time.monotonic() + (self._deadlines.engine_grace if self._settings.port else 0)
-        said = ""
+        last_line = ""
         while not is_free(port, host):
-            taken = f"port {port} is taken by {await asyncio.to_thread(holder, port)}"
+            line = f"port {port} is taken by {await asyncio.to_thread(owner_of, port)}"
             if time.monotonic() > until:
-                raise EngineProcessError(f"{taken}: end that, or name another one (--port; 0: a free one)")
-            if taken != said:
-                self._events.say(f"{taken}; waiting up to {self._deadlines.engine_grace:g} s for it")
-                said = taken
+                raise EngineProcessError(f"{line}: end that, or name another one (--port; 0: a free one)")
+            if line != last_line:
+                self._events.say(f"{line}; waiting up to {self._deadlines.engine_grace:g} s for it")
+                last_line = line
             await asyncio.sleep(0.2)
 
     async def _start(self) -> EngineReady:
-        """Launches, waits until it answers, and asks what it is."""
+        """Launches the engine, waits until it answers, and asks for its version and layout."""
         assert self._directory is not None
         page = self.page = new_page(self._directory, self.page)
         followers, part = self._followers, None
@@ -302,7 +296,7 @@ class LaunchedEngine:
         async def ours_and_healthy(seconds: float) -> bool:
             if followers is not None and (trouble := followers.trouble()):
                 raise EngineCallError(trouble, answered=True)
-            # Whoever holds the port answers, and that may be another engine while ours fails to get it.
+            # What answers may be another engine that has the port, while ours fails to get it.
             if not await adapter.healthy(seconds):
                 return False
             try:
@@ -310,35 +304,35 @@ class LaunchedEngine:
             except EngineCallError:
                 return False
 
-        def waiting(left: float) -> None:
+        def waiting(remaining: float) -> None:
             last = "".join(f"; it said last: {line.strip()[:200]}" for line in process.last_lines(1))
-            self._events.say(f"waiting for the engine to answer, {left:.0f} s left (--startup-timeout){last}")
+            self._events.say(f"waiting for the engine to answer, {remaining:.0f} s left (--startup-timeout){last}")
 
         await process.wait_healthy(ours_and_healthy, self._settings.startup_seconds, waiting)
         return await probe(adapter, plan.url, self._deadlines.engine_probe, self._advertised(plan))
 
     async def _until_gone(self) -> str:
-        """Why the engine is gone. A server that is there but does not work is ended."""
+        """Waits until the engine has ended and returns why. Ends a server that runs but does not work."""
         assert self._process is not None
         assert self.adapter is not None
         assert self.page is not None
         watch = EngineWatch(self.adapter, self.page, self._deadlines)
-        self._given_up = ""
-        ended = asyncio.ensure_future(self._process.wait())
+        self._replace_reason = ""
+        end = asyncio.ensure_future(self._process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait((ended,), timeout=self._deadlines.engine_watch)
+                done, _ = await asyncio.wait((end,), timeout=self._deadlines.engine_watch)
                 if done:
                     return self._process.describe_exit()
                 elsewhere = "" if self._followers is None else self._followers.trouble()
-                if reason := self._given_up or elsewhere or await watch.look():
-                    if ended.done():
+                if reason := self._replace_reason or elsewhere or await watch.look():
+                    if end.done():
                         continue
                     self._events.say(f"{reason}; ending it")
                     await self._process.kill()
                     return reason
         finally:
-            ended.cancel()
+            end.cancel()
 
     async def _end_process(self) -> None:
         try:

@@ -1,21 +1,20 @@
-"""Stands between an agent and the engine that it launched, so that neither outlives the other.
+"""A process between an agent and the engine that it launched, so that neither outlives the other.
 
-Run by file name as a process of its own, `python -I launcher.py GRACE STATUS_FD COMMAND...`; standard library only, so
-it is up in milliseconds and no broken environment of an engine can stop it.
+Run by file name as a separate process, `python -I launcher.py GRACE STATUS_FD COMMAND...`. It uses only the standard
+library, so that it starts in milliseconds and an engine's broken environment cannot stop it.
 
-Why a process and not a flag on the child. PR_SET_PDEATHSIG kills only the direct child, while engines are trees
-(API server, scheduler, one process a GPU), and it fires when the *thread* that forked ends, not the process. Setting
-it between fork and exec would also need Python code in the forked child of an agent full of gRPC threads, which may
-deadlock. This process has one thread, so it may do both; and being a subreaper (PR_SET_CHILD_SUBREAPER) it inherits
-every descendant whose parent died, so nothing that an engine started can slip out of its sight by forking twice or by
-leaving its process group.
+Why a process and not a flag on the child: PR_SET_PDEATHSIG kills only the direct child, but engines are trees (API
+server, scheduler, one process a GPU), and it fires when the *thread* that forked ends, not the process. Setting it
+between fork and exec would also run Python in the forked child of an agent full of gRPC threads, which may deadlock.
+This process has one thread, so it may do that. As a subreaper (PR_SET_CHILD_SUBREAPER) it inherits every descendant
+with a dead parent, so that nothing of an engine escapes by forking twice or by leaving its process group.
 
-Who dies when:
-  the agent, in any way: the pipe at our standard input ends -> SIGTERM, a short grace, SIGKILL to the whole tree.
+What ends, and when:
+  the agent ends, in any way: the pipe at our standard input ends -> SIGTERM, a short grace, SIGKILL to the whole tree.
   the agent asks (SIGTERM to us): SIGTERM to the engine's group, GRACE seconds, SIGKILL to the whole tree.
-  the engine exits: what it left behind is ended in the same way, then we end as it did (same status, same signal).
+  the engine exits: its remaining processes are ended in the same way, then we end as it did (same status or signal).
   we are killed with SIGKILL: the engine's first process gets SIGKILL from the kernel (PR_SET_PDEATHSIG), and the
-    agent, which sees us go, kills what is left of our session.
+    agent, which notices our end, kills the rest of our session.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ABANDONED_GRACE_SECONDS = 2.0
-"""Between SIGTERM and SIGKILL when nobody is left to wait: enough to remove files and shared memory."""
+"""Between SIGTERM and SIGKILL when the agent is dead: enough to remove files and shared memory."""
 KILL_SECONDS = 10.0
-"""How long a killed process may take to go (it may sit in a system call that cannot be interrupted)."""
+"""How long a killed process may take to end (it may be in a system call that cannot be interrupted)."""
 CANNOT_START = 127
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls prctl(2). Raises OSError when the kernel refuses."""
+    """Calls prctl(2). Raises OSError if the kernel refuses."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
@@ -48,8 +47,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def parents() -> dict[int, int]:
-    """pid -> parent pid of every process that can be seen, without those that are dead and only unreaped."""
-    found: dict[int, int] = {}
+    """pid -> parent pid of every visible process, without zombies."""
+    result: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -57,8 +56,8 @@ def parents() -> dict[int, int]:
                     # The name in parentheses may hold anything, so fields are counted from the last parenthesis.
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
                 if state not in (b"Z", b"X"):
-                    found[int(entry)] = int(parent)
-    return found
+                    result[int(entry)] = int(parent)
+    return result
 
 
 def descendants(root: int) -> list[int]:
@@ -66,12 +65,12 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parents().items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+    result: list[int] = []
     frontier = [root]
     while frontier:
         frontier = [child for pid in frontier for child in children.get(pid, ())]
-        found += frontier
-    return found
+        result += frontier
+    return result
 
 
 class Launcher:
@@ -92,7 +91,7 @@ class Launcher:
         self._stop_asked = True
 
     def run(self, command: list[str], status_descriptor: int) -> int:
-        """Starts the engine, stays until its whole tree has gone, and returns its status as Popen.returncode does."""
+        """Starts the engine, waits until its whole tree has ended, and returns its status as Popen.returncode does."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         launcher = os.getpid()
 
@@ -102,8 +101,8 @@ class Launcher:
                 os._exit(CANNOT_START)
 
         try:
-            # process_group=0: SIGTERM goes to the engine's group, not to us. The session stays ours: by it the agent
-            # finds what is left if we are killed.
+            # process_group=0: SIGTERM goes to the engine's group, not to us. The session stays ours, by which the agent
+            # finds the remaining processes if we are killed.
             self._engine = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_launcher
             )
@@ -122,7 +121,7 @@ class Launcher:
         return self._status if self._status is not None else -int(signal.SIGKILL)
 
     def _sleep(self, seconds: float | None, lifeline: bool = False) -> bool:
-        """Until a signal arrives or `seconds` pass. True: the agent has gone."""
+        """Sleeps until a signal arrives or `seconds` pass. True: the agent has ended."""
         watched = [self._wakeup, 0] if lifeline else [self._wakeup]
         readable, _, _ = select.select(watched, [], [], seconds)
         if self._wakeup in readable:
@@ -131,7 +130,7 @@ class Launcher:
         return 0 in readable and not os.read(0, 4096)
 
     def _reap(self) -> None:
-        """Collects every child that ended, the engine's and those that came to us when their parents died."""
+        """Reaps every child that ended: the engine's first process, and orphans that we inherited."""
         assert self._engine is not None
         while True:
             try:
@@ -145,7 +144,7 @@ class Launcher:
                 self._engine.returncode = self._status
 
     def _end(self, grace: float) -> None:
-        """SIGTERM to the group and to whatever left it, `grace` seconds, then SIGKILL until nothing is left."""
+        """Sends SIGTERM to the group and descendants outside it; after `grace` seconds SIGKILL until all are dead."""
         assert self._engine is not None
         with contextlib.suppress(OSError):
             os.killpg(self._engine.pid, signal.SIGTERM)
@@ -155,14 +154,14 @@ class Launcher:
                     os.kill(pid, signal.SIGTERM)
         self._wait_gone(grace)
         deadline = time.monotonic() + KILL_SECONDS
-        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
-            for pid in left:
+        while (survivors := descendants(os.getpid())) and time.monotonic() < deadline:
+            for pid in survivors:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             self._wait_gone(0.1)
         self._reap()
-        if left := descendants(os.getpid()):
-            print(f"ckpt-engine launcher: processes {left} do not die", file=sys.stderr, flush=True)
+        if survivors := descendants(os.getpid()):
+            print(f"ckpt-engine launcher: processes {survivors} do not die", file=sys.stderr, flush=True)
 
     def _wait_gone(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -175,10 +174,10 @@ class Launcher:
 
 
 def main(arguments: list[str]) -> int:
-    """Ends as the engine ended: with its exit status, or by the signal that ended it."""
+    """Runs the launcher, and ends as the engine ended: with its exit status, or by its signal."""
     status = Launcher(float(arguments[0])).run(arguments[2:], int(arguments[1]))
     if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the engine has dumped its own core; ours says nothing
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the engine has dumped its own core; ours would be useless
         signal.set_wakeup_fd(-1)
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)

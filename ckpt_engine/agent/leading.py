@@ -1,7 +1,7 @@
 """The leading agent's side of an engine on several nodes: the shell around LeaderMachine.
 
-The machine decides; this has the connection to the followers, the far workers' places in the gate's page, and the port
-at which the engine's parts meet. Used on the agent's loop.
+The machine decides. This module has the connection to the followers, the far workers' slots in the gate's page, and the
+port at which the engine's parts meet. Used on the agent's loop.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine.gate.page import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 from ckpt_engine.machines.events import Peer, Reply, Send, Start, WorkerAsked
 from ckpt_engine.machines.nodes import events
 from ckpt_engine.machines.nodes.leader import LeaderMachine
 from ckpt_engine.shell.loop import Loop
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import CLEAN, DIRTY, MAX_WORKERS, EnginePage, WorkerSlot, WorkerWord
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +34,28 @@ _CLOSED = "this agent ends, and asks its engine's other nodes nothing more"
 
 
 class NodesMissingError(Exception):
-    """Not all nodes have an agent that is ready; the message says which, and where it should dial."""
+    """Some nodes have no agent that is ready; the message says which, and where their agents should dial."""
 
 
 class FarSlots:
-    """Places of far workers in the page of one start of the engine."""
+    """Slots of far workers in the page of one start of the engine."""
 
     def __init__(self, page: EnginePage) -> None:
         self._page = page
         self._slots: dict[int, WorkerSlot] = {}
 
-    def here(self) -> tuple[bytes, ...]:
-        """What is here, as in FollowerMessage."""
+    def boot_ids(self) -> tuple[bytes, ...]:
+        """The boot ids in the page, by rank, as FollowerMessage carries them."""
         words = self._page.read()
         return tuple(word.boot_id for word in words) if words else (b"",) * MAX_WORKERS
 
     def show(self, word: events.ShowWord) -> None:
-        """Writes it."""
+        """Writes a far worker's word into its slot."""
         slot = self._slots.get(word.rank)
         if slot is None or slot.boot_id != word.boot_id:
             slot = self._slots[word.rank] = WorkerSlot(self._page, word.rank, word.boot_id)
         if not word.alive:
-            slot.gone()
+            slot.dead()
         elif word.state == CLEAN and word.identity is not None:
             slot.clean(word.epoch, word.identity)
         elif word.state == DIRTY:
@@ -65,9 +65,10 @@ class FarSlots:
 
 
 class Followers:
-    """The agents of an engine's other nodes, from `open` to `close`. answer: of the worker channel, also for far
-    workers. What it raises when its machine has failed is a CkptEngineError, INTERNAL; after `close`, one that is
-    ABORTED."""
+    """The agents of an engine's other nodes, from `open` to `close`.
+
+    Its methods raise INTERNAL once its machine has failed, and ABORTED after `close`.
+    """
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Followers:
         say: Callable[[str], None],
         deadlines: Deadlines,
     ) -> None:
+        """answer: of the worker channel, also for far workers. say: prints a line for people."""
         self._settings = settings
         self._answer = answer
         self._say = say
@@ -94,13 +96,13 @@ class Followers:
         self._closed = False
 
     def open(self) -> None:
-        """Listens. Raises CkptEngineError: the address or the token cannot be used."""
-        self._link = LeaderLink(self._settings.listening_endpoint(), self._settings.keys(), self._heard)
+        """Starts to listen. Raises CkptEngineError: the address or the token cannot be used."""
+        self._link = LeaderLink(self._settings.listening_endpoint(), self._settings.keys(), self._receive)
         self._link.open()
         self._loop.feed(Start())
 
     async def gather(self, page: EnginePage, root: Path, seconds: float) -> NodePart:
-        """Waits until all followers are there and their parts of an earlier start are gone; begins a generation.
+        """Waits until all followers are connected and their parts of an earlier start have ended; begins a generation.
 
         page: new, of this start. Raises NodesMissingError after `seconds`, CkptEngineError if no port is free.
         """
@@ -110,7 +112,7 @@ class Followers:
         return self.part(self._port.number)
 
     def part(self, port: int) -> NodePart:
-        """The part of this node."""
+        """This node's part of the engine."""
         return NodePart(self._settings.nodes, 0, self._settings.host, port)
 
     def trouble(self) -> str:
@@ -119,21 +121,21 @@ class Followers:
         return self._machine.trouble(time.monotonic())
 
     async def look(self, seconds: float) -> None:
-        """Brings what the followers' pages say now into ours; who does not tell within `seconds` is lost."""
+        """Updates far workers' words in the page; a follower that does not answer within `seconds` counts as lost."""
         self._looks += 1
         await self._answered(self._looks, events.Look(self._looks, seconds))
 
     def status(self, word: WorkerWord) -> manager_pb2.WorkerStatus:
-        """A word of the page as the manager is told it: with node and process where the worker runs."""
+        """A word of the page as a message for the manager, with the node and process of the worker."""
         return self._machine.placed(word.status())
 
     async def end(self) -> None:
-        """Has all followers end their parts, and waits a while for that; what they hold counts no more."""
+        """Has all followers end their parts, and waits a while for that. Their words do not count any more."""
         if self._link is not None and self._loop.problem is None:
             await self._answered(events.PartsEnded, events.EndParts())
 
     async def close(self) -> None:
-        """Ends the parts; who still waits for an answer gets an error. Safe to call twice."""
+        """Ends the parts; callers that still wait for an answer get an error. Safe to call twice."""
         async with AsyncExitStack() as closings:
             closings.callback(self._release_port)
             closings.push_async_callback(self._loop.stop, 0.0)
@@ -152,20 +154,20 @@ class Followers:
         if link is not None:
             link.close()
 
-    # -- what happens, brought to the machine
+    # -- events for the machine
 
-    def _heard(self, sender: bytes, message: worker_pb2.NodeMessage) -> None:
-        here = () if self._slots is None else self._slots.here()
-        self._loop.feed(events.FollowerMessage(Peer(sender.hex()), message, here))
+    def _receive(self, sender: bytes, message: worker_pb2.NodeMessage) -> None:
+        boot_ids = () if self._slots is None else self._slots.boot_ids()
+        self._loop.feed(events.FollowerMessage(Peer(sender.hex()), message, boot_ids))
 
     async def _answered(self, key: object, event: object) -> None:
-        """Feeds an event that the machine answers, in time. Whoever asks the same meanwhile shares the answer."""
+        """Feeds an event and waits for the machine's answer. Callers with the same key share one answer."""
         self._check()
         waiting = self._waiting.setdefault(key, [])
-        asked = any(not other.done() for other in waiting)
+        in_flight = any(not other.done() for other in waiting)
         answer = asyncio.get_running_loop().create_future()
         waiting.append(answer)
-        if not asked:
+        if not in_flight:
             self._loop.feed(event)
         await answer
 
@@ -187,7 +189,7 @@ class Followers:
         for key in tuple(self._waiting):
             self._end_wait(key, CkptEngineError(problem))
 
-    # -- what the machine says, carried out
+    # -- the machine's commands
 
     def _perform(self, command: events.LeaderCommand) -> None:
         match command:
@@ -213,7 +215,7 @@ class Followers:
     def _begin(self) -> None:
         assert self._root is not None
         if all(waiting.done() for waiting in self._waiting.get(events.AllHere, ())):
-            return  # the agent was told to stop meanwhile
+            return  # the agent is stopping
         self._release_port()
         try:
             self._port = ReservedPort(self._root)

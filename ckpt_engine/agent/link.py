@@ -1,7 +1,8 @@
 """The connection between the agents of one engine's nodes: ZeroMQ over TCP, both sides proven by CURVE keys.
 
-It carries NodeMessage to the leader and NodeCommand back, and decides nothing. A message may be lost or come twice,
-never overtake an earlier one of the same connection. What cannot be read is ignored. Used on the agent's loop.
+It carries NodeMessage to the leader and NodeCommand back, and decides nothing. A message may be lost or arrive twice,
+but never overtakes an earlier one of the same connection. One that cannot be parsed is ignored. Used on the agent's
+loop.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ from ckpt_engine.v1 import worker_pb2
 
 HIGH_WATER_MARK = 1000
 LAST_WORDS_MILLISECONDS = 500
-"""For a follower that says, ending, that its part has ended; else its leader would wait a lease for that."""
+"""Time for a follower's last message, that its part has ended; without it the leader would wait for a lease."""
 
 logger = logging.getLogger(__name__)
 
-HeardByLeader = Callable[[bytes, worker_pb2.NodeMessage], None]
-HeardByFollower = Callable[[worker_pb2.NodeCommand], None]
+OnNodeMessage = Callable[[bytes, worker_pb2.NodeMessage], None]
+OnNodeCommand = Callable[[worker_pb2.NodeCommand], None]
 
 
 class LeaderLink:
-    """Listens from `open` to `close`. heard: who sent it (where `send` goes), and what."""
+    """Listens from `open` to `close`. on_message: gets the sender (for `send`) and the message."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, heard: HeardByLeader) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None, on_message: OnNodeMessage) -> None:
         self._endpoint = endpoint
         self._keys = keys
-        self._heard = heard
+        self._on_message = on_message
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._authenticator: AsyncioAuthenticator | None = None
         self._receiving: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Listens. Raises FAILED_PRECONDITION if the address cannot be listened at."""
+        """Starts to listen. Raises FAILED_PRECONDITION if the address cannot be used."""
         self._context = zmq.asyncio.Context()
         socket = _socket(self._context, zmq.ROUTER)
         self._socket = socket
         if self._keys is not None:
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", _Only(self._keys.follower_public))
+            self._authenticator.configure_curve_callback("*", _SingleKey(self._keys.follower_public))
             socket.curve_server = True
             socket.curve_secretkey = self._keys.leader_secret
             socket.curve_publickey = self._keys.leader_public
@@ -63,11 +64,11 @@ class LeaderLink:
         self._receiving = asyncio.create_task(self._receive(socket), name="node link")
 
     def send(self, receiver: bytes, command: worker_pb2.NodeCommand) -> None:
-        """Queues a command. Never waits; what is for a receiver that is gone or does not read is dropped."""
+        """Queues a command without waiting. It is dropped if the receiver has disconnected or does not read."""
         _send(self._socket, [receiver, command.SerializeToString()])
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Stops listening. Safe to call twice."""
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -91,24 +92,24 @@ class LeaderLink:
             except DecodeError:
                 continue
             try:
-                self._heard(frames[0], message)
+                self._on_message(frames[0], message)
             except Exception:  # nothing that arrives here may stop the agent
                 logger.exception("a message of node %d could not be taken", message.node_rank)
 
 
 class FollowerLink:
-    """Dials the leader from `open` to `close`, again and again if it must."""
+    """Keeps a connection to the leader from `open` to `close`; dials again as needed."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, heard: HeardByFollower) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None, on_message: OnNodeCommand) -> None:
         self._endpoint = endpoint
         self._keys = keys
-        self._heard = heard
+        self._on_message = on_message
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._receiving: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Begins to dial. The leader need not listen yet."""
+        """Starts to dial. The leader need not listen yet."""
         self._context = zmq.asyncio.Context()
         socket = _socket(self._context, zmq.DEALER)
         self._socket = socket
@@ -120,11 +121,11 @@ class FollowerLink:
         self._receiving = asyncio.create_task(self._receive(socket), name="node link")
 
     def send(self, message: worker_pb2.NodeMessage) -> None:
-        """Queues a message. Never waits; it is dropped while there is no leader to send to."""
+        """Queues a message without waiting. It is dropped while the leader is not connected."""
         _send(self._socket, [message.SerializeToString()])
 
     def close(self) -> None:
-        """What was sent last gets a moment to leave. Safe to call twice."""
+        """Disconnects, after a moment for the last message. Safe to call twice."""
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
@@ -143,13 +144,13 @@ class FollowerLink:
             except DecodeError:
                 continue
             try:
-                self._heard(command)
+                self._on_message(command)
             except Exception:
                 logger.exception("a command of the leading node could not be taken")
 
 
-class _Only:
-    """Lets in whoever proves to have one key."""
+class _SingleKey:
+    """Accepts peers that prove to have one key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -166,7 +167,7 @@ def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    # What is queued for a leader that is away would be stale when it comes: only living connections take messages.
+    # Messages that were queued for an absent leader would be stale: only living connections take messages.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket
 

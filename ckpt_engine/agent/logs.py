@@ -1,4 +1,4 @@
-"""Where the output of an engine that we launch goes: a file for each launch, and only so many of them."""
+"""Log files for the output of launched engines: one for each launch, with a bound on their number and bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 MODE = 0o600
 FOLDER_MODE = 0o700
 
-KEPT = 50
-"""Files that stay in the folder, those that were written to last; an older one is deleted when a new one is made."""
+MOST_FILES = 50
+"""Most files in the folder: the oldest ones are deleted when a new one is made."""
 
-KEPT_BYTES = 2 << 30
-"""Bytes that they may take together; beyond that, too, the oldest go."""
+MOST_BYTES = 2 << 30
+"""Most bytes of all files together: beyond that, too, the oldest ones are deleted."""
 
 
 def new_log(root: Path, name: str) -> Path:
-    """An empty file below `root`, named after the engine and the moment, that nobody else writes to."""
+    """Creates a new, empty log file below `root`, named after the engine and the time."""
     folder = root / "logs"
     folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     _forget_old(folder)
@@ -36,13 +36,13 @@ def new_log(root: Path, name: str) -> Path:
 
 
 def _forget_old(folder: Path) -> None:
-    written = []
+    files = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another agent has just deleted it
             status = path.stat()
-            written.append((status.st_mtime, status.st_size, path))
-    taken = 0
-    for number, (_, size, path) in enumerate(sorted(written, reverse=True)):
-        taken += size
-        if number >= KEPT - 1 or taken > KEPT_BYTES:
+            files.append((status.st_mtime, status.st_size, path))
+    total = 0
+    for number, (_, size, path) in enumerate(sorted(files, reverse=True)):
+        total += size
+        if number >= MOST_FILES - 1 or total > MOST_BYTES:
             path.unlink(missing_ok=True)

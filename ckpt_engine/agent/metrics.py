@@ -8,26 +8,23 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ckpt_engine.gate.counts import total_counts
 from ckpt_engine.scraping import labelled
-from ckpt_engine.words.counts import counted
 
 
 @dataclass
 class AgentState:
-    """What an agent tells about itself. directory: the engine's; None: it has none yet.
-
-    connected: it has a session with the manager. up: the engine answers. starts: how often it has come up.
-    """
+    """An agent's state, for its metrics."""
 
     replica: str = ""
-    directory: Path | None = None
-    connected: bool = False
-    up: bool = False
-    starts: int = 0
+    directory: Path | None = None  # of the engine; None: there is none yet
+    connected: bool = False  # it has a session with the manager
+    up: bool = False  # the engine answers
+    starts: int = 0  # how often the engine came up
 
 
 def of_agent(state: AgentState) -> Iterable[Metric]:
-    """All metrics, with the replica's name as the only label beside reasons."""
+    """All metrics. Their labels are the replica's name and, of refusals, the reason."""
     gauges = {
         "ckpt_engine_agent_connected": ("1 while the agent has a session with the manager.", state.connected),
         "ckpt_engine_engine_up": ("1 while the engine answers its agent.", state.up),
@@ -40,9 +37,9 @@ def of_agent(state: AgentState) -> Iterable[Metric]:
 
 
 def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:
-    counts = counted(directory)
-    held = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
-    yield from labelled(GaugeMetricFamily, "replica", replica, held)
+    counts = total_counts(directory)
+    gauges = {"ckpt_engine_gate_held_requests": ("Requests that wait now.", counts.held)}
+    yield from labelled(GaugeMetricFamily, "replica", replica, gauges)
     counters = {
         "ckpt_engine_gate_held": ("Requests that waited for an update.", counts.held_total),
         "ckpt_engine_gate_held_seconds": ("How long they waited.", counts.held_seconds),

@@ -1,4 +1,4 @@
-"""What an agent tells people: one plain line for each thing that happened. Pure."""
+"""The lines that an agent prints for people, one for each event. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OUTCOMES = {
 }
 
 
-def heard(body: Message) -> str:
-    """What a message of the manager is worth to people; empty: nothing."""
+def received_line(body: Message) -> str:
+    """The line for a message from the manager; empty: none."""
     match body:
         case manager_pb2.Welcome():
             return f"registered with the manager of cluster {body.fence.cluster[:8]}"
@@ -31,21 +31,21 @@ def heard(body: Message) -> str:
             return ""
 
 
-def not_brought(body: manager_pb2.NotBrought) -> str:
-    """What a late replica waits for."""
+def not_brought_line(body: manager_pb2.NotBrought) -> str:
+    """The line that says what a late replica waits for."""
     return f"waits for version {body.identity.version} of {body.identity.lineage}: {body.reason}"
 
 
-def lost(manager: str, ended: SessionEnded) -> str:
-    """Why there is no session, and what becomes of that."""
-    if ended.patience:
-        left = f"waiting up to {ended.patience:.0f} s, in case that is an agent that has died"
-        return f"refused by the manager at {manager}: {ended.problem.message}; {left}"
-    return f"no session with the manager at {manager}: {ended.problem.message}; trying again until it is there"
+def lost_session_line(manager: str, end: SessionEnded) -> str:
+    """The line that says why there is no session, and what the agent does about it."""
+    if end.patience:
+        patience = f"waiting up to {end.patience:.0f} s, in case that is an agent that has died"
+        return f"refused by the manager at {manager}: {end.problem.message}; {patience}"
+    return f"no session with the manager at {manager}: {end.problem.message}; trying again until it is there"
 
 
-def said(body: Message) -> str:
-    """What a message to the manager is worth to people; empty: nothing."""
+def sent_line(body: Message) -> str:
+    """The line for a message to the manager; empty: none."""
     match body:
         case manager_pb2.Prepared():
             if body.HasField("problem"):
@@ -76,7 +76,7 @@ def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
 
 
 def seconds(duration: float) -> str:
-    """Seconds for people."""
+    """A duration in seconds, for people."""
     return f"{duration * 1000:.1f} ms" if duration < 1 else f"{duration:.2f} s"
 
 

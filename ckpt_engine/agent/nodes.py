@@ -1,4 +1,4 @@
-"""One engine on several nodes: which node this is, and what the agents of all of them must have been told alike.
+"""Settings of one engine on several nodes: which node this is, and what must be equal on all of them.
 
 Data only; `following.py` and `leading.py` say what the agents do.
 """
@@ -19,24 +19,20 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 
 MOST_NODES = 256
 TOKEN_BYTES = 32
-"""A node token is at least so long: keys are made of it, and a short one could be guessed."""
+"""The shortest node token: keys are derived from it, and a shorter one could be guessed."""
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Which node of an engine this agent is beside, and where the agents meet.
+    """The engine's node of this agent, and where the agents meet."""
 
-    nodes: of the engine; 1: it does not span nodes. leader: HOST:PORT at which the agent of node 0 listens for the
-    others, equal on all nodes. token: file with the secret that all nodes share; none: loopback only.
-    """
-
-    nodes: int = 1
-    rank: int = 0
-    leader: str = ""
-    token: Path | None = None
+    nodes: int = 1  # of the engine; 1: it does not span nodes
+    rank: int = 0  # of this node; 0 leads
+    leader: str = ""  # HOST:PORT at which the agent of node 0 listens for the others; equal on all nodes
+    token: Path | None = None  # file with the secret that all nodes share; None: loopback only
 
     def __post_init__(self) -> None:
-        """Raises ValueError, in words for the user."""
+        """Checks the settings. Raises ValueError with a message for the user."""
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"--nodes {self.nodes} must be from 1 to {MOST_NODES}")
         if not 0 <= self.rank < self.nodes:
@@ -64,23 +60,23 @@ class NodeSettings:
 
     @property
     def endpoint(self) -> str:
-        """The leader's ZeroMQ address, for those who dial it."""
+        """The leader's ZeroMQ address, for dialling it."""
         return f"tcp://{self.leader}"
 
     def listening_endpoint(self) -> str:
-        """The same for the leader itself: names become addresses, of which ZeroMQ needs one to listen at.
+        """The leader's ZeroMQ address, for listening: ZeroMQ needs an IP address, so a name is resolved.
 
-        Raises FAILED_PRECONDITION for a name that this host cannot resolve.
+        Raises FAILED_PRECONDITION if this host cannot resolve the name.
         """
         host, port = split_address(self.leader)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise precondition(f"--leader {self.leader} cannot be resolved on node 0: {error.strerror}") from error
-        return f"tcp://{join_address(str(found[0][4][0]), port)}"
+        return f"tcp://{join_address(str(addresses[0][4][0]), port)}"
 
     def keys(self) -> Keys | None:
-        """Made of the token; None: there is none. Raises FAILED_PRECONDITION for a file that cannot be used."""
+        """Derives the keys from the token; None: there is none. Raises FAILED_PRECONDITION if its file is unusable."""
         if self.token is None:
             return None
         try:
@@ -97,7 +93,7 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class Keys:
-    """CURVE keys of both sides (Z85); whoever has the token has all of them, nobody else has any."""
+    """CURVE keys of both sides (Z85), all derived from the token."""
 
     leader_public: bytes
     leader_secret: bytes

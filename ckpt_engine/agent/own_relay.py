@@ -1,8 +1,7 @@
-"""A relay beside an agent, one a host: started when the relays' directory has none, ended with the agent.
+"""Starts a relay beside an agent if the host has none, and ends it with the agent.
 
-Of several agents that are told to have one, the first starts it and the others look, every few seconds, whether there
-still is one. So a relay that ends, with its agent or by itself, is followed by another agent's, which begins with
-nothing.
+Of several agents on a host with this option, the first starts the relay; the others look every few seconds whether it
+still runs. When it ends, with its agent or by itself, another agent starts an empty one.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.relay.alone import TakenError, alone
 
 LOOK_SECONDS = 2.0
-"""Between two looks at whether the directory has a relay."""
+"""Time between two looks at whether the directory has a relay."""
 
 MOST_SECONDS = 60.0
-"""Before a relay that ended is started again; the wait doubles up to this."""
+"""Longest wait before a relay that ended is started again; the wait doubles up to this."""
 
 
 class OwnRelay:
@@ -35,11 +34,11 @@ class OwnRelay:
         self._options = tuple(options)
         self._deadlines = deadlines
         self._say = say
-        self._said = ""
+        self._last_line = ""
 
     async def run(self) -> None:
-        """Keeps a relay on this host until it is cancelled: then the relay that it started ends, too. Never raises
-        anything else."""
+        """Keeps a relay running on this host until cancelled; then the relay that it started ends, too. Raises nothing
+        else."""
         wait = LOOK_SECONDS
         while True:
             why = self._why_not()
@@ -55,7 +54,7 @@ class OwnRelay:
             await asyncio.sleep(wait)
 
     def _why_not(self) -> str:
-        """Why none is to be started now; empty: one is."""
+        """Why no relay is to be started now; empty: one is."""
         try:
             with alone(made_directory(shared=False)):
                 return ""
@@ -65,8 +64,8 @@ class OwnRelay:
             return f"no relay can run here: {error}"
 
     def _tell(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+        if line != self._last_line:
+            self._last_line = line
             self._say(line)
 
     async def _one_relay(self) -> int:
@@ -85,7 +84,7 @@ class OwnRelay:
             await self._end(process)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """It goes when its input does; killed if it does not."""
+        """Ends the relay by closing its input; kills it if it does not end in time."""
         if process.returncode is not None:
             return
         assert process.stdin is not None

@@ -1,7 +1,7 @@
 """TCP ports for servers that we start and that bind them later, perhaps after minutes of loading.
 
-It decides which port a server gets, and that two agents of one user never choose the same. It cannot keep a port from
-programs that know nothing of it; whoever starts a server looks whether that happened (`is_free`) and takes another.
+It chooses a server's port so that two agents of one user never choose the same one. It cannot keep other programs from
+taking the port; the starter of a server checks that (`is_free`) and chooses another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt_engine.core.problems import precondition
 
 FIRST, LAST = 20000, 32767
-"""Below what Linux gives to outgoing connections by default, so that none of those takes a port in the meantime."""
+"""Below the ports that Linux uses for outgoing connections by default, so that none of these takes one meanwhile."""
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 200
@@ -26,10 +26,10 @@ _WORDS_SHOWN = 120
 
 
 class ReservedPort:
-    """A port that is ours among all agents of this user on this host, until `release` or the end of this process."""
+    """A port that no other agent of this user on this host takes, until `release` or the end of this process."""
 
     def __init__(self, root: Path) -> None:
-        """root: the folder that all of them use; a lock for each port lies below it.
+        """root: the folder that all of them use, with a lock file for each port.
 
         Raises FAILED_PRECONDITION if no port is free.
         """
@@ -56,14 +56,14 @@ class ReservedPort:
         )
 
     def release(self) -> None:
-        """Lets others have it. Safe to call twice."""
+        """Frees the port. Safe to call twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def is_free(number: int, host: str = "") -> bool:
-    """Whether a server could listen on this port now. host: at which it would; empty: at every address."""
+    """Whether a server could listen on this port now. host: its address; empty: all addresses."""
     families = [(socket.AF_INET, "0.0.0.0")]
     if socket.has_ipv6:
         families.append((socket.AF_INET6, "::"))
@@ -75,7 +75,7 @@ def is_free(number: int, host: str = "") -> bool:
                 probe = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             except OSError:
                 continue  # this kernel has no such addresses
-            # As servers do: connections of an earlier server that are still closing are no obstacle.
+            # Like servers: connections of an earlier server that are still closing do not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -89,28 +89,28 @@ def is_free(number: int, host: str = "") -> bool:
     return True
 
 
-def holder(number: int) -> str:
-    """Who listens on this port, for people: "vllm serve (pid 123)". What is not ours to see is "another program"."""
+def owner_of(number: int) -> str:
+    """The program that listens on this port, for people: "vllm serve (pid 123)"; "another program" if not visible."""
     sockets = {f"socket:[{inode}]" for inode in _listening(number)}
     for process in Path("/proc").iterdir():
         if sockets and process.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or it is another user's
-                if any(os.readlink(opened) in sockets for opened in (process / "fd").iterdir()):
+                if any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir()):
                     words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                     return f"{' '.join(words).strip()[:_WORDS_SHOWN]} (pid {process.name})"
     return "another program"
 
 
 def _listening(number: int) -> set[str]:
-    """The inodes of sockets that listen on a port, as the kernel lists them."""
-    found = set()
+    """The inodes of sockets that listen on a port, from the kernel's tables."""
+    inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == number:
-                    found.add(fields[9])
-    return found
+                    inodes.add(fields[9])
+    return inodes
 
 
 def _ephemeral_range() -> tuple[int, int]:

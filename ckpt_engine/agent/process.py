@@ -1,7 +1,7 @@
-"""An engine as a process: started, watched, logged, and ended together with everything that it started.
+"""An engine's process: started, watched, logged, and ended together with all that it started.
 
-Runs in the agent. The launcher (see launcher.py) is its only direct child; it carries the duty to end the tree, so
-this module only has to speak to it and, if somebody killed the launcher, to sweep what is left of its session.
+Runs in the agent. The launcher (see launcher.py) is the agent's only direct child, and it ends the tree. This module
+talks to the launcher and, if that is killed, kills the rest of its session.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LINES_KEPT = 200
 LINES_SHOWN = 30
 HEALTH_INTERVAL_SECONDS = 0.25
 NOTICE_AGAIN_SECONDS = 60.0
-"""Between two lines about an engine that is still loading."""
+"""Time between two lines about an engine that is still loading."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ HealthCheck = Callable[[float], Awaitable[bool]]
 
 
 class EngineProcessError(Exception):
-    """The engine could not be started, went away, or did not become healthy. The message holds its last lines."""
+    """The engine could not be started, ended, or did not become healthy. The message has its last lines."""
 
 
 def describe_status(status: int) -> str:
-    """Popen.returncode, in words."""
+    """Describes a Popen.returncode."""
     if status == launcher.CANNOT_START:
         return "could not be started (status 127)"
     if status >= 0:
@@ -63,9 +63,9 @@ TORCHRUN = re.compile(r"TORCHELASTIC_.*|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """What torchrun tells a rank of a training run, if this is the environment of one; else nothing.
+    """The variables that torchrun sets for a rank, if this is the environment of one; else none.
 
-    An engine is none of its ranks, but torch in it would take itself for one and wait for torchrun's store.
+    An engine is not one of its ranks, but torch in the engine would take itself for one and wait for torchrun's store.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return frozenset()
@@ -75,8 +75,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> frozenset[str]:
 class LogPump(threading.Thread):
     """Copies an engine's output into its log file, line by line, and keeps the last lines.
 
-    A thread of its own: an engine must never wait for our event loop because a pipe is full. Ends when the last
-    process that holds the pipe has gone. on_line is called on this thread.
+    A separate thread, so that an engine never waits for our event loop because a pipe is full. It ends when the last
+    process with the pipe has ended. on_line is called on this thread.
     """
 
     def __init__(self, descriptor: int, path: Path, on_line: LineSink | None) -> None:
@@ -86,10 +86,10 @@ class LogPump(threading.Thread):
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._lock = threading.Lock()
-        self.failure: OSError | None = None  # of writing the file; output is still read, else the engine would stop
+        self.failure: OSError | None = None  # of writing the file; output is still read, or the engine would block
 
     def last_lines(self, count: int = LINES_SHOWN) -> list[str]:
-        """Newest last. Any thread."""
+        """The last lines, newest last. Any thread."""
         with self._lock:
             return list(self._lines)[-count:]
 
@@ -146,17 +146,17 @@ class LogPump(threading.Thread):
             try:
                 self._on_line(text)
             except Exception:
-                # Nobody reads there any more (a closed terminal). The engine's output must still be taken from it.
+                # Such as a closed terminal. The engine's output must still be read, or the engine would block.
                 self._on_line = None
-                logger.exception("the engine's output is passed on no longer; it is still in %s", self._path)
+                logger.exception("the engine's output is not passed on any more; it is still in %s", self._path)
 
 
 class EngineProcess:
     """One start of an engine. Used on one event loop; not started twice.
 
-    argv, env: the command, and what is added to our own environment (which it inherits, but for `without`).
-    log_path: its standard output and error, appended. on_line: also gets every line, on another thread.
-    grace_seconds: between SIGTERM and SIGKILL in `stop`. start_seconds: for the launcher to say its first word.
+    argv, env: the command, and variables in addition to our own environment, which it inherits except for `without`.
+    log_path: gets its standard output and error, appended. on_line: gets every line, too, on another thread.
+    grace_seconds: between SIGTERM and SIGKILL in `stop`. start_seconds: for the launcher's first message.
     """
 
     def __init__(
@@ -172,28 +172,27 @@ class EngineProcess:
     ) -> None:
         self._argv = tuple(argv)
         self._env = dict(env)
-        self._without = frozenset(without)
+        self._unset = frozenset(without)
         self._log_path = log_path
         self._on_line = on_line
         self._grace = grace_seconds
         self._start_seconds = start_seconds
         self._process: asyncio.subprocess.Process | None = None
-        self._lifeline: int | None = None  # our end of the launcher's standard input: its end says that we are gone
+        self._lifeline: int | None = None  # our end of the launcher's standard input, which ends when we do
         self._pump: LogPump | None = None
-        self.pid: int | None = None
-        """Of the engine's first process, once started."""
+        self.pid: int | None = None  # of the engine's first process, once started
 
     @property
     def running(self) -> bool:
-        """Whether the launcher, and so possibly some process of the engine, is there."""
+        """Whether the launcher runs, and so possibly some process of the engine."""
         return self._process is not None and self._process.returncode is None
 
     def last_lines(self, count: int = LINES_SHOWN) -> list[str]:
-        """What the engine printed last, oldest first."""
+        """The engine's last lines of output, oldest first."""
         return self._pump.last_lines(count) if self._pump is not None else []
 
     async def start(self) -> None:
-        """Returns when the engine's first process runs. Raises EngineProcessError if it cannot be started."""
+        """Starts the engine; returns when its first process runs. Raises EngineProcessError if it cannot be started."""
         if self._process is not None:
             raise EngineProcessError("this engine process was started already; every start is a new EngineProcess")
         self._log_path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -207,7 +206,10 @@ class EngineProcess:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stdout,
-                env={**{name: value for name, value in os.environ.items() if name not in self._without}, **self._env},
+                env={
+                    **{name: value for name, value in os.environ.items() if name not in self._unset},
+                    **self._env,
+                },
                 pass_fds=(status_writer,),
                 start_new_session=True,
             )
@@ -221,7 +223,7 @@ class EngineProcess:
                 os.close(descriptor)
         self._pump = LogPump(output, self._log_path, self._on_line)
         self._pump.start()
-        # The launcher writes one line or ends, and then this pipe ends: the read cannot hang for longer than that.
+        # The launcher writes one line or ends, and then this pipe ends: the read cannot hang after that.
         reading = asyncio.ensure_future(asyncio.to_thread(_read_all, status))
         try:
             answer = await asyncio.wait_for(asyncio.shield(reading), self._start_seconds)
@@ -239,7 +241,7 @@ class EngineProcess:
         self.pid = int(answer)
 
     async def wait(self) -> int:
-        """Waits until the whole tree has gone; returns the status as Popen.returncode. Has no deadline of its own."""
+        """Waits, without a deadline, until the whole tree has ended. Returns the status as Popen.returncode."""
         assert self._process is not None
         status = await self._process.wait()
         await self._clean_up()
@@ -248,40 +250,40 @@ class EngineProcess:
     async def wait_healthy(
         self, check: HealthCheck, seconds: float, waiting: Callable[[float], None] | None = None
     ) -> None:
-        """Waits until `check` says True. Raises EngineProcessError with the engine's last lines if it ends, or takes
-        longer.
+        """Waits until `check` returns True. Raises EngineProcessError with the engine's last lines if the engine ends,
+        or after `seconds`; a living engine is not ended here.
 
-        check is given the seconds that are left for it and must not take longer. The engine is not ended here. waiting:
-        is told the seconds that are left, after a while and then now and again.
+        check: gets the seconds that it may take. waiting: called after a while, and then now and again, with the
+        remaining seconds.
         """
         deadline = time.monotonic() + seconds
         notice = time.monotonic() + NOTICE_SECONDS
-        ended = asyncio.ensure_future(self.wait())
+        end = asyncio.ensure_future(self.wait())
         try:
             while True:
                 remaining = deadline - time.monotonic()
                 if waiting is not None and time.monotonic() >= notice:
                     waiting(remaining)
                     notice += NOTICE_AGAIN_SECONDS
-                if ended.done():
-                    raise EngineProcessError(self._with_lines(f"the engine {describe_status(ended.result())}"))
+                if end.done():
+                    raise EngineProcessError(self._with_lines(f"the engine {describe_status(end.result())}"))
                 if remaining <= 0:
                     raise EngineProcessError(self._with_lines(f"the engine was not healthy within {seconds:g} s"))
                 if await check(min(remaining, 5.0)):
                     return
-                await asyncio.wait((ended,), timeout=HEALTH_INTERVAL_SECONDS)
+                await asyncio.wait((end,), timeout=HEALTH_INTERVAL_SECONDS)
         finally:
-            ended.cancel()
+            end.cancel()
 
     def describe_exit(self) -> str:
-        """How it ended, with its last lines; for reports. Empty while it runs."""
+        """How the engine ended, with its last lines, for reports; empty while it runs."""
         if self._process is None or self._process.returncode is None:
             return ""
         return self._with_lines(f"the engine {describe_status(self._process.returncode)}")
 
     async def stop(self) -> int | None:
-        """Ends everything: SIGTERM, the grace, SIGKILL. Returns the status, None if it was never started. Safe to call
-        twice."""
+        """Ends the whole tree: SIGTERM, the grace, SIGKILL. Returns the status, None if it was never started. Safe to
+        call twice."""
         if self._process is None:
             return None
         with contextlib.suppress(ProcessLookupError):
@@ -289,7 +291,7 @@ class EngineProcess:
         return await self._await_end(self._grace + launcher.KILL_SECONDS + 2)
 
     async def kill(self) -> int | None:
-        """Ends the engine as `stop` does, with almost no grace: for an engine that nobody can reason with."""
+        """Ends the engine as `stop` does, with almost no grace: for an engine that does not react."""
         if self._process is None:
             return None
         self._cut_lifeline()
@@ -305,7 +307,7 @@ class EngineProcess:
             return await self.wait()
 
     async def _clean_up(self) -> None:
-        """After the launcher has gone. If it was killed, what it watched over is still in its session."""
+        """Cleans up after the launcher has ended. If it was killed, the engine's processes are still in its session."""
         assert self._process is not None
         self._cut_lifeline()
         if (self._process.returncode or 0) < 0:
@@ -333,7 +335,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _kill_session(session: int) -> None:
-    """SIGKILL to every process of a session, until none is left or the time for it is over."""
+    """Sends SIGKILL to every process of a session until none remains, for up to KILL_SECONDS."""
     deadline = time.monotonic() + launcher.KILL_SECONDS
     while time.monotonic() < deadline:
         members = []

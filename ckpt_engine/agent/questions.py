@@ -1,4 +1,4 @@
-"""What workers ask of an agent's machine, numbered, until it answers. It decides nothing of what is answered."""
+"""Numbers the workers' requests to an agent's machine, and waits for its answers. It does not decide the answers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ckpt_engine.v1 import worker_pb2
 
 
 class Questions:
-    """On the agent's loop. seconds: within which each is answered; None: as long as it takes, until `close`."""
+    """The open requests. On the agent's loop. seconds: for each answer; None: no limit until `close`."""
 
     def __init__(self, feed: Callable[[WorkerAsked], None], seconds: float | None = None) -> None:
         self._feed = feed
         self._seconds = seconds
-        self._asked = 0
+        self._count = 0
         self._open: dict[int, asyncio.Future[worker_pb2.AgentReply | None]] = {}
 
     async def ask(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
-        """The machine's answer; None: there was none in time, or there will be none any more."""
-        self._asked += 1
-        number = self._asked
+        """Feeds a request and waits for the machine's answer; None: none came in time, or before `close`."""
+        self._count += 1
+        number = self._count
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self._feed(WorkerAsked(number, request))
@@ -32,12 +32,12 @@ class Questions:
             del self._open[number]
 
     def answer(self, number: int, reply: worker_pb2.AgentReply | None) -> None:
-        """Nobody may wait for it any more."""
+        """Delivers the machine's answer, if a worker still waits for it."""
         answer = self._open.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
     def close(self) -> None:
-        """Lets no worker wait for an answer."""
+        """Ends all waits, without an answer."""
         for number in self._open:
             self.answer(number, None)

@@ -1,8 +1,7 @@
-"""Digests of a source that has no process of its own: one of its readers works them out.
+"""Computes the digests of a source without a process, on one of its readers.
 
-A directory of safetensors files stays as it is after the process that published it has gone. A replica that joins
-later can install from it, once somebody has said anew what its bytes hash to: the agent of that replica. The pieces
-are read where they lie, through the transport that the readers use as well.
+A directory of safetensors files outlives the process that published it. A replica that joins later can install from it
+once its bytes are digested again, which its agent does. The pieces are read in place, over the readers' transport.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.v1 import weights_pb2
 
 ATOMS_AT_ONCE = 1024
-"""Digested together; between such groups the deadline is looked at."""
+"""Atoms that are digested together; the deadline is checked between such groups."""
 
 
 def digest_for_readers(
     table_bytes: bytes, atoms_bytes: bytes, transports: Mapping[str, Transport], seconds: float
 ) -> weights_pb2.Digests:
-    """The digests of `atoms_bytes` (Atoms) over the regions of `table_bytes` (SourceTable), in the order of the atoms.
+    """Digests `atoms_bytes` (Atoms) over the regions of `table_bytes` (SourceTable), in the order of the atoms.
 
-    Blocks for as long as reading takes: runs on a thread. Raises CkptEngineError: the source does not stay sealed, the
-    atoms belong to another table or leave their shard, a region cannot be opened here or has changed since it was
-    published, or `seconds` have passed.
+    Blocks while it reads, so run it on a thread. Raises CkptEngineError: the source does not stay sealed, the atoms
+    belong to another table or leave their shard, a region cannot be opened here or has changed since it was published,
+    or `seconds` have passed.
     """
     until = time.monotonic() + seconds
     table = weights_pb2.SourceTable.FromString(table_bytes)
@@ -52,7 +51,7 @@ def digest_for_readers(
             part = weights_pb2.Atoms(table_digest=atoms.table_digest, atoms=group)
             digests.values.extend(digest_atoms(table, shards, part))
         for each in opened.values():
-            each.check()  # a file that was replaced meanwhile: what was digested is not what is there
+            each.check()  # a file that was replaced meanwhile was not digested
     finally:
         for each in opened.values():
             each.close()
@@ -60,7 +59,7 @@ def digest_for_readers(
 
 
 def _usable(region: weights_pb2.OfferedRegion, transports: Mapping[str, Transport]) -> weights_pb2.Region:
-    """The first way into a region that this process can map."""
+    """The first offer of a region that this process can map."""
     ways = by_transport(region)
     for name, way in ways.items():
         if name in transports and not isinstance(transports[name], FetchedTransport):

@@ -1,4 +1,4 @@
-"""What an engine's last words mean for who started it, where that can be told. Pure."""
+"""Recognises known causes in an engine's last lines, and says what to do about them. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _OURS = ("ckpt_engine", "ckpt_engine_adapters")
 
 
 def remedy(argv: Sequence[str], lines: Sequence[str]) -> str:
-    """A sentence on what to do about an engine that ended with these lines; empty if they say enough, or nothing."""
-    missing = next((found[1] for line in reversed(lines) if (found := _MISSING.search(line))), "")
+    """What to do about an engine that ended with these lines; empty: unknown, or the lines say enough."""
+    missing = next((match[1] for line in reversed(lines) if (match := _MISSING.search(line))), "")
     if not missing:
         return ""
     python = next((word for word in argv if "python" in PurePath(word).name), argv[0])

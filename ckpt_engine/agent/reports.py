@@ -1,5 +1,5 @@
-"""Reports of installs that are on their way. Workers send them before their engine answers, but another way; an install
-is over when both have come."""
+"""Waits for workers' reports of an install. Workers send them before their engine answers, but over another connection;
+an install has ended when both have arrived."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import asyncio
 
 
 class Reports:
-    """On the agent's loop. A worker owes one from when it is given its order."""
+    """The missing reports. On the agent's loop."""
 
     def __init__(self) -> None:
-        self._due: set[tuple[int, bytes]] = set()  # rank and boot id
-        self._none_due = asyncio.Event()
+        self._missing: set[tuple[int, bytes]] = set()  # rank and boot id
+        self._complete = asyncio.Event()
 
-    def due(self, rank: int, boot_id: bytes) -> None:
-        """A worker was given its order."""
-        self._due.add((rank, boot_id))
-        self._none_due.clear()
+    def expect(self, rank: int, boot_id: bytes) -> None:
+        """Notes that a worker was given an order, so that its report will come."""
+        self._missing.add((rank, boot_id))
+        self._complete.clear()
 
-    def came(self, rank: int, boot_id: bytes) -> None:
-        """The machine has a worker's report."""
-        self._due.discard((rank, boot_id))
-        if not self._due:
-            self._none_due.set()
+    def arrived(self, rank: int, boot_id: bytes) -> None:
+        """Notes that the machine has a worker's report."""
+        self._missing.discard((rank, boot_id))
+        if not self._missing:
+            self._complete.set()
 
-    async def all_came(self, seconds: float) -> None:
-        """Returns when none is due any more, or after so many seconds: then what is missing stays missing."""
-        if self._due:
+    async def wait_all(self, seconds: float) -> None:
+        """Waits until no report is missing, or `seconds` have passed; then the missing ones are given up."""
+        if self._missing:
             try:
-                await asyncio.wait_for(self._none_due.wait(), seconds)
+                await asyncio.wait_for(self._complete.wait(), seconds)
             except TimeoutError:
-                self._due.clear()
+                self._missing.clear()

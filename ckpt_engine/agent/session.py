@@ -1,8 +1,8 @@
 """The agent of one rollout replica: the shell around AgentMachine.
 
-The machine decides everything about updates; this carries out its commands and brings it what happens. All of it runs
-on one event loop, and nothing on that loop waits for a file, a digest or an engine: those are tasks, threads and
-processes of their own. A dead manager is no reason to stop, and neither is a dead engine that may be started again.
+The machine decides everything about updates; this module carries out its commands and feeds it events. All of it runs
+on one event loop, which never waits for a file, a digest or an engine: these run as tasks, threads and processes. The
+agent does not stop when the manager dies, nor when an engine dies that may be restarted.
 """
 
 from __future__ import annotations
@@ -45,19 +45,15 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0
-"""How long workers' reports may come after their engine's answer. They are sent before it."""
+"""How long to wait for workers' reports after their engine's answer. They are sent before it."""
 
 
 class EvictedError(CkptEngineError):
-    """An operator took the replica out. Whoever starts agents shall not start this one again."""
+    """An operator removed the replica: the agent must not be restarted."""
 
 
 class ReplicaAgent:
-    """One engine's agent, for one life of this process.
-
-    say: gets one plain line an event, on the loop. on_output: gets the engine's output lines, on another thread.
-    on_name: gets the replica's name once it is known, which is before the manager is dialled.
-    """
+    """One engine's agent, for the lifetime of this process."""
 
     def __init__(
         self,
@@ -66,6 +62,8 @@ class ReplicaAgent:
         on_output: LineSink | None = None,
         on_name: Callable[[str], None] | None = None,
     ) -> None:
+        """say: gets a plain line for each event, on the loop. on_output: gets the engine's output lines, on another
+        thread. on_name: gets the replica's name once it is known, before the manager is dialled."""
         self.settings = settings
         self._on_name = on_name
         self.name = settings.name
@@ -92,7 +90,7 @@ class ReplicaAgent:
         self._streams: dict[events.Peer, MemberStream] = {}
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
-        self._waits = self._waits_said = ""  # for what it waits, as the manager says
+        self._wait_reason = self._printed_reason = ""  # why no weights come, by the manager, and as printed last
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions = Questions(self._feed, self._deadlines.worker_reply)
@@ -110,14 +108,14 @@ class ReplicaAgent:
 
     @property
     def host(self) -> EngineHost:
-        """The engine; for tests and for people who embed an agent."""
+        """The engine, for tests and for programs that embed an agent."""
         return self._host
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs until `stop` is set. Ends a launched engine in every case.
+        """Runs until `stop` is set. Always ends a launched engine.
 
-        Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found), EngineFailedError (it
-        cannot be launched, or is not to be launched again), and CkptEngineError (INTERNAL) once the machine has failed.
+        Raises EvictedError, CkptEngineError (the engine has another agent, or cannot be found; INTERNAL: the machine
+        has failed), EngineFailedError (it cannot be launched, or not again).
         """
         channel = open_channel(self.settings.manager)
         stub = ManagerStub(channel)
@@ -155,7 +153,7 @@ class ReplicaAgent:
             await channel.close(grace=None)
 
     async def _opened(self, stop: asyncio.Event) -> bool:
-        """Takes the engine's directory; False if we are to stop before that is done."""
+        """Takes the engine's directory; False: `stop` was set before that."""
         opening = asyncio.ensure_future(self._host.open())
         stopping = asyncio.ensure_future(stop.wait())
         try:
@@ -169,7 +167,7 @@ class ReplicaAgent:
             await asyncio.gather(opening, stopping, return_exceptions=True)
 
     async def _until(self, stop: asyncio.Event) -> None:
-        """Runs the engine until the end of one of: it, our wish to run, our health."""
+        """Runs the engine until it ends for good, `stop` is set, or the machine fails."""
         assert self._fault is not None
         engine = asyncio.ensure_future(self._run_engine())
         stopping = asyncio.ensure_future(stop.wait())
@@ -189,13 +187,13 @@ class ReplicaAgent:
             self._feed(events.Stop(reason))
 
     async def _run_engine(self) -> None:
-        """An engine is not loaded under a name that another agent has. A manager that is away keeps nobody waiting."""
+        """Runs the engine. A launch waits until the manager has accepted the replica's name or cannot be reached."""
         if self.settings.launch is not None:
             await self._launch.wait()
         await self._host.run()
 
     async def _keep_lease(self) -> None:
-        """Tells the gate at each heartbeat that this agent is there, if the gate is to close without it."""
+        """Renews the agent's lease in the page at each heartbeat, if the gate is to close without the agent."""
         while True:
             if self._host.page is not None:
                 lease = time.monotonic() + self._deadlines.lease
@@ -203,7 +201,7 @@ class ReplicaAgent:
             await asyncio.sleep(self._deadlines.heartbeat)
 
     async def _until_idle(self) -> None:
-        """An engine that stays must not be left in the middle of an install that nobody would resume it from."""
+        """Waits for the end of a running install: an attached engine would stay paused without its agent."""
         until = time.monotonic() + self._deadlines.stop_idle
         while self._machine is not None and self._machine.busy and time.monotonic() < until:  # noqa: ASYNC110 - bounded, and only while stopping
             await asyncio.sleep(0.05)
@@ -214,16 +212,16 @@ class ReplicaAgent:
         self._streams.clear()
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
         if self._loop is not None:
-            # What the last commands started (a stream that says goodbye) gets its time; nothing here is unbounded.
+            # Tasks of the last commands (a stream that says goodbye) get this long.
             await self._loop.stop(self._deadlines.stop_tasks)
         await self._host.close()
         if self._runner is not None:
             self._runner.close()
 
-    # ---------------------------------------------------------------- what happens, brought to the machine
+    # ---------------------------------------------------------------- events for the machine
 
     def engine_ready(self, ready: events.EngineReady) -> None:
-        self._forget_unanswered()  # whatever it was, it was of an engine that has gone
+        self._forget_unanswered()  # that call was to an engine that has ended
         if self._host.page is not None:
             hold, _ = self._host.page.held()
             self._host.page.hold(hold, self.settings.hold)
@@ -240,22 +238,22 @@ class ReplicaAgent:
     def say(self, line: str) -> None:
         self._say(line)
 
-    def _heard(self, peer: events.Peer, body: ProtobufMessage) -> None:
+    def _receive(self, peer: events.Peer, body: ProtobufMessage) -> None:
         if isinstance(body, manager_pb2.NotBrought):
-            self._waits = narration.not_brought(body)
-            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._say_what_for, self._waits)
+            self._wait_reason = narration.not_brought_line(body)
+            asyncio.get_running_loop().call_later(NOTICE_SECONDS, self._say_wait_reason, self._wait_reason)
             return
         if isinstance(body, manager_pb2.Install):
-            self._waits = self._waits_said = ""
-        if line := narration.heard(body):
+            self._wait_reason = self._printed_reason = ""
+        if line := narration.received_line(body):
             self.say(line)
         self._feed(events.Message(peer, body))
 
-    def _say_what_for(self, waits: str) -> None:
-        """If it still waits for that, and has not said so."""
-        if waits == self._waits != self._waits_said:
-            self._waits_said = waits
-            self.say(waits)
+    def _say_wait_reason(self, reason: str) -> None:
+        """Prints what the replica waits for, if that has not changed and was not printed yet."""
+        if reason == self._wait_reason != self._printed_reason:
+            self._printed_reason = reason
+            self.say(reason)
 
     def _lost(self, peer: events.Peer, problem: weights_pb2.Problem) -> None:
         self._streams.pop(peer, None)
@@ -266,9 +264,9 @@ class ReplicaAgent:
             return None
         reply = await self._questions.ask(request)
         if reply is not None and reply.HasField("install"):
-            self._reports.due(request.rank, request.boot_id)
+            self._reports.expect(request.rank, request.boot_id)
         elif request.HasField("installed"):
-            self._reports.came(request.rank, request.boot_id)
+            self._reports.arrived(request.rank, request.boot_id)
         return reply
 
     def _feed(self, event: events.AgentEvent) -> None:
@@ -276,7 +274,7 @@ class ReplicaAgent:
             self._loop.feed(event)
 
     def _failed(self, _event: object, problem: weights_pb2.Problem) -> None:
-        """Ends `run`, and lets no worker wait for an answer."""
+        """Ends `run`, and all workers' waits for answers."""
         self._questions.close()
         self._end(CkptEngineError(problem))
 
@@ -285,13 +283,13 @@ class ReplicaAgent:
         if not self._fault.done():
             self._fault.set_exception(error)
 
-    # ---------------------------------------------------------------- what the machine says, carried out
+    # ---------------------------------------------------------------- the machine's commands
 
     def _perform(self, command: events.AgentCommand) -> None:
         match command:
             case events.Send(peer, body):
                 trace("agent.sends", type(body).__name__)
-                if line := narration.said(body):
+                if line := narration.sent_line(body):
                     self.say(line)
                 if (stream := self._streams.get(peer)) is not None:
                     stream.send(body)
@@ -300,7 +298,7 @@ class ReplicaAgent:
                 self._streams[peer] = MemberStream(
                     self._stub.ReplicaSession,
                     manager_pb2.ReplicaMessage,
-                    lambda body: self._heard(peer, body),
+                    lambda body: self._receive(peer, body),
                     lambda problem: self._lost(peer, problem),
                     self._deadlines.goodbye,
                 )
@@ -317,32 +315,32 @@ class ReplicaAgent:
             case events.SessionEnded():
                 self._session_ended(command)
 
-    def _session_ended(self, ended: events.SessionEnded) -> None:
-        problem = ended.problem
+    def _session_ended(self, end: events.SessionEnded) -> None:
+        problem = end.problem
         self._state.connected = False
         if self._stopping:
             return
-        if ended.final:
-            # The manager does not want this agent: another one has taken its place, or its name, or an operator it.
-            self._end(EvictedError(problem) if ended.evicted else CkptEngineError(problem))
+        if end.final:
+            # The manager refuses this agent: another one has its place or its name, or an operator evicted it.
+            self._end(EvictedError(problem) if end.evicted else CkptEngineError(problem))
             return
         if problem.code != weights_pb2.Problem.ABORTED:
             self._launch.set()
         if self._manager_lost != problem.code:
-            self._manager_lost = problem.code  # said once, not at each attempt; a manager of another cluster is news
-            self.say(narration.lost(self.settings.manager, ended))
+            self._manager_lost = problem.code  # printed once for each code, not at each attempt
+            self.say(narration.lost_session_line(self.settings.manager, end))
 
     async def _run(self, key: events.Key, task: events.Task) -> events.Done:
         assert self._runner is not None
         done = await self._runner.run(key, task)
         if isinstance(task, events.InstallEngine) and done.problem is None:
-            await self._reports.all_came(REPORT_SECONDS)
+            await self._reports.wait_all(REPORT_SECONDS)
         if isinstance(task, events.PauseEngine | events.InstallEngine | events.WakeEngine | events.ResumeEngine):
             self._mind_answer(done)
         return done
 
     def _mind_answer(self, done: events.Done) -> None:
-        """Begins to wait for the outcome of a call that had no answer, or stops to."""
+        """Starts a timer for the outcome of a call without an answer; stops it at an answer."""
         if done.answered:
             self._forget_unanswered()
         elif self._unanswered is None:
@@ -359,5 +357,6 @@ class ReplicaAgent:
         self._unanswered = None
         closed = self._machine.closed_reason if self._machine is not None else ""
         if closed:
-            told = "it is replaced" if self._host.replace(what) else "end it, or wait for it: it was not started by us"
-            self.say(f"{what}, and the engine is closed since ({closed}): {told}")
+            replaced = self._host.replace(what)
+            remedy = "it is replaced" if replaced else "end it, or wait for it: it was not started by us"
+            self.say(f"{what}, and the engine is closed since ({closed}): {remedy}")

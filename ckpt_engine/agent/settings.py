@@ -1,4 +1,4 @@
-"""What an agent is told about its replica."""
+"""An agent's settings."""
 
 from __future__ import annotations
 
@@ -13,45 +13,37 @@ from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gate.page import HoldLimits
 from ckpt_engine.transport.on_host import worker_transports
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.state import HoldLimits
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """One replica.
+    """One replica. Exactly one of `launch` and `url` says which engine."""
 
-    manager: host:port. name: empty: host-kind-port. pool: the replicas that it is updated with. Exactly one of launch
-    and url says which engine; kind is its kind. advertise: name or address at which other hosts reach this one.
-    transports: over which weights may be read; empty: all that work here. startup_seconds: for an attached engine to
-    answer. nodes: of an engine that spans several, which this agent leads. close_when_alone: the gate closes once this
-    agent has been gone for a lease. check_engine: which versions of engines are checked before their first update:
-    "auto" those that no test has run, "always" all, "never" none. metrics: host:port where Prometheus scrapes this
-    agent; empty: nowhere.
-    """
-
-    manager: str
-    kind: str
+    manager: str  # host:port
+    kind: str  # of engine
     launch: LaunchSettings | None = None
-    url: str = ""
-    name: str = ""
-    pool: str = ""
+    url: str = ""  # of an engine that runs already
+    name: str = ""  # empty: host-kind-port
+    pool: str = ""  # replicas of one pool are updated together
     mode: manager_pb2.Mode = manager_pb2.MODE_STANDALONE
-    advertise: str = ""
-    transports: tuple[str, ...] = ()
-    startup_seconds: float = 600.0
+    advertise: str = ""  # name or address at which other hosts reach this one
+    transports: tuple[str, ...] = ()  # over which weights may be read; empty: all that work here
+    startup_seconds: float = 600.0  # for an attached engine to answer
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
-    nodes: NodeSettings = field(default_factory=NodeSettings)
-    close_when_alone: bool = False
+    nodes: NodeSettings = field(default_factory=NodeSettings)  # of an engine on several nodes, which this agent leads
+    close_when_alone: bool = False  # the gate closes once this agent has been dead or stuck for a lease
     hold: HoldLimits = field(default_factory=HoldLimits)
-    metrics: str = ""
+    metrics: str = ""  # host:port where Prometheus scrapes this agent; empty: nowhere
+    # Engine versions to check before their first update: those that no test has run, all, or none.
     check_engine: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
+        """Checks the settings. Raises ValueError."""
         if (self.launch is None) == (not self.url):
-            raise ValueError("an agent either launches its engine or is told the url of one that runs")
+            raise ValueError("an agent either launches its engine or has the url of one that runs")
         try:
             checked_address(self.manager)
             check_pool(self.pool)

@@ -1,4 +1,4 @@
-"""What starting an engine takes, whole or one node's part of it."""
+"""Prepares the start of an engine, or of one node's part of it: its page and its process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from ckpt_engine.agent.process import EngineProcess, LineSink, torchrun_variables
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import LaunchPlan
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 
 
 def new_page(directory: EngineDirectory, before: EnginePage | None) -> EnginePage:
-    """A new file, so that nothing which outlived the last engine can write into this one's words. before: closed."""
+    """Makes a new page file, so that no process of the last engine can write into this one's words. Closes `before`."""
     if before is not None:
         before.close()
     directory.page.unlink(missing_ok=True)
@@ -28,7 +28,8 @@ def engine_process(
     deadlines: Deadlines,
     on_output: LineSink | None,
 ) -> EngineProcess:
-    """A process, not started yet, whose workers find `directory`. sleeps: the engine is to give memory up."""
+    """An engine process, not started yet; its workers find `directory` by its environment. sleeps: launch it so that it
+    can give memory up."""
     return EngineProcess(
         plan.command(sleeps),
         {**plan.env, ENVIRONMENT: str(directory.path)},

@@ -1,7 +1,7 @@
-"""The agent machine's tasks, carried out: blobs, engine calls, state words, digests of a directory.
+"""Carries out the agent machine's tasks: blobs, engine calls, state words, digests of a directory.
 
-Each task gives exactly one Done, at the latest when its seconds have passed. Everything runs on the agent's loop,
-except digests, which are worked out on a thread of their own.
+Each task ends with exactly one Done, at the latest when its seconds have passed. Everything runs on the agent's loop,
+except digests, which have a thread.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ckpt_engine.channel import ManagerStub, get_blob, put_blob
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
+from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 
 if TYPE_CHECKING:
     from ckpt_engine.transport.base import Transport
 
 
 class TaskRunner:
-    """Used on the agent's loop. host: whose engine, page and adapter the tasks are about."""
+    """Runs tasks on the agent's loop. host: has the engine, page and adapter that the tasks use."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TaskRunner:
         blob_seconds: float,
         hold_limits: HoldLimits,
     ) -> None:
-        """blob_seconds: for one blob that several tasks may wait for; each waits no longer than its own time."""
+        """blob_seconds: for the fetch of one blob, which several tasks may share; each waits only for its own time."""
         self._hold_limits = hold_limits
         self._stub = stub
         self._host = host
@@ -46,19 +46,19 @@ class TaskRunner:
         self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digest")
 
     def close(self) -> None:
-        """Does not wait for a digest under way; its thread ends at its own deadline."""
+        """Closes without waiting for a running digest; its thread ends at its own deadline."""
         self._digester.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, key: events.Key, task: events.Task) -> events.Done:
-        """Carries `task` out. Never raises, except when it is cancelled."""
+        """Carries `task` out. Raises nothing but cancellation."""
         return await carry_out("agent", key, task, self._carry_out)
 
     async def _carry_out(self, task: events.Task) -> object:
         try:
             return await self._work(task)
         except EngineCallError as error:
-            refused = internal if error.answered else unavailable
-            raise TaskFailedError(refused(f"{words(task)}: {error}").problem, error.answered) from error
+            make_error = internal if error.answered else unavailable
+            raise TaskFailedError(make_error(f"{words(task)}: {error}").problem, error.answered) from error
 
     async def _work(self, task: events.Task) -> object:
         match task:
@@ -99,7 +99,7 @@ class TaskRunner:
                     raise EngineCallError("the engine is not there", answered=True)
                 return await _call_engine(adapter, task)
             case events.FindCheck():
-                return await asyncio.to_thread(checks.passed, task.key)
+                return await asyncio.to_thread(checks.has_passed, task.key)
             case events.KeepCheck():
                 return await asyncio.to_thread(checks.keep, task.key)
             case _:
@@ -113,8 +113,9 @@ class TaskRunner:
     def _state_words(self) -> events.Words:
         page = self._host.page
         words = page.read() if page is not None else []
-        found = verdict(words, page is not None and page.marked().own_weights)
-        return events.Words(tuple(self._host.status(word) for word in words), found.open, found.reason, found.identity)
+        admission = verdict(words, page is not None and page.marked().own_weights)
+        statuses = tuple(self._host.status(word) for word in words)
+        return events.Words(statuses, admission.open, admission.reason, admission.identity)
 
     def _page(self) -> EnginePage:
         if self._host.page is None:
@@ -124,18 +125,18 @@ class TaskRunner:
     async def _seal(self, task: events.SealDirectory) -> events.SealResult:
         started = time.monotonic()
         table, atoms = await asyncio.gather(self._blobs.get(task.table), self._blobs.get(task.atoms))
-        left = task.seconds - (time.monotonic() - started)
+        remaining = task.seconds - (time.monotonic() - started)
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         digests: weights_pb2.Digests = await loop.run_in_executor(
-            self._digester, self._digest_for_readers, table, atoms, left
+            self._digester, self._digest_for_readers, table, atoms, remaining
         )
         digest_seconds = time.monotonic() - began
         ref = await self._put(canonical(digests), task.seconds)
         return events.SealResult(ref, 0.0, digest_seconds)
 
     def _digest_for_readers(self, table: bytes, atoms: bytes, seconds: float) -> weights_pb2.Digests:
-        """Digests on the digester's thread. Torch is loaded here, by the few agents that are asked, and by no other."""
+        """Digests, on the digester's thread. Imports torch here, so that only agents that digest load it."""
         from ckpt_engine.agent.reader_seal import digest_for_readers
         from ckpt_engine.transport.registry import all_transports
 

@@ -27,7 +27,7 @@ from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.kinds import engine_names
 from ckpt_engine.engine.programs import kind_of
 from ckpt_engine.extras import require
-from ckpt_engine.words.state import HoldLimits
+from ckpt_engine.gate.page import HoldLimits
 
 if TYPE_CHECKING:
     from ckpt_engine.agent.following import FollowingAgent

@@ -62,7 +62,7 @@ class Deadlines:
     # commanded again.
     resume: float = 15.0
     # Installs without progress for this plus `quiesce`, which reports none, are asked to go back. `resume` later
-    # nothing waits for them any more, unless they read a trainer's live memory.
+    # nothing waits for them any more, unless a worker may still read a trainer's live memory.
     stall: float = 120.0
     report: float = 2.0  # an update reserves this for outcomes to travel and the report to be stored
     update: float = 600.0  # a whole update, when the caller sets no timeout

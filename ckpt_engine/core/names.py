@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ckpt_engine.core.problems import invalid
 
 LINEAGE_BYTES = 120
-"""Of a lineage's name in UTF-8; a worker's state word has no more room (words/state.py)."""
+"""Of a lineage's name in UTF-8: what a worker's state word has room for (gate/page.py)."""
 
 MEMBER_BYTES = 255
 """Of the name of a replica or a holder in UTF-8."""

@@ -28,8 +28,8 @@ from ckpt_engine.demo import task
 from ckpt_engine.demo.hosts import NetworkHost
 from ckpt_engine.demo.servers import DEFAULT, server_of
 from ckpt_engine.demo.sites import Site, sites_of
+from ckpt_engine.gate.directory import default_root
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import default_root
 
 LINE_MARK = "demo: "
 """Before each JSON line of a trainer, since libraries print to standard output too."""

@@ -187,7 +187,7 @@ def engine_directory() -> Iterable[HostCheck]:
     """Makes a runtime directory with a worker channel in it, as an agent does."""
     import zmq
 
-    from ckpt_engine.words.directory import EngineDirectory
+    from ckpt_engine.gate.directory import EngineDirectory
 
     directory = EngineDirectory.create()
     try:

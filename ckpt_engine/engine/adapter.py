@@ -1,12 +1,12 @@
-"""What an agent asks of an inference engine, whatever engine it is.
+"""What an agent asks of any inference engine: the interface of an adapter.
 
-An adapter drives one running engine over its own HTTP API on loopback, and knows how to start one. It moves no
-weights and decides nothing about versions: `prepare` and `install` only make the engine call into our code inside its
-workers, and what became of that arrives from the workers over the ZeroMQ channel. So a successful `install()` is no
-proof that weights are in place, and a failed one is no proof that they are not.
+An adapter drives one running engine over its own HTTP API on loopback, and knows how to start one. It moves no weights
+and decides nothing about versions: `prepare` and `install` only make the engine call our code inside its workers, and
+the workers report the outcome over the ZeroMQ channel. So a successful `install()` does not prove that weights are in
+place, and a failed one does not prove that they are not.
 
-The driver is a module that offers what `AdapterModule` lists, found by its engine's entry point (kinds.py). It is
-imported only when its kind is asked for, so that an engine which is not installed costs nothing and breaks nothing.
+The driver is a module with what `AdapterModule` lists, found by its engine's entry point (kinds.py). It is imported
+only when its kind is used, so that an engine that is not installed costs nothing and breaks nothing.
 """
 
 from __future__ import annotations
@@ -20,97 +20,76 @@ from typing import Protocol, cast
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.command import command_options, value
 from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind
+from ckpt_engine.gate.directory import TOKEN_HEADER
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.directory import TOKEN_HEADER
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine can do, as far as its adapter can use it. Constant for an engine version.
 
-    It is what docs/engines/README.md shows and what the conformance suite (tests/conformance) holds the engine to: what
-    is declared must work, and what is not must be refused by name.
-
-    pause_modes: modes that `pause` accepts; asking for another one is refused before anything is paused.
-    default_pause_mode: what PAUSE_MODE_UNSPECIFIED means for this engine.
-    sleep_levels: levels that `sleep` accepts; empty: the engine cannot sleep.
-    wake_tags: tags that `wake` accepts; empty: it only wakes as a whole.
-    layouts: how workers may be laid out, for people: ("TP", "PP", "DP").
-    versions: of the engine that tests have run, for people; what others become is `AdapterModule.availability`'s and
-        `probe`'s to say.
-    notes: one sentence each about what a person should know.
-    cannot: one sentence each about what this engine cannot do, or what nobody has seen it do.
+    docs/engines/README.md shows it, and the conformance suite (tests/conformance) checks it: what is declared must
+    work, and what is not must be refused by name.
     """
 
-    pause_modes: frozenset[manager_pb2.PauseMode]
-    default_pause_mode: manager_pb2.PauseMode
-    sleep_levels: frozenset[int] = frozenset()
-    wake_tags: frozenset[str] = frozenset()
-    layouts: tuple[str, ...] = ()
-    versions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    cannot: tuple[str, ...] = ()
+    pause_modes: frozenset[manager_pb2.PauseMode]  # that `pause` accepts; others are refused before any pause
+    default_pause_mode: manager_pb2.PauseMode  # the meaning of PAUSE_MODE_UNSPECIFIED
+    sleep_levels: frozenset[int] = frozenset()  # that `sleep` accepts; empty: the engine cannot sleep
+    wake_tags: frozenset[str] = frozenset()  # that `wake` accepts; empty: it only wakes as a whole
+    layouts: tuple[str, ...] = ()  # of workers, for people: ("TP", "PP", "DP")
+    versions: tuple[str, ...] = ()  # that tests have run, for people; `availability` and `probe` judge others
+    notes: tuple[str, ...] = ()  # what a person should know, a sentence each
+    cannot: tuple[str, ...] = ()  # what the engine cannot do, or has not been tested to do, a sentence each
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a running engine says about itself, found by asking it.
-
-    world_size: number of workers (TP x PP x EP x DP) that hold weights and will ask for orders.
-    supported: whether this adapter can drive this very server; `reason` says why not, and what to do.
-    paused, asleep: as the engine says; an agent that takes over an engine starts from these. None: it does not say.
-    untested: says that no test has run this version; empty: tests have. sleep_levels: that this very server has; None:
-    those of its capabilities.
-    """
+    """A running engine's answer about itself."""
 
     version: str
-    world_size: int
-    supported: bool
-    reason: str = ""
-    paused: bool | None = None
-    asleep: bool | None = None
-    untested: str = ""
-    sleep_levels: frozenset[int] | None = None
+    world_size: int  # workers (TP x PP x EP x DP) that hold weights and will ask for orders
+    supported: bool  # whether this adapter can drive this server
+    reason: str = ""  # why not, and what to do
+    paused: bool | None = None  # an agent that takes over an engine starts from this; None: it does not say
+    asleep: bool | None = None  # likewise
+    untested: str = ""  # says that no test has run this version; empty: tests have
+    sleep_levels: frozenset[int] | None = None  # of this server; None: those of its capabilities
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How to start an engine.
+    """How to start an engine."""
 
-    argv: the whole command; `argv[0]` is an executable.
-    env: added to the agent's own environment (which the engine inherits); must not contain CKPT_ENGINE_DIRECTORY,
-        which the agent sets.
-    url: base URL that the engine will answer at, without a trailing slash.
-    workers: how many workers the launch arguments ask for.
-    sleep_argument: an option without which this engine would sleep and give no memory up; added for replicas that are
-        to sleep, unless it is there. Empty: none is needed, or there is no memory here that could be given up.
-    """
-
-    argv: tuple[str, ...]
-    url: str
-    workers: int
+    argv: tuple[str, ...]  # the whole command; `argv[0]` is an executable
+    url: str  # base URL at which the engine will answer, without a trailing slash
+    workers: int  # by the launch arguments
+    # In addition to the agent's environment, which the engine inherits. Without CKPT_ENGINE_DIRECTORY: the agent sets
+    # it.
     env: Mapping[str, str] = field(default_factory=dict)
+    # Option without which this engine's sleep would free no memory; added for replicas that are to sleep. Empty: none
+    # is needed, or this host has no memory that sleep could free.
     sleep_argument: str = ""
 
     def command(self, sleeps: bool) -> tuple[str, ...]:
-        """`argv`, with the option that lets an engine sleep. sleeps: whether this engine is to sleep."""
+        """The whole command. sleeps: with the option that the engine needs to give memory up."""
         if sleeps and self.sleep_argument and self.sleep_argument not in self.argv:
             return (*self.argv, self.sleep_argument)
         return self.argv
 
     @property
     def listens_at(self) -> str:
-        """The host that the engine is told to listen at: every engine that we know has `--host`. Empty: its default."""
+        """The host at which the engine will listen, by its `--host`, which every known engine has. Empty: its
+        default."""
         return value(command_options(self.argv), "--host")
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What an adapter is told about the engine that it drives."""
+    """The engine that an adapter is to drive."""
 
     url: str  # base URL, without a trailing slash
-    directory: Path  # the engine's runtime directory (see words/directory.py)
-    token: str  # sent with every call (`headers`); without it the gate refuses control routes. Secret
+    directory: Path  # the engine's runtime directory (see gate/directory.py)
+    token: str  # secret; sent with every call (`headers`), or the gate refuses control routes
 
     @property
     def headers(self) -> dict[str, str]:
@@ -124,15 +103,15 @@ class AdapterAvailability:
 
     ok: bool
     version: str  # of the installed engine; empty: none is installed
-    reason: str  # why not, or what was found
+    reason: str
 
 
 class EngineCallError(Exception):
-    """An engine did not do what it was asked.
+    """A call to an engine failed.
 
-    answered: True: the engine said no, so it did nothing, or what it did is over. False: nobody knows what it does
-        (no answer, connection lost, timeout); the caller must read the workers' state back before it goes on.
-    status: of HTTP, of an engine that answered over it with an error; else 0.
+    answered: True: the engine refused, so it did nothing, or what it did has ended. False: it is unknown what it does
+        (no answer, connection lost, timeout); the caller must read the workers' state before it continues.
+    status: the HTTP status of an error answer; else 0.
     """
 
     def __init__(self, message: str, *, answered: bool, status: int = 0) -> None:
@@ -143,10 +122,9 @@ class EngineCallError(Exception):
 class EngineAdapter(Protocol):
     """Drives one running engine. Runs in the agent, on its event loop; must never block it.
 
-    Every call but `close` takes `seconds`, the time left for it, and raises `EngineCallError` when the engine does not
-    do it within that time. Calls are made one at a time, except `healthy`, which may run beside any other. Each call
-    may be repeated (an agent restarts; a deadline passes): pausing a paused engine, or resuming one that runs, is no
-    error.
+    Every call but `close` takes `seconds`, the time that it may take, and raises `EngineCallError` if the engine does
+    not do it within that time. Calls are made one at a time, except `healthy`, which may run at any time. Each call may
+    be repeated (an agent restarts; a deadline passes): pausing a paused engine, or resuming a running one, is no error.
     """
 
     @property
@@ -156,7 +134,7 @@ class EngineAdapter(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     async def probe(self, seconds: float) -> EngineInfo:
-        """Asks the engine what it is. Called once it is healthy, before anything else."""
+        """Asks the engine for its version and layout. Called once it is healthy, before any other call."""
         ...
 
     async def healthy(self, seconds: float) -> bool:
@@ -164,31 +142,32 @@ class EngineAdapter(Protocol):
         ...
 
     async def prepare(self, seconds: float) -> None:
-        """Makes every worker call `EngineWorker.prepare()`, for a new manifest or a new plan. Needs no pause; returns
-        when all of them have returned."""
+        """Makes every worker call `EngineWorker.prepare()`, for a new manifest or a new plan, and returns when all have
+        returned. Needs no pause."""
         ...
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
-        """The engine's log-probabilities of `tokens` and of `more` tokens that it generates greedily after them.
+        """Has the engine score `tokens` and continue them greedily with `more` tokens. The gate may be closed to
+        others.
 
-        Works while the gate is closed to all other requests. Raises KeyError, TypeError, ValueError or IndexError if
-        the engine's answer has an unknown form."""
+        Also raises KeyError, TypeError, ValueError or IndexError for an answer of an unknown form.
+        """
         ...
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        """Returns when no worker computes any more and none will until `resume`."""
+        """Pauses the engine; returns when no worker computes any more, and none will until `resume`."""
         ...
 
     async def install(self, epoch: int, seconds: float) -> None:
         """Makes every worker call `EngineWorker.install()`; the engine is paused.
 
-        Returns when all of them have returned, and whatever the engine must do after an update (caches, graphs) is
-        done, also when a worker reported a failure: the engine's own begin and finish calls are always paired.
+        Returns when all of them have returned and the engine's own work after an update (caches, graphs) is done. The
+        engine's own begin and finish calls are always paired, also if a worker reported a failure.
         """
         ...
 
     async def resume(self, seconds: float) -> None:
-        """Returns when the engine produces tokens again."""
+        """Resumes the engine; returns when it produces tokens again."""
         ...
 
     async def discard(self, seconds: float) -> None:
@@ -199,21 +178,20 @@ class EngineAdapter(Protocol):
         ...
 
     async def sleep(self, level: int, seconds: float) -> None:
-        """Gives up memory; requests that run are ended. Level 1 keeps the weights on the host; level 2 discards them.
-
-        At level 2 each worker must itself call `EngineWorker.discard()` again before the weights go, since calls may
-        come in any order."""
+        """Has the engine give up memory; running requests end. Level 1 keeps weights on the host, level 2 discards
+        them: then each worker must itself call `EngineWorker.discard()` before the weights go, in any order of
+        calls."""
         ...
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
-        """Takes memory back; tags "weights" and "kv_cache", none: all. Waking what is awake is no error.
+        """Has the engine take memory back; tags "weights" and "kv_cache", none: all. Waking awake memory is no error.
 
         An engine may compute again once all is awake.
         """
         ...
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """Tells the engine the version that was verified, for its own responses. A no-op where it keeps none."""
+        """Gives the engine the verified version, for its own responses. A no-op if it names no version."""
         ...
 
     async def close(self) -> None:
@@ -222,7 +200,7 @@ class EngineAdapter(Protocol):
 
 
 OFFERED = ("CAPABILITIES", "create_adapter", "launch_plan", "refused_command", "availability")
-"""What the module of an adapter has: see AdapterModule."""
+"""Names that an adapter's module must have: see AdapterModule."""
 
 
 class AdapterModule(Protocol):
@@ -232,20 +210,20 @@ class AdapterModule(Protocol):
     """The same as `create_adapter(...).capabilities`, without an adapter."""
 
     def create_adapter(self, settings: AdapterSettings) -> EngineAdapter:
-        """A driver for the engine at `settings.url`. No I/O."""
+        """Makes a driver for the engine at `settings.url`. No I/O."""
         ...
 
     def launch_plan(self, arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-        """How to start an engine on 127.0.0.1:`port`.
+        """Plans the start of an engine on 127.0.0.1:`port`.
 
-        arguments: what the user wrote after `--`; passed through untouched. model: directory or name, empty: the
-        arguments name it. Raises ValueError, in words for the user, if the arguments contradict what is needed.
+        arguments: the user's, after `--`; passed on unchanged. model: directory or name; empty: the arguments name it.
+        Raises ValueError with a message for the user if the arguments cannot be used.
         """
         ...
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why the engine that `command` would start can never be driven; empty: no reason is known. Does not start it;
-        may take a tenth of a second."""
+        """Why the engine that `command` starts cannot be driven in any case; empty: it may be. Starts nothing of the
+        engine; may take a tenth of a second."""
         ...
 
     def availability(self) -> AdapterAvailability:
@@ -254,17 +232,17 @@ class AdapterModule(Protocol):
 
 
 def load_adapter(kind: str) -> AdapterModule:
-    """The module that drives engines of `kind`. Raises UnknownAdapterError as `engine_kind` does, and if the module
-    cannot be imported or lacks what an adapter offers."""
-    known = engine_kind(kind)
+    """Imports the module that drives engines of `kind`. Raises UnknownAdapterError for an unknown kind, and if the
+    module cannot be imported or lacks a name of OFFERED."""
+    entry = engine_kind(kind)
     try:
-        module = importlib.import_module(known.driver)
+        module = importlib.import_module(entry.driver)
     except Exception as error:
         raise UnknownAdapterError(
-            f"the adapter for engine kind {known.name!r} cannot be imported: {type(error).__name__}: {error}"
+            f"the adapter for engine kind {entry.name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    if lacking := [each for each in OFFERED if not hasattr(module, each)]:
+    if missing := [each for each in OFFERED if not hasattr(module, each)]:
         raise UnknownAdapterError(
-            f"the adapter for engine kind {known.name!r} ({known.driver}) lacks {', '.join(lacking)}"
+            f"the adapter for engine kind {entry.name!r} ({entry.driver}) lacks {', '.join(missing)}"
         )
     return cast(AdapterModule, module)

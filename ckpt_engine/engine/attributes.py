@@ -1,6 +1,6 @@
-"""Small tensors that an engine forgets when it gives its weights' memory up: scale ranges and the like.
+"""Saves small tensors over a sleep that an engine would lose with its weights' memory: scale ranges and the like.
 
-Engines save a model's buffers over a sleep that discards weights; what modules hold as plain attributes they do not.
+Over a sleep that discards weights, engines save a model's buffers, but not tensors in plain attributes of modules.
 
 Runs in the worker, on the engine's thread; nothing here raises.
 """
@@ -19,36 +19,36 @@ LARGEST_BYTES = 1 << 20
 
 
 class Attributes:
-    """Tensors of up to 1 MiB that are neither parameters nor buffers but attributes of a model's modules.
+    """Tensors of up to 1 MiB that are plain attributes of a model's modules.
 
-    Only those that there are when it is made, which is before the caches are: what is made later may lie in memory
-    that is given up at another time.
+    Only those that exist when this is made, before the engine's caches: later ones may be in memory that is given up at
+    another time.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
-        """device: the kind of memory that sleeping gives up, such as "cuda"."""
-        self._known = [(module, name, tensor) for module, name, tensor in _attributes(model, device)]
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        """device: the kind of memory that a sleep gives up, such as "cuda"."""
+        self._tensors = [(module, name, tensor) for module, name, tensor in _attributes(model, device)]
+        self._copies: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def keep(self) -> None:
-        """Copies them to the host, unless copies wait to be put back already."""
-        if self._kept:
+        """Copies them to the host, unless there are copies that were not put back yet."""
+        if self._copies:
             return
         try:
-            self._kept = [
+            self._copies = [
                 (module, name, tensor, tensor.to("cpu", copy=True))
-                for module, name, tensor in self._known
+                for module, name, tensor in self._tensors
                 if module.__dict__.get(name) is tensor
             ]
         except Exception:
             log.exception("ckpt-engine: attributes of the model cannot be kept over sleep")
 
     def put_back(self) -> None:
-        """Writes what was kept to where it was, if it is still there; does nothing if nothing was kept."""
-        kept, self._kept = self._kept, []
+        """Writes the copies back to tensors that are still in place; does nothing without copies."""
+        copies, self._copies = self._copies, []
         try:
             with torch.inference_mode():
-                for module, name, tensor, copy in kept:
+                for module, name, tensor, copy in copies:
                     if module.__dict__.get(name) is tensor:
                         tensor.copy_(copy)
         except Exception:

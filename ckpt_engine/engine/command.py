@@ -1,4 +1,4 @@
-"""What an engine's command line says, as far as adapters must know it, and what it lacks. Pure; also inside engines."""
+"""Reads and completes an engine's command line, as far as adapters need. Pure; also used inside engines."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Mapping, Sequence
 from ckpt_engine.addresses import join_address
 
 Options = Mapping[str, tuple[str, ...]]
-"""Options by their long names with the values that follow each; those of a flag are none."""
+"""Options by their long names, each with the values that follow it; a flag has none."""
 
 BYPASS = "it would answer requests that the gate does not see"
-"""Why an option or a variable is refused that gives an engine a server beside its HTTP application."""
+"""Why options and variables are refused that give an engine a second server beside its HTTP application."""
 
 
 def command_options(command: Sequence[str], aliases: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
-    """The options of a command, as `--name value ...` or `--name=value`; the last one of two counts.
+    """Parses the options of a command, `--name value ...` or `--name=value`; the last one of two counts.
 
-    aliases: other names to long ones. A name with one hyphen is an option only if it is among them: others are values.
+    aliases: other names to long ones. A word with one hyphen is an option only if it is among them, and else a value.
     """
-    known = aliases or {}
-    found: dict[str, tuple[str, ...]] = {}
+    long_names = aliases or {}
+    options: dict[str, tuple[str, ...]] = {}
     name = ""
     for argument in command:
-        given, equals, value = argument.partition("=")
-        if given.startswith("--") or given in known:
-            name = given.replace("_", "-")
-            name = known.get(name, name)
-            found[name] = (value,) if equals else ()
+        word, equals, value = argument.partition("=")
+        if word.startswith("--") or word in long_names:
+            name = word.replace("_", "-")
+            name = long_names.get(name, name)
+            options[name] = (value,) if equals else ()
         elif name:
-            found[name] = (*found[name], argument)
-    return found
+            options[name] = (*options[name], argument)
+    return options
 
 
 def value(options: Options, name: str, default: str = "") -> str:
-    """The first value of an option; `default` if it is not given, or without one."""
+    """The first value of an option; `default` if the option is missing or has no value."""
     return (options.get(name) or (default,))[0]
 
 
 def size(options: Options, name: str) -> int:
-    """The number that a size option has; 1 without it. Raises ValueError: it is no number."""
+    """The number of a size option; 1 without it. Raises ValueError if it is not a number."""
     return int(value(options, name, "1"))
 
 
@@ -48,11 +48,11 @@ def check_refused(
     environment: Mapping[str, str],
     variables: Mapping[str, str],
 ) -> None:
-    """Checks a command's options. Raises ValueError, in words for the user, if a server of this command could not be
-    kept behind the gate, or not be updated.
+    """Checks a command's options. Raises ValueError with a message for the user if its server could not be kept behind
+    the gate, or could not be updated.
 
-    refused: option to the values that are harmless (none: there is none), and why others are refused. variables: of the
-    environment, and why they may not be set.
+    refused: option to its harmless values (may be none) and why others are refused. variables: of the environment, and
+    why they may not be set.
     """
     for name, (harmless, reason) in refused.items():
         if name in options and value(options, name) not in harmless:
@@ -63,22 +63,22 @@ def check_refused(
 
 
 def completed(options: Options, model_option: str, model: str, port: int) -> tuple[list[str], str]:
-    """What a server's options lack of model, port and host, as further arguments, and the URL that it will answer at.
+    """Completes a server's options with model, port and host: the missing arguments, and the URL of the server.
 
     model: empty: the options name it. port: used if the options name none. Servers listen at loopback unless the
-    options say where.
+    options name a host.
     """
-    added = [] if not model or model_option in options else [model_option, model]
-    if given := value(options, "--port"):
-        port = int(given)
+    additions = [] if not model or model_option in options else [model_option, model]
+    if port_option := value(options, "--port"):
+        port = int(port_option)
     else:
-        added += ["--port", str(port)]
+        additions += ["--port", str(port)]
     host = value(options, "--host")
     if not host:
-        added += ["--host", "127.0.0.1"]
-    return added, _local_url(host, port)
+        additions += ["--host", "127.0.0.1"]
+    return additions, _local_url(host, port)
 
 
 def _local_url(host: str, port: int) -> str:
-    """Where a server of this host that was told to listen at `host` is reached from here; empty: at loopback."""
+    """The URL for reaching a server on this host that listens at `host`; empty: at loopback."""
     return f"http://{join_address('127.0.0.1' if host in ('', '0.0.0.0', '::') else host, port)}"

@@ -1,6 +1,6 @@
-"""What each adapter declares of its engine, side by side, for docs/engines/README.md.
+"""Writes docs/engines/README.md: what each adapter declares of its engine, side by side.
 
-Decides the wording of the table and nothing else. Importing adapters does not import engines, so it needs none.
+It decides only the wording of the table. Importing adapters does not import engines, so it needs none.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _MODES = {
 
 
 def declared() -> dict[str, Capabilities]:
-    """Engine kind to what its adapter declares, by name. Raises UnknownAdapterError if one cannot be imported."""
+    """Each adapter's declaration, by kind of engine. Raises UnknownAdapterError if one cannot be imported."""
     return {kind: load_adapter(kind).CAPABILITIES for kind in engine_names()}
 
 
 def markdown(engines: Mapping[str, Capabilities]) -> str:
-    """The whole page: a column for each engine, then what is to be known of each in sentences."""
-    rows = [[(what, said) for what, said in facts(of)] for of in engines.values()]
+    """The whole page: a table with a column for each engine, then each engine's notes and limits."""
+    rows = [[(what, text) for what, text in facts(of)] for of in engines.values()]
     lines = [_row("", *engines), "|" + "---|" * (1 + len(engines))]
-    lines += [_row(each[0][0], *(said for _, said in each)) for each in zip(*rows, strict=True)]
+    lines += [_row(each[0][0], *(text for _, text in each)) for each in zip(*rows, strict=True)]
     sections = [_INTRODUCTION, "\n".join(lines) + "\n", *(_section(kind, of) for kind, of in engines.items())]
     return "\n".join(sections)
 
 
 def facts(of: Capabilities) -> list[tuple[str, str]]:
-    """What is asked of every engine, and what is said of this one; backquotes around what is typed."""
-    said = [("tested versions", "; ".join(of.versions))]
-    said += [(f"pause mode `{mode_name(mode)}`: {what}", _paused_in(of, mode)) for mode, what in _MODES.items()]
-    said += [
+    """Rows of the table for one engine: (property, value), with backquotes around what is typed."""
+    rows = [("tested versions", "; ".join(of.versions))]
+    rows += [(f"pause mode `{mode_name(mode)}`: {what}", _paused_in(of, mode)) for mode, what in _MODES.items()]
+    rows += [
         ("sleep level 1: weights to the host", _sleeps(of, 1)),
         ("sleep level 2: weights discarded", _sleeps(of, 2)),
         ("memory that can be woken by itself", ", ".join(f"`{tag}`" for tag in sorted(of.wake_tags))),
         ("layouts of workers", ", ".join(of.layouts)),
     ]
-    return [(what, text or "none") for what, text in said]
+    return [(what, text or "none") for what, text in rows]
 
 
 def _paused_in(of: Capabilities, mode: manager_pb2.PauseMode) -> str:

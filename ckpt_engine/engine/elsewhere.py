@@ -1,10 +1,10 @@
-"""Which checkpoint tensors other workers of the same server load: those of other pipeline stages, other experts.
+"""Finds checkpoint tensors that other workers of the same server load: of other pipeline stages, or other experts.
 
-The engine's model knows this: it has placeholders for layers of other stages, and each layer of experts maps global
-expert numbers to its own. This module looks that up by checkpoint name. It does not decide what this worker loads: the
-recorded loader does, and only the tensors that it did not load are looked up here.
+The engine's model has that information: it has placeholders for layers of other stages, and each layer of experts maps
+global expert numbers to its own. This module looks it up by checkpoint name. It does not decide what this worker loads;
+the recorded loader does, and only tensors that it leaves are looked up.
 
-vLLM and SGLang name these attributes alike.
+vLLM and SGLang have inherited both from one origin, under the same names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _EXPERT = re.compile(r"\.(\d+)\.")
 
 
 class Elsewhere:
-    """Says of a checkpoint tensor why another worker loads it, from this worker's model. Does not change the model."""
+    """Looks up what other workers load, in one worker's model. Changes nothing in the model."""
 
     def __init__(self, model: nn.Module, mapper: str, missing: tuple[type[nn.Module], ...]) -> None:
         """mapper: the model's attribute that maps a checkpoint's names to its own, if it has one. missing: classes of
         placeholders for layers of other pipeline stages."""
         self._map: Callable[[str], str | None] | None = getattr(getattr(model, mapper, None), "_map_name", None)
-        # Some checkpoints leave out the name of the only child that has the layers: "h.0", for "transformer.h.0".
+        # Some checkpoints omit the name of the only child that has the layers: "h.0" for "transformer.h.0".
         self._outer = tuple(f"{name}." for name, _ in model.named_children())
         modules = dict(model.named_modules())
         self._stages = tuple(f"{name}." for name, module in modules.items() if isinstance(module, missing) and name)
@@ -43,15 +43,15 @@ class Elsewhere:
             if candidate.startswith(self._stages):
                 return "another pipeline stage"
             for prefix, local in self._experts.items():
-                found = _EXPERT.match(candidate, len(prefix)) if candidate.startswith(prefix) else None
-                if found is not None and _is_elsewhere(local, int(found.group(1))):
+                match = _EXPERT.match(candidate, len(prefix)) if candidate.startswith(prefix) else None
+                if match is not None and _is_elsewhere(local, int(match.group(1))):
                     return "an expert of another rank"
         return None
 
     def _names(self, name: str) -> Iterator[str]:
-        """Names that the model may have for what a checkpoint calls `name`."""
-        mapped = name if self._map is None else self._map(name)
-        for each in dict.fromkeys((name, mapped)):
+        """The model's possible names for the checkpoint tensor `name`."""
+        model_name = name if self._map is None else self._map(name)
+        for each in dict.fromkeys((name, model_name)):
             if each is not None:
                 yield each
                 yield from (outer + each for outer in self._outer)

@@ -1,5 +1,5 @@
-"""What a command that starts an engine runs: which kind of engine, and with which Python. It starts nothing, and does
-not read an engine's own options: adapters do (command.py).
+"""Recognises what an engine's command starts: which kind of engine, with which Python. It starts nothing, and does not
+read an engine's own options, as adapters do (command.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 _PYTHON = re.compile(r"python[0-9.]*")
 _OURS = "ckpt_engine_adapters"
 _FIRST_BYTES = 4096
-"""Of a script: enough for the line that names its Python, on whichever of its first lines that is."""
+"""Bytes of a script that are read: enough for the line that names its Python, one of the first."""
 
 
 def program_at(command: Sequence[str]) -> int:
-    """Where the program stands in a command: behind `env` and what that sets. Beyond the last word if there is none."""
+    """Index of the program in a command, after `env` and its variables. Beyond the last word if there is none."""
     at = 0
     if command and Path(command[0]).name == "env":
         at = 1
@@ -26,8 +26,8 @@ def program_at(command: Sequence[str]) -> int:
 
 
 def kind_of(command: Sequence[str], kinds: Collection[str]) -> str:
-    """Which kind of engine a command starts, by its program or its Python's module: `vllm serve ...`,
-    `python -m sglang.launch_server ...`. Empty: it is not one of `kinds`, or the command is options alone."""
+    """The kind of engine that a command starts, by its program or its Python's module: `vllm serve ...`,
+    `python -m sglang.launch_server ...`. Empty: none of `kinds`, or the command has only options."""
     at = program_at(command)
     if at == len(command):
         return ""
@@ -40,15 +40,15 @@ def kind_of(command: Sequence[str], kinds: Collection[str]) -> str:
 
 
 def python_of(command: Sequence[str]) -> str:
-    """The Python that a command runs with: its program, or what its program's script names. Empty: neither tells."""
+    """The Python of a command: its program, or the one that its program's script names. Empty: unknown."""
     program = next(iter(command[program_at(command) :]), "")
     if not program or program.startswith("-") or _PYTHON.fullmatch(Path(program).name):
         return "" if program.startswith("-") else program
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         return ""
     try:
-        with open(found, "rb") as file:
+        with open(path, "rb") as file:
             text = file.read(_FIRST_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
@@ -56,8 +56,8 @@ def python_of(command: Sequence[str]) -> str:
 
 
 def _python_of_script(text: str) -> str:
-    """What `#!` names, itself or through env; or what a script of the shell calls instead, as installers write one when
-    that path is too long for `#!`."""
+    """The Python in a script's `#!` line, directly or through env; or in the shell line that installers write instead
+    if its path is too long for `#!`."""
     first, _, rest = text.partition("\n")
     if not first.startswith("#!"):
         return ""
@@ -65,5 +65,5 @@ def _python_of_script(text: str) -> str:
     words = words[program_at(words) :]
     if words and _PYTHON.fullmatch(Path(words[0]).name):
         return words[0]
-    called = re.match(r"""'''exec' "?([^"\n]*?python[0-9.]*)"?[ \n]""", rest)
-    return called[1] if called else ""
+    exec_line = re.match(r"""'''exec' "?([^"\n]*?python[0-9.]*)"?[ \n]""", rest)
+    return exec_line[1] if exec_line else ""

@@ -1,7 +1,7 @@
-"""Tensors that modules keep beside their parameters and buffers, where no accounting sees them.
+"""Tensors that modules keep as plain attributes beside their parameters and buffers, outside the accounting.
 
-A loader that ends with `self.fused = torch.cat([...])` makes such a tensor of weights. While it is recorded there are
-no values, so what it makes has no memory, must not stay in a live model, and would be stale after an update.
+A loader that ends with `self.fused = torch.cat([...])` makes such a tensor of weights. During a recording there are no
+values, so the tensor has no memory and must not stay in a live model; it would also be stale after an update.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckpt_engine.core.problems import invalid
 
 @contextmanager
 def stray_tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Entered around a recording. Puts back what a loader replaced by tensors without memory, or by weights it found.
+    """Entered around a recording. Restores attributes that a loader replaced by tensors without memory or of weights.
 
-    Raises INVALID_ARGUMENT naming them, unless something else went wrong.
+    Raises INVALID_ARGUMENT with their names, unless the recording failed anyway.
     """
     modules = dict(model.named_modules())
     before = {prefix: _tensors(module) for prefix, module in modules.items()}

@@ -1,23 +1,23 @@
 """What an engine must offer so that weights can be installed in it.
 
-The plain case is a model whose loader writes each weight where the model will read it: `ModuleTarget(model)` is all
-that it takes. Its tensors are *resident*: they are there all the time, weights are copied straight into them, and what
-they hold is read back to verify it.
+The plain case is a model with a loader that writes each weight where the model reads it: `ModuleTarget(model)` is
+enough. Its tensors are *resident*: they always exist, weights are copied straight into them, and their bytes are read
+back to verify them.
 
-Some engines do not keep weights in the form that their loader writes: vLLM on a CPU repacks every linear layer for
-oneDNN, quantised layers are transformed. Their tensors are *staged*: the loader's form of a layer exists only for a
-moment during an install. The Installer asks for staged tensors layer by layer:
+Some engines keep weights in another form than their loader writes: vLLM on a CPU repacks every linear layer for oneDNN,
+quantised layers are transformed. Their tensors are *staged*: the loader's form of a layer exists only for a moment
+during an install. The Installer asks for staged tensors layer by layer:
 
     with target.staging() as layers:            # put the engine in its reload state; undo it on any exception
         for layer in layers:                    # each step materialises one layer in the loader's form
             copy, fill, digest layer.tensors    # (Installer) this is the last time these bytes can be read
             layer.finish()                      # post-process, move to where the kernels read, release
 
-so one layer at a time needs memory, and its digest says which bytes its loader was given, not which bytes it holds now.
-Some loaders compute on values. They write these by themselves (`load_weights`, on real tensors) before `finish`. Where
-such a computation needs several layers, a layer is finished only after the next ones were materialised. While the
-loader is recorded (`recording()`), staged tensors stand as torch meta tensors of the loader's shapes, strides and
-dtypes; nothing is written, so they need no memory. A target may mix resident and staged tensors.
+So only one layer at a time needs memory, and its digest is reported "as handed to its loader". Where the loader
+computes on values, it writes them itself (`load_weights`, on real tensors) before `finish`. If several layers depend on
+each other in that, a layer is finished only after the others were materialised. While the loader is recorded
+(`recording()`), staged tensors are torch meta tensors of the loader's shapes, strides and dtypes: nothing is written,
+so they need no memory. A target may have both resident and staged tensors.
 
 Everything runs on the engine's own thread, the one that calls EngineWorker.prepare() and install().
 """
@@ -42,9 +42,9 @@ Weights = Iterable[tuple[str, Tensor]]
 class StagedLayer:
     """Tensors in the loader's form that exist until `finish` has run.
 
-    tensors: by the names that `named_tensors()` gave while recording; same shapes, strides and dtypes, real memory.
-        What they hold at first does not matter. Until `finish` they stand in the model, where its loader finds them.
-    finish: brings what they hold now to where the engine computes with it. Called once, after verification.
+    tensors: by the names of `named_tensors()` while recording; same shapes, strides and dtypes, real memory, any first
+        values. Until `finish` they are in the model, where its loader finds them.
+    finish: transforms them into the form with which the engine computes. Called once, after verification.
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,29 +52,29 @@ class StagedLayer:
 
 
 class LoadTarget(Protocol):
-    """One worker's model, seen from outside. Exceptions of any method become a Problem, never leave our code."""
+    """One worker's model, for our code. Exceptions of its methods become a Problem and never leave our code."""
 
     @property
     def root(self) -> nn.Module:
-        """The module whose parameters and buffers `named_tensors` names. Each install looks there whether they still
-        stand where they stood. Weights that are loaded into other tensors are laid out anew each time."""
+        """The module with the parameters and buffers of `named_tensors`. Each install checks whether these are still
+        where they were. Work on any other tensor is laid out again each time."""
         ...
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Every parameter and buffer that this worker computes with, each name once.
 
-        Inside `recording()`: as the loader sees them. Outside: only resident ones need to be there. Tensors that share
-        storage (tied weights) are recognised by it.
+        Inside `recording()` they are as the loader sees them; outside only resident ones must exist. Tensors that share
+        storage (tied weights) are recognised by that.
         """
         ...
 
     def load_weights(self, weights: Weights) -> object:
-        """The engine's own loader, given checkpoint names and global tensors: all of them, on the meta device, while it
-        is recorded; at each install those that it computes on, in CPU memory (see record/record.py)."""
+        """Runs the engine's own loader on checkpoint names and global tensors. While it is recorded it gets all of
+        them, on the meta device; at each install those that it computes on, in CPU memory (see record/record.py)."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:
-        """Entered around one recording. On leaving, also by an exception, the model is as it was before."""
+        """Entered around one recording. On exit, also by an exception, the model is as it was before."""
         ...
 
     def derived(self) -> Mapping[str, str]:
@@ -86,38 +86,38 @@ class LoadTarget(Protocol):
         ...
 
     def ignored(self, name: str) -> str | None:
-        """Why no worker of this engine loads the checkpoint tensor `name` ("tied to embed_tokens"); None: some do."""
+        """Why no worker of this engine loads the checkpoint tensor `name` ("tied to embed_tokens"); None: some may."""
         ...
 
     def elsewhere(self, name: str) -> str | None:
-        """Why another worker of this engine loads the checkpoint tensor `name` and this one does not ("another pipeline
-        stage"); None: this worker knows of none. The manager refuses an update of which a tensor is needed by no worker
-        of an engine."""
+        """Why another worker of this engine loads the checkpoint tensor `name` instead of this one ("another pipeline
+        stage"); None: unknown. The manager refuses an update with a tensor that no worker of an engine needs."""
         ...
 
     def staged(self) -> Collection[str]:
-        """Names among `named_tensors()` that `staging` gives at install time; empty for a plain model."""
+        """Names of `named_tensors()` that `staging` materialises during an install; empty for a plain model."""
         ...
 
     def staging(self) -> AbstractContextManager[Iterator[StagedLayer]]:
-        """See the module's docstring. Entered once an install, after DIRTY; not entered if nothing is staged."""
+        """Iterates over staged layers: see the module's docstring. Entered once an install, after DIRTY, unless nothing
+        is staged."""
         ...
 
     def reload(self, weights: Weights) -> None:
-        """Brings a whole checkpoint in as the engine does without us, from its first call to its last: what installs
-        are compared with in a self-check. Leaves the model in the form in which the engine computes."""
+        """Loads a whole checkpoint as the engine does without us, from its first call to its last; a self-check
+        compares installs with this. Leaves the model in the form in which the engine computes."""
         ...
 
     def post_load(self) -> None:
-        """Recomputes what is derived. Runs once, after every byte is in place and before resident bytes are verified;
-        so it must leave loaded tensors as they are."""
+        """Recomputes derived tensors. Runs once, after every byte is in place and before resident bytes are verified,
+        so it must not change loaded tensors."""
         ...
 
 
 class ModuleTarget:
-    """An nn.Module whose loader writes straight into its parameters and buffers. All of its tensors are resident.
+    """An nn.Module with a loader that writes straight into its parameters and buffers. All its tensors are resident.
 
-    Buffers that are not persistent are constant unless the loader fills them: no checkpoint holds them.
+    Non-persistent buffers, which no checkpoint has, are constant unless the loader fills them.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ModuleTarget:
         elsewhere: Callable[[str], str | None] | None = None,
         post_load: Callable[[], object] | None = None,
     ) -> None:
-        """load_weights: default `model.load_weights`. The mappings go from name to reason, as in LoadTarget."""
+        """load_weights: default `model.load_weights`. Mappings are from name to reason, as in LoadTarget."""
         self._model = model
         self._load_weights: Callable[[Weights], object] = load_weights or getattr(model, "load_weights")  # noqa: B009
         self._derived = dict(derived or {})
@@ -153,7 +153,7 @@ class ModuleTarget:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Puts back tensors that a loader replaced instead of writing to them."""
+        """Restores tensors that a loader replaced instead of writing to them."""
         modules = [
             (module, dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
             for module in self._model.modules()
@@ -177,11 +177,11 @@ class ModuleTarget:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for name in module._non_persistent_buffers_set:
-                found[full_name(prefix, name)] = "a buffer that is not persistent"
-        return found | self._constant
+                reasons[full_name(prefix, name)] = "a buffer that is not persistent"
+        return reasons | self._constant
 
     def ignored(self, name: str) -> str | None:
         return self._ignored(name)

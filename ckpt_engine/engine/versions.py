@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter drives, and which one is installed: here, or in the Python of a command.
+"""The versions of an engine that an adapter drives, and the installed one: beside us, or where a command would run it.
 
 Importing it imports no engine.
 """
@@ -24,8 +24,8 @@ _ASK_SECONDS = 20.0
 class Supported:
     """The versions of an engine that an adapter drives.
 
-    A tested version is used without further checks. An untested version that is newer than the first tested one is
-    checked on its host before its first update (machines/agent/check.py). An older one is refused.
+    A tested version is driven without a check. A newer one, or one in between, is checked before its first update
+    (machines/agent/check.py). One below the first tested version cannot work.
     """
 
     engine: str  # its name in messages
@@ -34,7 +34,7 @@ class Supported:
     distributions: tuple[str, ...]  # the packages on an index that can contain that module
 
     def refusal(self, version: str) -> str:
-        """Why `version` cannot be used at all; empty: it can, or has to be checked first."""
+        """Why `version` cannot be driven at all; empty: it can, or a check decides."""
         if not _numbers(version):
             return f"{self.engine} reports {version!r}, which is not a version; {self._supported}"
         if _numbers(version) < _numbers(self.tested[0]):
@@ -47,7 +47,7 @@ class Supported:
 
     @property
     def _supported(self) -> str:
-        """What is supported, and what to do."""
+        """The supported versions, and how to get one."""
         return (
             f"it must be {self.tested[0].rstrip('.')} or newer: pip install 'ckpt-engine[{self.module}]', or activate "
             "the environment that has it"
@@ -61,23 +61,24 @@ class Supported:
         return f"{self.engine} {version} is not among the tested versions ({tested})"
 
     def installed(self) -> AdapterAvailability:
-        """What is installed in this Python environment. Other environments are not searched."""
+        """Whether the engine is installed beside us. An engine in another environment is found only by its Python."""
         if importlib.util.find_spec(self.module) is None:
             return AdapterAvailability(False, "", self.missing(sys.executable))
         for distribution in self.distributions:
             with suppress(importlib.metadata.PackageNotFoundError):
                 version = importlib.metadata.version(distribution)
                 refusal, untested = self.refusal(version), self.untested(version)
-                said = f"{untested}: it is checked before its first update" if untested else "installed"
-                return AdapterAvailability(not refusal, version, refusal or said)
-        reason = f"{self.module} can be imported, but has no metadata with its version: install it with pip"
+                note = f"{untested}: it is checked before its first update" if untested else "installed"
+                return AdapterAvailability(not refusal, version, refusal or note)
+        reason = f"{self.module} can be imported, but has no metadata that tells its version"
         return AdapterAvailability(False, "", reason)
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why the engine that `command` would start cannot be used; empty: nothing speaks against it.
+        """Why the engine that `command` starts cannot be driven, by the metadata of the command's Python; empty: it may
+        be.
 
-        Asks the command's Python for the engine's metadata, in the calling thread; takes a tenth of a second. Refuses
-        nothing if that Python cannot be found, or has the engine without metadata.
+        Takes a tenth of a second, on the calling thread. Nothing is refused if the command's Python is unknown, or
+        imports the engine from a place without metadata.
         """
         python = python_of(command)
         if not python:
@@ -90,12 +91,12 @@ class Supported:
             f"else: print('unknown' if u.find_spec({self.module!r}) else 'missing')\n"
         )
         try:
-            asked = subprocess.run(
+            answer = subprocess.run(
                 [python, "-c", script], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        match asked.stdout.split() if asked.returncode == 0 else []:
+        match answer.stdout.split() if answer.returncode == 0 else []:
             case ["version", version]:
                 return self.refusal(version)
             case ["missing"]:
@@ -104,6 +105,6 @@ class Supported:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare it by: (0, 26, 1) for "0.26.1rc2"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    """(0, 26) of "0.26.1rc2" compares as a person would, for as many parts as are numbers."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,4 +1,4 @@
-"""The gateway's HTTP side: reads requests, bounds them, has them answered, says how it is. On the gateway's loop."""
+"""The gateway's HTTP side: reads and bounds requests, has them answered, and reports health. On the gateway's loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
-from ckpt_engine.gateway.json_numbers import load_asked
+from ckpt_engine.gateway.json_numbers import load_request
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
@@ -34,16 +34,16 @@ from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 log = logging.getLogger("ckpt_engine.gateway")
 
 PASSED = ("/v1/chat/completions",)
-"""Routes that are always passed on as they came."""
+"""Routes for requests that are always passed on unchanged."""
 
 DROP_SECONDS = 2.0
-"""How many seconds the rest of a refused request's body is still read."""
+"""How long the body of a refused request is still read."""
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequestWork(Protocol):
-    """What answers one request."""
+    """The work of answering one request."""
 
     @property
     def streams(self) -> bool: ...
@@ -54,16 +54,16 @@ class RequestWork(Protocol):
 
 
 class Gateway:
-    """The HTTP side of one gateway process: its routes, and the requests that run in it."""
+    """The requests of this process."""
 
     def __init__(self, placing: Placing, door: GatewayDoor) -> None:
         self.placing, self._door = placing, door
-        self.stopping = False  # True: new requests are refused
-        self.ending = asyncio.Event()  # set: running requests end now, with what they have
-        self.inside = 0  # requests that run
-        self._nobody = asyncio.Event()
-        self._nobody.set()
-        self._models: tuple[bytes, str] | None = None
+        self.stopping = False  # new requests are refused
+        self.ending = asyncio.Event()  # running requests end now, with the tokens that they have
+        self.inside = 0  # requests that run or wait
+        self._empty = asyncio.Event()  # set while no request is inside
+        self._empty.set()
+        self._models: tuple[bytes, str] | None = None  # body and content type of the last good answer to /v1/models
         self._could_serve = time.monotonic()
 
     def application(self) -> ASGIApp:
@@ -72,28 +72,28 @@ class Gateway:
             Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*self.placing.engines.dialects, *PASSED)
         ]
         gets = [
-            Route("/v1/models", _Endpoint(self._looked(self._list_models)), methods=["GET"]),
+            Route("/v1/models", _Endpoint(self._readers_only(self._list_models)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
             Route("/health", _Endpoint(self._ready), methods=["GET"]),
-            Route("/metrics", _Endpoint(self._looked(self._metrics)), methods=["GET"]),
+            Route("/metrics", _Endpoint(self._readers_only(self._metrics)), methods=["GET"]),
         ]
         routes = [*posts, *gets]
 
         async def missing(request: Request, error: Exception) -> Response:
-            there = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in routes)
+            known_routes = ", ".join(f"{'/'.join(sorted(route.methods or ()))} {route.path}" for route in routes)
             status = getattr(error, "status_code", 404)
-            said = f"{request.method} {request.url.path}: there is no such route; there are {there}"
-            problem = RefusedError(status, refusals.NO_ROUTE, said).problem()
+            detail = f"{request.method} {request.url.path}: there is no such route; there are {known_routes}"
+            problem = RefusedError(status, refusals.NO_ROUTE, detail).problem()
             return JSONResponse(problem, status, getattr(error, "headers", None), PROBLEM.decode())
 
         others = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
-        others.router.redirect_slashes = False  # a client that follows no redirect would be told nothing
-        asked = {route.path for route in posts}
+        others.router.redirect_slashes = False  # a client that follows no redirect would not see why it failed
+        post_paths = {route.path for route in posts}
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette wraps `send` three times, which costs for each token.
-            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in asked:
+            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in post_paths:
                 await self._post(scope, receive, send)
             else:
                 await others(scope, receive, send)
@@ -101,9 +101,9 @@ class Gateway:
         return application
 
     async def idle(self, seconds: float) -> bool:
-        """Waits until no request runs, at most `seconds`. Returns whether that was reached."""
+        """Waits up to `seconds` until no request runs. Returns whether none does."""
         try:
-            await asyncio.wait_for(self._nobody.wait(), seconds)
+            await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
             return False
         return True
@@ -112,15 +112,15 @@ class Gateway:
         self.inside += step
         self.placing.metrics.inside.inc(step)
         if self.inside:
-            self._nobody.clear()
+            self._empty.clear()
         else:
-            self._nobody.set()
+            self._empty.set()
 
     # -- answering
 
     async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, metrics, route = self.placing.settings, self.placing.metrics, scope["path"]
-        writer, ended, coming = Writer(send, settings.idle), "whole", RequestMessages(receive)
+        writer, outcome, coming = Writer(send, settings.idle), "whole", RequestMessages(receive)
         try:
             self._admit()
             self._enter(1)
@@ -131,55 +131,55 @@ class Gateway:
                 writer.large = len(data) >= LARGE_BYTES
                 prepare = partial(self._work, route, data, headers, authorized, writer)
                 work = await asyncio.to_thread(prepare) if writer.large else prepare()
-                ended = await self._run(work, writer, receive)
+                outcome = await self._run(work, writer, receive)
             finally:
                 self._enter(-1)
         except RefusedError as refused:
-            ended = refused.reason
+            outcome = refused.reason
             await drop_body(coming, Headers(scope=scope))
             await _quietly(writer.refuse(refused))
         except CkptEngineError as error:
-            ended = "unauthenticated"
+            outcome = "unauthenticated"
             await drop_body(coming, Headers(scope=scope))
-            await _quietly(writer.refuse(RefusedError(self._door.status_of(error), ended, error.problem.message)))
+            await _quietly(writer.refuse(RefusedError(self._door.status_of(error), outcome, error.problem.message)))
         except CallerGoneError:
-            ended = "caller_gone"
-        metrics.requests.labels(route, ended).inc()
+            outcome = "caller_gone"
+        metrics.requests.labels(route, outcome).inc()
 
     def _admit(self) -> None:
         if self.stopping:
             raise RefusedError(503, refusals.STOPPING, "this gateway is stopping", {"retry-after": "1"})
         most = self.placing.settings.requests
         if self.inside >= most:
-            said = f"{self.inside} requests run or wait already, this process carries {most}"
-            raise RefusedError(429, refusals.TOO_MANY, said, {"retry-after": "1"})
+            detail = f"{self.inside} requests run or wait already, this process carries {most}"
+            raise RefusedError(429, refusals.TOO_MANY, detail, {"retry-after": "1"})
 
     def _work(
         self, route: str, data: bytes, headers: Mapping[str, str], authorized: bool, writer: Writer
     ) -> RequestWork:
-        """Reads a request. On any thread, since that of a large one takes a while."""
+        """Parses a request. May run on any thread, since a large body takes a while."""
         body = body_of(data, self.placing.settings.body_values)
         engines = self.placing.engines
         dialect = engines.dialects.get(route)
-        asked: ParsedRequest | None = None if dialect is None else dialect.read(body)
-        prompt = asked.singles[0].prompt if asked else ()
-        session = asked.session if asked else str(body.get("user") or "")
-        wishes = wishes_of(headers, session or _text_key(body, asked), prompt, self.placing.settings, authorized)
+        request: ParsedRequest | None = None if dialect is None else dialect.read(body)
+        prompt = request.singles[0].prompt if request else ()
+        session = request.session if request else str(body.get("user") or "")
+        wishes = wishes_of(headers, session or _text_key(body, request), prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
-        if asked is None or asked.whole or dialect is None:
+        if request is None or request.whole or dialect is None:
             able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers
             return PassedRequest(self.placing, route, body, wishes.to(able), writer)
-        return Answering(self.placing, dialect, asked, wishes.to(speakers), writer)
+        return Answering(self.placing, dialect, request, wishes.to(speakers), writer)
 
     async def _run(self, work: RequestWork, writer: Writer, receive: Receive) -> str:
-        """Until it has ended, its caller has gone, or this gateway ends. Returns how it ended."""
+        """Runs a request until it ends, its caller disconnects, or this gateway ends. Returns how it ended."""
         tasks = [
             asyncio.ensure_future(each)
-            for each in (work.work(), _gone(receive), self.ending.wait(), self._comment(work, writer))
+            for each in (work.work(), _until_disconnected(receive), self.ending.wait(), self._comment(work, writer))
         ]
-        running, gone, ending, _ = tasks
+        running, disconnect, ending, _ = tasks
         try:
-            await asyncio.wait((running, gone, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, disconnect, ending), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -187,7 +187,7 @@ class Gateway:
         error = results[0]
         if error is None:
             return "whole"
-        if gone.done() and not gone.cancelled():
+        if disconnect.done() and not disconnect.cancelled():
             raise CallerGoneError("the caller has gone")
         if isinstance(error, asyncio.CancelledError):
             error = RefusedError(503, refusals.STOPPING, "this gateway stopped while the request ran")
@@ -200,26 +200,26 @@ class Gateway:
         raise error
 
     async def _comment(self, work: RequestWork, writer: Writer) -> None:
-        """Whenever nothing was written for a while, in streams."""
+        """Writes a comment into a stream whenever nothing was written for `settings.comment` seconds."""
         seconds = self.placing.settings.comment
         while work.streams:
-            left = writer.written + seconds - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
+            remaining = writer.written + seconds - time.monotonic()
+            if remaining > 0:
+                await asyncio.sleep(remaining)
             else:
                 await _quietly(writer.comment())
 
     # -- about itself
 
-    def _looked(self, function: Endpoint) -> Endpoint:
-        """For whoever may look."""
+    def _readers_only(self, function: Endpoint) -> Endpoint:
+        """Wraps an endpoint so that it requires read access."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 self._door.check(Headers(scope=scope), look=True)
             except CkptEngineError as error:
-                refused = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
-                await Writer(send, self.placing.settings.idle).refuse(refused)
+                refusal = RefusedError(self._door.status_of(error), "unauthenticated", error.problem.message)
+                await Writer(send, self.placing.settings.idle).refuse(refusal)
             else:
                 await function(scope, receive, send)
 
@@ -229,10 +229,10 @@ class Gateway:
         writer = Writer(send, self.placing.settings.idle)
         now = time.monotonic()
         for member in list(self.placing.fleet.members.values()):
-            if not member.told.url or now < member.shunned_until:
+            if not member.news.url or now < member.shunned_until:
                 continue
             try:
-                answer = await self.placing.upstream.get(member.told.url, "/v1/models")
+                answer = await self.placing.upstream.get(member.news.url, "/v1/models")
             except Exception as error:
                 log.info("no models from %s: %s", member.name, error)
                 continue
@@ -255,7 +255,7 @@ class Gateway:
             await writer.whole({"ready": True})
 
     def why_not_ready(self) -> str:
-        """Why requests are neither answered nor held until they can be; empty: they are."""
+        """Why this gateway can neither answer requests nor hold them for a while; empty: it can."""
         fleet, now, after = self.placing.fleet, time.monotonic(), self.placing.settings.unready_after
         if self.stopping:
             return "this gateway is stopping"
@@ -263,10 +263,11 @@ class Gateway:
             return "the manager has not told of the replicas yet"
         if fleet.could_serve(now):
             self._could_serve = now
-        return "" if now - self._could_serve < after else f"nobody could serve for {now - self._could_serve:.0f} s"
+        seconds = now - self._could_serve
+        return "" if seconds < after else f"no replica could serve for {seconds:.0f} s"
 
     async def look_after(self) -> None:
-        """Remembers when somebody could serve. Runs until it is cancelled."""
+        """Keeps track of when a replica could last serve. Runs until it is cancelled."""
         while True:
             self.why_not_ready()
             await asyncio.sleep(1.0)
@@ -277,7 +278,7 @@ class Gateway:
 
 
 class _Endpoint:
-    """An ASGI application of one route; a plain function would be given a request object."""
+    """The ASGI application of one route. Starlette would call a plain function with a request object instead."""
 
     def __init__(self, function: Endpoint) -> None:
         self._function = function
@@ -287,11 +288,11 @@ class _Endpoint:
 
 
 class RequestMessages:
-    """The messages of a request. whole: whether its body has come, or its caller has gone."""
+    """The messages of a request."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.whole = False
+        self.whole = False  # whether the whole body has come, or the caller has disconnected
 
     async def __call__(self) -> Message:
         """The next one."""
@@ -301,11 +302,12 @@ class RequestMessages:
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], most: int, seconds: float) -> bytes:
-    """A request's body, which has so long to come. Raises RefusedError for what is too large, too slow or none,
-    CallerGoneError."""
+    """Reads a request's body of up to `most` bytes within `seconds`.
+
+    Raises RefusedError (too large, too slow, compressed or empty), CallerGoneError."""
     if headers.get("content-encoding", "identity").lower() != "identity":
-        said = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
-        raise RefusedError(415, refusals.BAD_REQUEST, said)
+        detail = f"the body is compressed (content-encoding: {headers['content-encoding']}); send it as it is"
+        raise RefusedError(415, refusals.BAD_REQUEST, detail)
     announced = headers.get("content-length", "0")
     size, parts = 0, []
     more = not (announced.isdigit() and int(announced) > most)
@@ -320,19 +322,19 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int, sec
                 size += len(parts[-1])
                 more = message.get("more_body", False) and size <= most
     except TimeoutError:
-        said = f"the body did not come within {seconds:g} s: {size} bytes of it did"
-        raise RefusedError(408, refusals.TOO_SLOW, said, {"connection": "close"}) from None
+        detail = f"the body did not come within {seconds:g} s: {size} bytes of it did"
+        raise RefusedError(408, refusals.TOO_SLOW, detail, {"connection": "close"}) from None
     if size > most:
-        said = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
-        raise RefusedError(413, refusals.TOO_LARGE, said, {"connection": "close"})  # the rest of it is not read
+        detail = f"a body of {size} bytes or more; {most} are the most (--body-bytes)"
+        raise RefusedError(413, refusals.TOO_LARGE, detail, {"connection": "close"})  # the rest of it is not read
     if not size:
         raise bad_request("there is no body: send a JSON object")
     return b"".join(parts)
 
 
 async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None:
-    """Reads on for a moment what nobody wants, since a client that still writes when its connection is closed does not
-    get to read why. One that waits to be told to continue has written nothing."""
+    """Reads and drops the body of a refused request for a moment: a client that is still writing when its connection
+    closes never reads the answer. A client that sent Expect has not written its body."""
     if "expect" in headers:
         return
     with contextlib.suppress(TimeoutError):
@@ -342,12 +344,12 @@ async def drop_body(coming: RequestMessages, headers: Mapping[str, str]) -> None
 
 
 def body_of(data: bytes, most: int) -> dict[str, Any]:
-    """A request's JSON object. Raises RefusedError for what is none, or has more values than `most`."""
+    """Parses a request's JSON object. Raises RefusedError if it is none, or has more values than `most`."""
     if len(data) > most and (count := values_of(data)) > most:
-        said = f"a body of {count} values; {most} are the most (--body-values)"
-        raise RefusedError(413, refusals.TOO_LARGE, said)
+        detail = f"a body of {count} values; {most} are the most (--body-values)"
+        raise RefusedError(413, refusals.TOO_LARGE, detail)
     try:
-        body = load_asked(data)
+        body = load_request(data)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -355,20 +357,20 @@ def body_of(data: bytes, most: int) -> dict[str, Any]:
     return body
 
 
-def _text_key(body: Mapping[str, Any], asked: ParsedRequest | None) -> str:
-    """What stands for the session of a text: its beginning."""
-    if asked is not None:
+def _text_key(body: Mapping[str, Any], request: ParsedRequest | None) -> str:
+    """The routing key of a request whose prompt is text: the beginning of it; empty for prompts of ids."""
+    if request is not None:
         return ""
     return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")[:512]
 
 
-async def _gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 async def _quietly(writing: Awaitable[None]) -> None:
-    """The caller may have gone meanwhile."""
+    """Writes, and ignores that the caller has disconnected."""
     try:
         await writing
     except CallerGoneError as error:

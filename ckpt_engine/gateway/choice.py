@@ -1,7 +1,7 @@
 """Which replica gets a request: the same one for the same session, unless it has more than its share. Pure.
 
 Rendezvous hashing with bounded load: every replica has a rank for every key, made from both names alone, so that any
-number of gateways that share nothing agree. The first in rank is taken whose load is below the bound.
+number of gateways that share nothing agree. The first in rank with a load below the bound is taken.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 BOUND = 1.25
-"""A replica takes at most so many times the mean load, and one more."""
+"""A replica takes at most this times the mean load, plus one."""
 
 PREFIX_TOKENS = 64
-"""The first ids of a prompt that choose its replica, where no session is named: equal beginnings meet their cache."""
+"""Without a session, so many first ids of a prompt choose its replica: equal beginnings meet their cache."""
 
 
 def key_of(session: str, prompt: Sequence[int]) -> bytes:
-    """What is hashed for a request."""
+    """The key of a request, which is hashed."""
     if session:
         return b"session:" + session.encode(errors="surrogatepass")  # JSON may hold halves of characters
     return b"prompt:" + ",".join(map(str, prompt[:PREFIX_TOKENS])).encode()
@@ -30,9 +30,9 @@ def ranked(key: bytes, names: Sequence[str]) -> list[str]:
 
 
 def choose(key: bytes, loads: Mapping[str, int]) -> str:
-    """One of the names. loads: requests that run and wait there. Raises ValueError without any."""
+    """Chooses one of the names. loads: requests that run and wait there. Raises ValueError if there are none."""
     if not loads:
-        raise ValueError("there is nobody to choose")
+        raise ValueError("there is no replica to choose")
     bound = math.ceil(BOUND * (sum(loads.values()) + 1) / len(loads)) + 1
     order = ranked(key, list(loads))
     return next((name for name in order if loads[name] < bound), min(order, key=lambda name: loads[name]))

@@ -12,130 +12,129 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckpt_engine.gateway.json_numbers import load_told
+from ckpt_engine.gateway.json_numbers import load_answer
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import AnswerPiece, Finish, Stitch
-from ckpt_engine.gateway.versions import GatewayVersion, Label, told
+from ckpt_engine.gateway.versions import GatewayVersion, Label, version_summary
 
 SAMPLES = 1024
-"""Of one request at most: each is a request of its own to an engine."""
+"""Most samples of one request: each is a separate request to an engine."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request whose prompts are ids. not_resumable: why it is not, empty: it is. whole: engines do not stream what it
-    asks for, so it is passed on as it came."""
+    """A request whose prompts are token ids."""
 
     body: Mapping[str, Any]
     singles: tuple[Single, ...]
     stream: bool
-    not_resumable: str = ""
-    whole: bool = False
-    session: str = ""
-    """What the body names as its session; empty: nothing."""
+    not_resumable: str = ""  # why it cannot be resumed; empty: it can
+    whole: bool = False  # engines do not stream what it asks for, so it is passed on unchanged
+    session: str = ""  # the session that the body names; empty: none
 
 
 class Dialect(ABC):
-    """One route. Instances are for one request."""
+    """One route. An instance serves one request."""
 
     route: ClassVar[str]
     of_any_engine: ClassVar[bool] = False
-    """Whether servers of all engines have the route, so that any may be asked what is only passed on."""
+    """Whether every engine's server has the route, so that a request that is only passed on may go to any."""
 
     @classmethod
     @abstractmethod
     def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
-        """None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400) for what cannot be."""
+        """Parses a body; None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400)."""
 
-    def __init__(self, asked: ParsedRequest, identifier: str, created: int) -> None:
-        """identifier, created: of the answer."""
-        self.asked, self.identifier, self.created = asked, identifier, created
+    def __init__(self, request: ParsedRequest, identifier: str, created: int) -> None:
+        """identifier, created (Unix seconds): as the answer names them."""
+        self.request, self.identifier, self.created = request, identifier, created
 
     @abstractmethod
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
-        """What the next leg asks an engine for; always streamed. identifier: of this leg."""
+        """The body of the next leg's request, always streamed. identifier: of this leg."""
 
     @abstractmethod
     def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
-        """Reads an event of the running leg. labelled: the engine names the version of each token
+        """Parses an event of the running leg. labelled: the engine names the version of each token
         (`GatewaySide.labels_each_token`). Raises MalformedError."""
 
     @abstractmethod
     def finish(self, kind: str, detail: Any) -> Finish:
-        """An end in the words of this dialect, when the engine's own did not arrive."""
+        """The finish of a sample in this dialect, where the engine's own did not arrive."""
 
     @abstractmethod
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
-        """What the caller's stream says of sample `number` after this piece. over: it is the sample's last one."""
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
+        """The event for the caller's stream that carries this piece of sample `number`. finished: it is the last."""
 
     @abstractmethod
     def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
-        """What stands at the end of a stream, before its [DONE]."""
+        """The events at the end of a stream, before its [DONE]."""
 
     @abstractmethod
     def whole(self, stitches: Sequence[Stitch]) -> Any:
-        """The whole answer, for a caller who does not stream."""
+        """The whole answer, for a caller that does not stream."""
 
     def about_versions(self, stitch: Stitch) -> dict[str, Any]:
-        """What each sample's answer says of its versions and legs."""
+        """The `ckpt_engine` object of a sample's answer: its versions and legs."""
         legs = [
-            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.ended} for leg in stitch.legs
+            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
+            for leg in stitch.legs
         ]
-        said = {**told(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
         if (scored := stitch.prompt_span()) is not None:
-            said["prompt"] = scored.to_dict()
-        return {**said, "not_resumable": self.asked.not_resumable} if self.asked.not_resumable else said
+            about["prompt"] = scored.to_dict()
+        return {**about, "not_resumable": self.request.not_resumable} if self.request.not_resumable else about
 
 
 class MalformedError(Exception):
-    """An engine's event is none of its dialect."""
+    """An engine sent an event that its dialect does not have."""
 
 
 class EngineError(Exception):
-    """An engine's event says that something went wrong. status: its code; 500 and above: another one may do better."""
+    """An engine's event reports an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status  # the event's code; from 500 on another engine may succeed
 
 
 def load_event(data: bytes) -> Mapping[str, Any]:
-    """The object in an event. Raises MalformedError, and EngineError for one that tells of an error."""
+    """Parses an event's object. Raises MalformedError, and EngineError if it reports an error."""
     try:
-        event = load_told(data)
+        event = load_answer(data)
     except ValueError as error:
         raise MalformedError(f"an engine's event is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
         raise MalformedError(f"an engine's event is not an object: {data[:80]!r}")
-    wrong = event.get("error")
-    if wrong and not event.get("choices"):
-        if not isinstance(wrong, dict):
-            raise EngineError(500, str(wrong))
-        code = wrong.get("code")
-        raise EngineError(code if isinstance(code, int) else 500, str(wrong.get("message", wrong)))
+    problem = event.get("error")
+    if problem and not event.get("choices"):
+        if not isinstance(problem, dict):
+            raise EngineError(500, str(problem))
+        code = problem.get("code")
+        raise EngineError(code if isinstance(code, int) else 500, str(problem.get("message", problem)))
     return event
 
 
 def ids(value: Any, where: str) -> tuple[int, ...]:
-    """A list of token ids. Raises RefusedError."""
+    """Checks a list of token ids. Raises RefusedError."""
     if not isinstance(value, list) or not value:
-        said = "nothing was given" if value is None else f"{shortly(value)} is none"
-        raise bad_request(f"{where}: a prompt is a list of at least one token id, {said}")
+        raise bad_request(f"{where}: a prompt must be a list of at least one token id, not {shortly(value)}")
     for place, token in enumerate(value):
         if type(token) is not int or token < 0:
-            raise bad_request(f"{where}: a prompt is a list of token ids; number {place} of it is {shortly(token)}")
+            element = f"number {place} of it is {shortly(token)}"
+            raise bad_request(f"{where}: a prompt must be a list of token ids; {element}")
     return tuple(value)
 
 
 def shortly(value: Any) -> str:
-    """A value of a request in an answer about it."""
-    said = json.dumps(value)
-    return said if len(said) <= 80 else f"{said[:80]}…"
+    """A request's value as an error message quotes it, up to 80 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:
-    """Lists of ids; one may stand without its outer list. None: they are texts. Raises RefusedError."""
+    """Parses one list of ids, or a list of such; None: the prompts are texts. Raises RefusedError."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(part, str) for part in value)):
         return None
     if isinstance(value, list) and any(isinstance(part, list) for part in value):
@@ -146,17 +145,17 @@ def prompts(value: Any, where: str) -> list[tuple[int, ...]] | None:
 
 
 def whole_number(value: Any, where: str, default: int | None, least: int = 0) -> int | None:
-    """A number of a request; None stands for the default. Raises RefusedError for what is no whole number, or below the
-    least."""
+    """Checks an integer of a request; None stands for the default. Raises RefusedError unless it is an integer of at
+    least `least`."""
     if value is None:
         return default
     if type(value) is not int or value < least:
-        raise bad_request(f"{where}: {value!r} is no whole number of {least} or more")
+        raise bad_request(f"{where}: must be an integer of {least} or more, not {value!r}")
     return value
 
 
 def samples(value: Any, where: str) -> int:
-    """How many of each prompt. Raises RefusedError."""
+    """How many samples of each prompt are requested. Raises RefusedError."""
     count = whole_number(value, where, 1, 1)
     assert count is not None
     if count > SAMPLES:
@@ -165,9 +164,9 @@ def samples(value: Any, where: str) -> int:
 
 
 def seed_of(value: Any, where: str) -> int | None:
-    """The seed of a request. Raises RefusedError."""
+    """Checks a request's seed. Raises RefusedError."""
     if value is not None and type(value) is not int:
-        raise bad_request(f"{where}: {value!r} is no whole number")
+        raise bad_request(f"{where}: must be an integer, not {value!r}")
     return value
 
 
@@ -176,29 +175,28 @@ def stop_ids(value: Any, where: str) -> frozenset[int]:
     if value is None:
         return frozenset()
     if not isinstance(value, list) or not all(token is None or type(token) is int for token in value):
-        raise bad_request(f"{where}: a list of token ids")
+        raise bad_request(f"{where}: must be a list of token ids")
     return frozenset(token for token in value if token is not None)
 
 
 def an_object(value: Any, where: str) -> dict[str, Any]:
-    """An object of a request. Raises RefusedError."""
+    """Checks an object of a request. Raises RefusedError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise bad_request(f"{where}: an object")
+        raise bad_request(f"{where}: must be an object")
     return value
 
 
 def truth(value: Any, where: str) -> bool:
-    """A truth value of a request. Raises RefusedError for all else: what one engine takes for true another takes for an
-    error."""
+    """Checks a boolean of a request. Raises RefusedError for any other type, which engines would treat differently."""
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise bad_request(f"{where}: true or false")
+    raise bad_request(f"{where}: must be true or false")
 
 
 def truncated(prompt: tuple[int, ...], to: Any, where: str) -> tuple[tuple[int, ...], str]:
-    """The prompt as the engine would cut it (resumed legs must go on from what the first one saw), and why the
+    """Cuts the prompt as the engine would: resumed legs must continue from what the first one saw. Also returns why the
     request is not resumable; empty: it is."""
     if to is None:
         return prompt, ""
@@ -209,18 +207,18 @@ def truncated(prompt: tuple[int, ...], to: Any, where: str) -> tuple[tuple[int, 
 
 
 def labels_of(value: Any) -> list[Label] | None:
-    """Labels from a list of {"version", "start", "end"}, as SGLang and vLLM have it. None: nothing was said."""
+    """Labels from a list of {"version", "start", "end"}, as SGLang and vLLM have it; None: there is none."""
     if not isinstance(value, list) or not value:
         return None
     try:
         return [Label(int(span["start"]), int(span["end"]), made_by(span["version"])) for span in value]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise MalformedError(f"versions that are none: {value!r}") from error
+        raise MalformedError(f"malformed versions: {value!r}") from error
 
 
 def made_by(label: Any) -> GatewayVersion | None:
-    """An engine's label as a version; None: it is not one of ours ("default": the engine's own weights). Agents tell
-    real engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
+    """Parses an engine's label; None: it is not one of ours ("default": the engine's own weights). Agents label real
+    engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
     version, *rest = str(label).split(":", 2)
     if not version.isdecimal() or len(rest) not in (0, 2):
         return None

@@ -1,4 +1,4 @@
-"""Who may ask a gateway: whoever shows a token with the grant `client`, if it has a tokens file."""
+"""Access to a gateway: with a tokens file, a caller needs a token with the grant `client`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ BEARER = "bearer "
 
 
 class GatewayDoor:
-    """Lets callers in. Raises INVALID_ARGUMENT if the tokens file cannot be understood."""
+    """Checks callers' tokens. Raises INVALID_ARGUMENT if the tokens file cannot be parsed."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self._tokens = security.known_tokens()
 
     def check(self, headers: Mapping[str, str], look: bool = False) -> bool:
-        """Whether a token was asked for, and shown. look: any grant will do. Raises UNAUTHENTICATED and
-        PERMISSION_DENIED."""
+        """Checks a caller's token; false: this gateway needs none. look: any grant is enough.
+
+        Raises UNAUTHENTICATED and PERMISSION_DENIED."""
         if self._tokens is None:
             return False
-        shown = headers.get("authorization", "")
-        if not shown.lower().startswith(BEARER):
-            raise unauthenticated("this gateway asks for a token: send it as a bearer")
-        caller = self._tokens.caller(shown[len(BEARER) :].strip())
+        credentials = headers.get("authorization", "")
+        if not credentials.lower().startswith(BEARER):
+            raise unauthenticated("this gateway requires a token: send it as a bearer token")
+        caller = self._tokens.caller(credentials[len(BEARER) :].strip())
         if caller is None:
-            raise unauthenticated("the token is none of this gateway's")
+            raise unauthenticated("this gateway does not know the token")
         if not look:
             caller.require_any("client")
         return True
 
     @staticmethod
     def status_of(error: CkptEngineError) -> int:
-        """The status in HTTP."""
+        """The HTTP status of an error that `check` raises."""
         return 401 if error.problem.code == weights_pb2.Problem.UNAUTHENTICATED else 403

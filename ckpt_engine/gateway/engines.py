@@ -1,6 +1,6 @@
-"""What adapters tell the gateway of their engines: which dialects they speak, how one is recognised, what it has to do.
+"""What adapters declare of their engines for the gateway: dialects, how to recognise an engine, how to ask its load.
 
-It joins what all of them say, once when the gateway starts, and decides nothing about replicas or requests.
+It joins all adapters' declarations once, when the gateway starts. It decides nothing about replicas or requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger("ckpt_engine.gateway")
 
 
 class Mark(NamedTuple):
-    """By what an engine is recognised that no manager tells of: its answer with status 200 to GET `route` has `text`.
+    """How to recognise an engine without a manager: its answer with status 200 to GET `route` contains `text`.
 
-    Engines are tried in the order of their names, so that one whose mark others have too must come after them.
+    Engines are tried in the order of their names, so an engine with a mark that others share must come after them.
     """
 
     route: str
@@ -31,7 +31,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """How an engine is asked what it has to do: GET `route`, and what its answer says."""
+    """How to ask an engine for its load: GET `route`, and read the answer."""
 
     route: str
     requests: Callable[[Answer], int | None]
@@ -40,21 +40,21 @@ class Load:
 
 @dataclass(frozen=True)
 class GatewaySide:
-    """What the gateway asks of one kind of engine."""
+    """What the gateway knows of one kind of engine."""
 
     dialects: tuple[type[Dialect], ...] = ()
-    """Those that it speaks, at their own routes."""
+    """The dialects that it speaks, each at its own route."""
     mark: Mark | None = None
-    """None: nothing tells it from others, so that any dialect is tried with it."""
+    """None: it cannot be recognised, so any dialect is tried with it."""
     load: Load | None = None
-    """None: it counts as having what this process sent it."""
+    """None: its load is the number of requests that this process sent it."""
     labels_each_token: bool = False
-    """Whether each event of `/v1/completions` is of one token and names the version that made it. Others name the
-    version that they hold when they answer, which says nothing of the tokens before."""
+    """Whether each event of `/v1/completions` has one token and names the version that made it. Other engines name the
+    version that they hold when they answer, which may not have made the tokens before."""
 
 
 class Engines:
-    """What is known of all kinds of engines. Immutable."""
+    """All kinds of engines. Immutable."""
 
     def __init__(self, sides: Mapping[str, GatewaySide]) -> None:
         """sides: by kind of engine, in the order in which they are recognised.
@@ -63,27 +63,26 @@ class Engines:
         before it knows which engine answers it.
         """
         self.sides = dict(sides)
-        self.dialects: dict[str, type[Dialect]] = {}
-        """By route."""
+        self.dialects: dict[str, type[Dialect]] = {}  # by route
         speakers: dict[str, set[str]] = {}
         for name, side in self.sides.items():
             for dialect in side.dialects:
-                known = self.dialects.setdefault(dialect.route, dialect)
-                if known is not dialect:
+                first = self.dialects.setdefault(dialect.route, dialect)
+                if first is not dialect:
                     others = ", ".join(sorted(speakers[dialect.route]))
                     raise precondition(
-                        f"{dialect.route} is {_place(known)} of engine {others}, and {_place(dialect)} of {name}: a "
+                        f"{dialect.route} is {_place(first)} of engine {others}, and {_place(dialect)} of {name}: a "
                         "gateway reads a route in one form; let both name one dialect, or uninstall the package of one"
                     )
                 speakers.setdefault(dialect.route, set()).add(name)
+        # Route to the kinds of engine that speak its dialect.
         self.speakers = {route: frozenset(names) for route, names in speakers.items()}
-        """Kinds of engine that speak the dialect of a route."""
+        # Kinds of engine with events that name the version of each token.
         self.labelling = frozenset(name for name, side in self.sides.items() if side.labels_each_token)
-        """Kinds of engine whose events name the version of each token."""
 
 
 def installed_engines() -> Engines:
-    """What the adapters of this environment say. One that cannot be loaded is left out, and logged.
+    """The engines of the installed adapters. An adapter that cannot be loaded is left out and logged.
 
     Raises FAILED_PRECONDITION as Engines does.
     """

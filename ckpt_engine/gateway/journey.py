@@ -1,7 +1,7 @@
-"""One sample's way through the replicas: a leg, and while legs end too early another one. On the gateway's loop.
+"""One sample's way through the replicas: legs, until one of them finishes the sample. On the gateway's loop.
 
-It decides when a request is resumed and when it is given up. What becomes of tokens is `stitching.py`'s part, who is
-asked `fleet.py`'s and `choice.py`'s.
+It decides when a request is resumed and when it is given up. It does not decide what tokens count (`stitching.py`) nor
+which replica is asked (`fleet.py`, `choice.py`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span, lineages
 
 DEATH_LOOK_SECONDS = 0.05
-"""How long after a break a replica is asked whether it lives: an engine that dies may still close connections."""
+"""How long after a break a replica is probed: an engine that is dying may still be closing its connections."""
 
 LARGE = 1 << 14
-"""Tokens of a leg's prompt from which on it is written on another thread."""
+"""A leg's prompt of at least so many tokens is encoded on another thread."""
 
 END_SECONDS = 1.0
-"""How long an engine may take to end a stream after its last token; then the connection is closed, and used no more."""
+"""How long an engine may take to end a stream after its last token; after that the connection is not used again."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a caller asked for beside the body. resume: false switches it off. headers: go on with every leg."""
+    """What a caller asks for in headers."""
 
     want: VersionWant
-    key: bytes
-    queue_seconds: float
-    resume: bool
-    headers: Mapping[str, str]
+    key: bytes  # chooses the replica (`choice.py`)
+    queue_seconds: float  # how long it waits for a replica
+    resume: bool  # false: a leg that breaks ends the request
+    headers: Mapping[str, str]  # that go with every leg
 
     def to(self, engines: frozenset[str]) -> Wishes:
-        """The same, of engines of these kinds only; none: of any."""
+        """The same wishes, for engines of these kinds only; empty: for any."""
         return replace(self, want=replace(self.want, engines=engines))
 
 
 class Journey:
-    """The legs of one sample. Iterate `pieces` once; leave the iteration and the leg is cancelled."""
+    """The legs of one sample. Iterate `pieces` once; closing the iteration cancels the running leg."""
 
     def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
@@ -61,42 +61,42 @@ class Journey:
         self._want = wishes.want
         self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
         self._dry = 0
-        self._checked: object = None
+        self._last_check: object = None
         self._identifier = uuid.uuid4().hex
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
-        """What the caller gets, as it comes; after the last one the stitch is finished.
+        """Yields pieces for the caller as they come; after the last one the stitch is finished.
 
-        Raises RefusedError when there is no answer, or no whole one: the stitch then has what there is.
+        Raises RefusedError if there is no whole answer: the stitch then has the partial one.
         """
         patience = self._placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
-            why, silent, url, life = "", False, member.told.url, member.life
+            why, silent, url, life = "", False, member.news.url, member.life
             with self._placing.inside(member, self._resumed) as visit:
                 try:
                     async with aclosing(self._leg(member, visit)) as pieces:
                         async for piece in pieces:
                             yield piece
-                    ended = WHOLE if self._stitch.finish is not None else ABORTED
+                    outcome = WHOLE if self._stitch.finish is not None else ABORTED
                 except UnsuitedError as error:
                     self._stitch.legs.pop()
-                    unsuited[member.name] = error.told
+                    unsuited[member.name] = error.news
                     self._placing.check(self._want, patience)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
                     self._placing.refused(member, error)
                     self._placing.check(self._want, patience)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
-                    why, ended = str(error) or type(error).__name__, BROKEN
+                    why, outcome = str(error) or type(error).__name__, BROKEN
                     silent = isinstance(error, BrokenError) and error.silent
-                leg.ended = ended
-                self._metrics.legs.labels(member.name, ended).inc()
-                if ended in (WHOLE, "not_admitted"):
+                leg.outcome = outcome
+                self._metrics.legs.labels(member.name, outcome).inc()
+                if outcome in (WHOLE, "not_admitted"):
                     continue
                 await self._check_last(member, visit, len(self._stitch.tokens))
             if self._stitch.broken(self._dialect.finish):
@@ -112,7 +112,7 @@ class Journey:
         return bool(self._stitch.tokens)
 
     def _content(self, identifier: str, large: bool = False) -> bytes:
-        """What the next leg asks an engine for. On any thread."""
+        """Encodes the body of the next leg. May run on any thread."""
         return dump(self._dialect.leg_body(self._stitch, identifier), large)
 
     async def _leg(self, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
@@ -126,11 +126,11 @@ class Journey:
             self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
         headers = {**self._wishes.headers, "x-request-id": identifier}
         async with self._placing.upstream.ask(
-            member.told.url, self._dialect.route, content, headers, self._wishes.resume
+            member.news.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
             leg = stitch.leg
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
-            leg.held, leg.identify, leg.caches = visit.held, member.identify, member.caches
+            leg.bounds, leg.identify, leg.caches = visit.bounds, member.identify, member.caches
             if admitted is not None and admitted.lineage and not self._want.lineage:
                 self._want = replace(self._want, lineage=admitted.lineage)
             async with aclosing(self._read(stream, member, visit)) as pieces:
@@ -138,30 +138,30 @@ class Journey:
                     yield piece
 
     async def _read(self, stream: Stream, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
-        """One piece for all events that came together, so that a busy gateway writes less often, and not later."""
-        stitch, labelled = self._stitch, member.told.engine in self._placing.engines.labelling
+        """Yields one piece for all events that arrived together: a busy gateway writes less often, and not later."""
+        stitch, labelled = self._stitch, member.news.engine in self._placing.engines.labelling
         async with aclosing(stream.events()) as events:
-            async for told in events:
-                together, wrong, aborted, had = AnswerPiece(), None, False, len(stitch.tokens)
-                for data in told:
+            async for batch in events:
+                combined, failure, aborted, delivered = AnswerPiece(), None, False, len(stitch.tokens)
+                for data in batch:
                     try:
                         piece = self._take(data, member, labelled)
                     except Exception as error:  # what came before it is the caller's first
-                        wrong = error
+                        failure = error
                         break
                     aborted = piece.finish is not None and piece.finish.kind == ABORT
                     if aborted:
                         piece.finish = None
-                    together.add(piece)
+                    combined.add(piece)
                     if aborted or stitch.finish is not None:
                         break
-                if together.says:
+                if combined.says:
                     visit.begin()
                     if stitch.finish is not None:
-                        await self._check_last(member, visit, had)
-                    yield together
-                if wrong is not None:
-                    raise wrong
+                        await self._check_last(member, visit, delivered)
+                    yield combined
+                if failure is not None:
+                    raise failure
                 if aborted:
                     return
                 if stitch.finish is not None:
@@ -172,79 +172,79 @@ class Journey:
                     return
 
     def _take(self, data: bytes, member: FleetReplica, labelled: bool) -> AnswerPiece:
-        """One event, into the stitch."""
+        """Adds one event to the stitch."""
         stitch = self._stitch
         piece = self._dialect.piece(stitch, load_event(data), labelled)
-        if member.told.mislabels:
+        if member.news.mislabels:
             piece.labels = None
         if piece.finish is not None and piece.finish.kind == ERROR:
-            raise BrokenError(f"the engine ended it with {piece.finish.said!r}")
-        had = len(stitch.tokens)
+            raise BrokenError(f"the engine ended it with {piece.finish.reason!r}")
+        delivered = len(stitch.tokens)
         piece = stitch.take(piece)
         if cached := piece.about.get("cached_tokens"):
             self._metrics.cached.labels(member.name).inc(cached)
-        self._check_versions(member, had)
+        self._check_versions(member, delivered)
         return piece
 
-    def _check_versions(self, member: FleetReplica, had: int) -> None:
-        """Takes tokens back that the caller does not want before anybody sees them: those of which the engine says that
-        another version made them than one that was asked for, or another lineage. had: tokens that have been seen."""
+    def _check_versions(self, member: FleetReplica, delivered: int) -> None:
+        """Drops tokens that the engine labels with a version or lineage that the caller does not accept, before they
+        are sent, and raises RefusedError. delivered: tokens that the caller has already."""
         stitch = self._stitch
         labels = stitch.leg.labels
         if not labels:
             return
-        # Most events say what the one before said of the same replica: nothing to find out again.
-        known = (len(stitch.legs), len(labels), labels[-1].made_by, member.told)
-        if known == self._checked:
+        # Most events repeat the label of the one before, of the same replica: nothing new to check.
+        state = (len(stitch.legs), len(labels), labels[-1].made_by, member.news)
+        if state == self._last_check:
             return
         spans = stitch.leg.spans()
         if labels[-1].end > labels[-1].start and labels[-1].end >= stitch.leg.count:
-            self._checked = known  # what the labels say covers all that came
-        self._check_spans([span for span in spans if span.exact], had)
+            self._last_check = state  # what the labels say covers all that came
+        self._check_spans([span for span in spans if span.exact], delivered)
         runs = lineages(spans) | ({self._want.lineage} if self._want.lineage else set())
         if len(runs) > 1:
-            stitch.cut(had)
-            said = f"the replica went over to another run ({', '.join(sorted(runs))})"
-            raise RefusedError(409, refusals.LINEAGE_CHANGED, said)
+            stitch.cut(delivered)
+            detail = f"the replica went over to another run ({', '.join(sorted(runs))})"
+            raise RefusedError(409, refusals.LINEAGE_CHANGED, detail)
 
-    async def _check_last(self, member: FleetReplica, visit: Visit, had: int) -> None:
-        """At the end of a leg: looks at tokens of which its engine has not said what made them. What the replica serves
-        by then may be news to everybody here. had: as for `_check_versions`."""
+    async def _check_last(self, member: FleetReplica, visit: Visit, delivered: int) -> None:
+        """Checks, at the end of a leg, the tokens that its engine did not label. The replica is asked first, since its
+        version may have changed without news. delivered: as for `_check_versions`."""
         stitch, want = self._stitch, self._want
-        said = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
-        if said or (want.any_version and not want.lineage):
+        exact = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
+        if exact or (want.any_version and not want.lineage):
             return
         await self._placing.look_again(member, visit, want)
         scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
-        self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], had)
+        self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], delivered)
 
-    def _check_spans(self, spans: Sequence[Span], had: int) -> None:
+    def _check_spans(self, spans: Sequence[Span], delivered: int) -> None:
         for span in spans:
-            refused = self._want.against(span)
-            if refused is not None:
-                self._stitch.cut(max(span.first, had))
+            refusal = self._want.against(span)
+            if refusal is not None:
+                self._stitch.cut(max(span.first, delivered))
                 self._stitch.finish = None
-                raise refused
+                raise refusal
 
     async def _may_go_on(self, member: FleetReplica, count: int, why: str) -> None:
-        """After a leg that ended too early. Raises RefusedError when there is no other one."""
+        """Decides whether another leg follows one that ended too early. Raises RefusedError if not."""
         stitch, settings = self._stitch, self._settings
-        ended = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
+        cause = f"{member.name} broke off after {len(stitch.tokens)} tokens ({why or 'aborted'})"
         if why:
             self._placing.failed(member, why)
             await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
         self._dry = 0 if count else self._dry + 1
-        if stitch.begun and self._dialect.asked.not_resumable:
-            reason = self._dialect.asked.not_resumable
-            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{ended}, and the request is not resumable: {reason}")
+        if stitch.started and self._dialect.request.not_resumable:
+            reason = self._dialect.request.not_resumable
+            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{cause}, and the request is not resumable: {reason}")
         if not self._wishes.resume:
-            raise RefusedError(502, refusals.RESUME_OFF, f"{ended}, and the caller switched resuming off")
+            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off")
         if why and (dead := await self._suspects.dead()) >= settings.deaths:
-            said = f"{ended}; {dead} engines died or fell silent with this request inside: it is given up"
-            raise RefusedError(502, refusals.POISONED, said)
+            detail = f"{cause}; {dead} engines died or fell silent with this request inside: it is given up"
+            raise RefusedError(502, refusals.POISONED, detail)
         if self._dry > settings.dry:
-            raise RefusedError(502, refusals.NO_PROGRESS, f"{ended}; {self._dry} legs in a row brought no token")
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}; {self._dry} legs in a row brought no token")
         if stitch.resumes >= settings.resumes:
-            raise RefusedError(502, refusals.TOO_MANY_RESUMES, f"{ended}; it was resumed {stitch.resumes} times")
+            raise RefusedError(502, refusals.TOO_MANY_RESUMES, f"{cause}; it was resumed {stitch.resumes} times")
         if not count and not why:
             await asyncio.sleep(random.uniform(0, settings.jitter))

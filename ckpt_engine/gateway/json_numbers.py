@@ -1,10 +1,10 @@
-"""JSON of callers and engines, without what JSON does not have (NaN, infinities) and no deeper than can be written
-again. Callers may not send such numbers; what engines say of them becomes null, since a log-probability of minus
-infinity is none that anybody could send. Pure.
+"""Reads and writes JSON without NaN and infinities, and no deeper than can be written again. Pure.
 
-Python reads and writes them without a word. An engine would take a temperature of NaN, and other callers' parsers
-refuse an answer with one in it, so what cannot be JSON ends here. orjson is faster and would replace none of this: it
-reads larger integers as doubles, refuses what engines say, and holds the interpreter meanwhile (docs/performance.md).
+Callers may not send such numbers. Those of engines, such as a log-probability of minus infinity, become null.
+
+Python's json accepts both silently: an engine would take a temperature of NaN, and callers' parsers would refuse an
+answer with one. orjson is faster and would replace none of this: it reads larger integers as doubles, refuses engines'
+NaN, and holds the interpreter meanwhile (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from ckpt_engine.gateway.large_json import LARGE_BYTES, dump_in_steps, load_in_s
 NAMES = (b"NaN", b"Infinity")
 
 LEVELS = 200
-"""Of lists and objects within each other, at most: a writer, which begins with less of the stack left than the reader
-did, must not fail where that one did not."""
+"""Most levels of nested lists and objects: what was read must also be written, where less of the stack is free."""
 
 
-def load_asked(data: bytes) -> Any:
-    """What a caller sent. Raises ValueError, also for a number that is not finite, naming where it stands."""
+def load_request(data: bytes) -> Any:
+    """Parses a caller's JSON. Raises ValueError, also for a number that is not finite, and says where it is."""
 
     def number(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise ValueError(f"{_where(data)}{text[:40]} is no number that JSON and a double can have")
+            raise ValueError(f"{_where(data)}{text[:40]} is not a number that JSON and a double can represent")
         return value
 
     return _shallow(data, _load(data, number))
 
 
-def load_told(data: bytes) -> Any:
-    """What an engine said, with null for what is not finite. Raises ValueError."""
+def load_answer(data: bytes) -> Any:
+    """Parses an engine's JSON, with null for numbers that are not finite. Raises ValueError."""
     return _shallow(data, load_json(data, parse_constant=lambda name: None))
 
 
 def dump(content: Any, large: bool = False) -> bytes:
-    """JSON, with null for what is not finite. large: in steps."""
+    """Encodes JSON, with null for numbers that are not finite. large: in steps."""
     write = dump_in_steps if large else _dump
     try:
         return write(content)
@@ -60,20 +59,20 @@ def _load(data: bytes, number: Callable[[str], float]) -> Any:
     return load_json(data, parse_constant=number, parse_float=number)
 
 
-def passed(data: bytes) -> bytes:
-    """Bytes that an engine wrote, changed only if they are JSON but for numbers that are not finite."""
+def finite_json(data: bytes) -> bytes:
+    """Bytes that an engine wrote, changed only if they would be JSON but for numbers that are not finite."""
     if not any(name in data for name in NAMES):
         return data
-    found: list[str] = []
+    constants: list[str] = []
     try:
-        content = _shallow(data, load_json(data, parse_constant=found.append))
+        content = _shallow(data, load_json(data, parse_constant=constants.append))
     except ValueError:
         return data
-    return dump(content) if found else data  # the names may stand in a text
+    return dump(content) if constants else data  # the names may stand in a text
 
 
 def _shallow(data: bytes, content: Any) -> Any:
-    """The content of a text. Raises ValueError if it has more than LEVELS."""
+    """Checks the depth of parsed JSON. Raises ValueError if it has more than LEVELS levels."""
     if data.count(b"[") + data.count(b"{") > LEVELS:
         level = [content]
         for _ in range(LEVELS):
@@ -98,16 +97,16 @@ def _finite(value: Any) -> Any:
 
 
 def _where(data: bytes) -> str:
-    """The way to the first number that is not finite; empty if it was written over."""
+    """The path to the first number that is not finite; empty if a later key replaced it."""
     way = _way(_load(data, float))
     return f"{''.join(way).removeprefix('.')[:80]}: " if way else ""
 
 
 def _way(value: Any) -> list[str]:
-    """Keys and places that lead to it."""
-    named = isinstance(value, dict)
-    for key, each in value.items() if named else enumerate(value) if isinstance(value, list) else ():
+    """Keys and indices of that path."""
+    is_object = isinstance(value, dict)
+    for key, each in value.items() if is_object else enumerate(value) if isinstance(value, list) else ():
         rest = _way(each) if isinstance(each, dict | list) else []
         if rest or (isinstance(each, float) and not math.isfinite(each)):
-            return [f".{key}" if named else f"[{key}]", *rest]
+            return [f".{key}" if is_object else f"[{key}]", *rest]
     return []

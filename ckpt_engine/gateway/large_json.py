@@ -1,6 +1,6 @@
-"""JSON of many values, read and written in small steps on another thread, so that the loop gets its turns meanwhile.
+"""Reads and writes large JSON in small steps, for another thread, so that the event loop keeps running. Pure.
 
-Python's own reader and writer hold the interpreter until they are done, on whichever thread they run. Pure.
+Python's own reader and writer hold the interpreter until they are done, on any thread.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from ckpt_engine.core.json_text import TOO_DEEP
 
 LARGE_BYTES = 1 << 16
-"""Of a body from which on it is read and written in this way."""
+"""Bodies of at least so many bytes are read and written in steps."""
 
 STEP = 1 << 14
-"""Characters of a list of numbers that are read at once."""
+"""Characters of a list of numbers that are read in one step."""
 
 _NUMBERS = re.compile(r"[\d\s,]*")
 
 
 def values_of(data: bytes) -> int:
-    """An upper bound of how many values a JSON text has, without reading it."""
+    """An upper bound of the number of values in a JSON text, without parsing it."""
     return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
 
 
 def load_in_steps(data: bytes, number: Callable[[str], float]) -> Any:
-    """As json.loads does. number: parses floats, NaN and infinities. Raises ValueError."""
+    """Parses like json.loads. number: parses floats, NaN and infinities. Raises ValueError."""
     decoder: Any = json.JSONDecoder(parse_constant=number, parse_float=number)
     decoder.parse_array = _array
     decoder.scan_once = py_make_scanner(decoder)
@@ -41,14 +41,14 @@ def load_in_steps(data: bytes, number: Callable[[str], float]) -> Any:
 
 
 def dump_in_steps(content: Any) -> bytes:
-    """As json.dumps does. Raises ValueError for what is not finite."""
+    """Encodes like json.dumps. Raises ValueError for numbers that are not finite."""
     return "".join(json.JSONEncoder(separators=(",", ":"), allow_nan=False).iterencode(content)).encode()
 
 
 def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
-    """What stands behind a `[`: whole numbers at its beginning step by step, the rest value by value."""
+    """Parses a list after its `[`: leading integers in steps, the rest value by value."""
     text, end = text_and_end
-    found: list[Any] = []
+    integers: list[Any] = []
     while True:
         step = text[end : end + STEP]
         numbers = _NUMBERS.match(step)
@@ -56,9 +56,9 @@ def _array(text_and_end: tuple[str, int], scan_once: Any) -> tuple[list[Any], in
         some = json.loads(f"[{step[:last]}]") if last > 0 else []
         if not some:
             break
-        found += some
+        integers += some
         end += last + 1
     rest, end = JSONArray((text, end), scan_once)
-    if found and not rest:
+    if integers and not rest:
         raise json.JSONDecodeError("Illegal trailing comma before end of array", text, end - 1)
-    return found + rest if found else rest, end
+    return integers + rest if integers else rest, end

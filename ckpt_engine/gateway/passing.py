@@ -1,8 +1,9 @@
-"""Requests that are passed on unchanged: texts, chats, and what engines do not stream. On the gateway's loop.
+"""Passes requests on unchanged: texts, chats, and what engines do not stream. On the gateway's loop.
 
-They wait for a replica like other requests, and try the next replica until one admits them. They are not resumed, since
-text cannot be joined without a tokenizer. If the engine breaks off, the caller gets the reason and the token ids so
-far. If an update interrupts a request before its caller got anything, the request starts again from its beginning."""
+They wait for a replica like others, and go to another one as long as no gate has let them in. They are not resumed,
+since text cannot be joined without a tokenizer: a request that breaks inside an engine ends with a reason and the ids
+so far. One that an update interrupts starts again from its beginning if its caller has received nothing of the answer.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +13,24 @@ from typing import Any
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
 from ckpt_engine.gateway.journey import Wishes
-from ckpt_engine.gateway.json_numbers import dump, load_told, passed
+from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.samples import aborted, ended, may_end, name_versions, samples_of, says
+from ckpt_engine.gateway.samples import has_ended, may_end, name_versions, samples_of, says, was_aborted
 from ckpt_engine.gateway.stitching import Leg
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
 MOST_IDS = 1 << 20
-"""The most token ids of a stream that are kept for the answer if it breaks off."""
-
+"""Most ids that are remembered of a stream, to report them if it breaks."""
 
 MOST_EARLY = 8
-"""The most events without text or ids that are held back until one has some."""
+"""Most leading events without content that are held back: until one has content, another engine may still answer."""
 
 
 class AbortedError(Exception):
-    """An engine was paused before the end of its answer, in a pause mode that ends running requests."""
+    """An engine was paused before the end of its answer, in a mode that ends running requests."""
 
 
 class PassedRequest:
@@ -40,7 +40,7 @@ class PassedRequest:
         self._placing, self._route, self._body = placing, route, body
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
-        self._told = False  # whether the caller has got anything of the answer
+        self._started = False  # whether the caller has received anything of the answer
 
     @property
     def streams(self) -> bool:
@@ -48,74 +48,74 @@ class PassedRequest:
         return self._body.get("stream") is True
 
     async def work(self) -> None:
-        """Answers. Raises RefusedError, and what the writer raises."""
+        """Answers the request. Raises RefusedError, and what the writer raises."""
         placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
         tries = 0
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
-            ended = ""
+            outcome = ""
             with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
-                        member.told.url, self._route, content, self._wishes.headers, self._wishes.resume
+                        member.news.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
                         placing.let_in(member, visit, stream.admitted, want)
-                        leg = Leg(member.name, 0, member.identify, visit.held, member.caches)
+                        leg = Leg(member.name, 0, member.identify, visit.bounds, member.caches)
                         await self._relay(stream, member, visit, leg)
-                    ended = "whole"
+                    outcome = "whole"
                 except UnsuitedError as error:
-                    unsuited[member.name], ended = error.told, "not_admitted"
+                    unsuited[member.name], outcome = error.news, "not_admitted"
                 except NotAdmittedError as error:
                     placing.refused(member, error)
-                    ended = "not_admitted"
+                    outcome = "not_admitted"
                 except AbortedError as error:
-                    tries, ended = tries + 1, "aborted"
+                    tries, outcome = tries + 1, "aborted"
                     self._may_try_again(member, tries, error)
                     patience = placing.patience(self._wishes.queue_seconds)
                 except BrokenError as error:
-                    ended = "broken"
+                    outcome = "broken"
                     raise self._broken(member, error) from error
                 finally:
-                    if ended:
-                        placing.metrics.legs.labels(member.name, ended).inc()
-            if ended == "whole":
+                    if outcome:
+                        placing.metrics.legs.labels(member.name, outcome).inc()
+            if outcome == "whole":
                 return
             placing.check(want, patience)
 
     def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
-        """Raises RefusedError unless an answer that was cut off can be requested again from its beginning."""
-        said = f"an update interrupted it at {member.name} (pause mode abort)"
-        if self._told:
-            why = f"{said}, and a request that is passed on as it came is not resumed"
+        """Raises RefusedError unless an interrupted answer can start again from its beginning."""
+        cause = f"an update interrupted it at {member.name} (pause mode abort)"
+        if self._started:
+            why = f"{cause}, and a request that is passed on as it came is not resumed"
             raise RefusedError(502, refusals.NOT_RESUMABLE, why) from error
         if not self._wishes.resume:
-            raise RefusedError(502, refusals.RESUME_OFF, f"{said}, and the caller switched resuming off") from error
+            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off") from error
         if tries > self._placing.settings.dry:
-            raise RefusedError(502, refusals.NO_PROGRESS, f"{said}, and so were {tries - 1} tries before") from error
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}, and so were {tries - 1} tries before") from error
         self._ids.clear()
 
     def _broken(self, member: FleetReplica, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
-        said = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
-        return RefusedError(502, refusals.NOT_RESUMABLE, said)
+        detail = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
+        return RefusedError(502, refusals.NOT_RESUMABLE, detail)
 
     async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        """The answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
-        self._writer.headers = stream.named
+        """Relays the answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
+        self._writer.headers = stream.version_headers
         if stream.content_type.startswith("text/event-stream"):
             await self._relay_events(stream, member, visit, leg)
             return
-        body = passed(await stream.whole())
+        body = finite_json(await stream.whole())
         try:
-            content = load_told(body)
+            content = load_answer(body)
         except ValueError:
             content = None
         samples = samples_of(content)
-        if any(map(aborted, samples)):
+        if any(map(was_aborted, samples)):
             raise AbortedError
-        believed = not member.told.mislabels
+        believed = not member.news.mislabels
         await self._check(name_versions(content, leg, believed), member, visit, leg)
         if samples:
             name_versions(content, leg, believed)
@@ -123,46 +123,46 @@ class PassedRequest:
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        early: list[bytes] = []  # events without content: until one has some, another engine may still answer
+        early: list[bytes] = []  # leading events without content, held back
         checked = False
-        async for told in stream.events():
+        async for batch in stream.events():
             events = []
-            for data in map(passed, told):
+            for data in map(finite_json, batch):
                 self._remember(data)
-                if self._told and not may_end(data):
+                if self._started and not may_end(data):
                     events.append(data)
                     continue
                 content = _load(data)
                 samples = samples_of(content)
-                if any(map(aborted, samples)):
+                if any(map(was_aborted, samples)):
                     await self._tell([*early, *events, *_without_end(content)])
                     raise AbortedError
-                if any(map(ended, samples)):
+                if any(map(has_ended, samples)):
                     checked = True
-                    counts = {number: len(found) for number, found in self._ids.items()}
-                    believed = not member.told.mislabels
+                    counts = {number: len(ids) for number, ids in self._ids.items()}
+                    believed = not member.news.mislabels
                     await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
                     name_versions(content, leg, believed, counts)
                     data = dump(content)
-                if self._told or says(content) or len(early) == MOST_EARLY:
+                if self._started or says(content) or len(early) == MOST_EARLY:
                     visit.begin()
                     events += [*early, data]
-                    early, self._told = [], True
+                    early, self._started = [], True
                 else:
                     early.append(data)
             await self._tell(events)
         if not checked:
             await self._check([], member, visit, leg)
-        self._told = True
+        self._started = True
         await self._tell(early)
         await self._writer.events([], done=True)
 
     async def _tell(self, events: Sequence[bytes]) -> None:
-        if events and self._told:
+        if events and self._started:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
     async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:
-        """Raises RefusedError if the answer was made by another version than the caller asked for."""
+        """Raises RefusedError if a version that the caller does not accept may have made the answer."""
         want = self._wishes.want
         if want.any_version and not want.lineage:
             return
@@ -170,8 +170,8 @@ class PassedRequest:
             await self._placing.look_again(member, visit, want)
             spans = [leg.span(0, 0)]
         for span in spans:
-            if refused := want.against(span):
-                raise refused
+            if refusal := want.against(span):
+                raise refusal
 
     def _remember(self, data: bytes) -> None:
         if b'"token_ids"' not in data:
@@ -179,25 +179,25 @@ class PassedRequest:
         for sample in samples_of(_load(data)):
             number, ids = sample.get("index", 0), sample.get("token_ids")
             if isinstance(number, int) and isinstance(ids, list):
-                known = self._ids.setdefault(number, [])
-                known += ids if len(known) < MOST_IDS else []
+                earlier_ids = self._ids.setdefault(number, [])
+                earlier_ids += ids if len(earlier_ids) < MOST_IDS else []
 
     def so_far(self) -> dict[str, Any]:
-        """The ids of each sample, where the engine said any."""
-        choices = [{"index": number, "token_ids": found} for number, found in sorted(self._ids.items())]
+        """The partial answer: the ids of each sample, where the engine sent any."""
+        choices = [{"index": number, "token_ids": ids} for number, ids in sorted(self._ids.items())]
         return {"choices": choices} if choices else {}
 
 
 def _load(data: bytes) -> Any:
-    """An event's content; None: it is not JSON."""
+    """Parses an event; None: it is not JSON."""
     try:
-        return load_told(data)
+        return load_answer(data)
     except ValueError:
         return None
 
 
 def _without_end(content: Any) -> list[bytes]:
-    """The event without its finish reasons, serialised; empty if nothing is left to say."""
+    """The event without its end; empty if it has no content."""
     if not says(content):
         return []
     for sample in samples_of(content):

@@ -19,35 +19,31 @@ from ckpt_engine.gateway.upstream import NotAdmittedError, Upstream
 from ckpt_engine.gateway.versions import GatewayVersion
 
 LOOK_SECONDS = 0.1
-"""How often a waiting request looks again: what keeps a replica out of choice may end with time alone."""
-
+"""How often a waiting request looks again: a replica may become available by time alone."""
 
 LAST_LOOK_SECONDS = 5.0
-"""How long a whole answer waits at most until its replica says which version it serves, for a caller who asked for a
-least one of an engine that does not label tokens."""
+"""How long an answer waits until its replica says which version it serves, if its caller asked for a minimum version
+and the engine does not label tokens."""
 
 
 class UnsuitedError(Exception):
-    """A gate let the request in under a version that it does not want. told: what was told of the replica then."""
+    """A gate let the request in under a version that the request does not accept."""
 
-    def __init__(self, told: ReplicaNews) -> None:
-        super().__init__(f"{told.name} serves another version than the one that was asked for")
-        self.told = told
+    def __init__(self, news: ReplicaNews) -> None:
+        super().__init__(f"{news.name} serves another version than the one that was asked for")
+        self.news = news  # of the replica, at that time
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request waits for a replica that lets it in, and until when (monotonic seconds)."""
+    """How long a request waits for a replica that lets it in."""
 
     seconds: float
-    end: float
+    end: float  # monotonic seconds
 
 
 class Placing:
-    """Finds replicas for this gateway's requests.
-
-    fleet: what is known. Call `changed` when it is told something new. engines: of which kinds replicas may be.
-    """
+    """Finds replicas for this gateway's requests. Call `changed` after each change of the fleet."""
 
     def __init__(
         self, settings: GatewaySettings, fleet: Fleet, upstream: Upstream, metrics: GatewayMetrics, engines: Engines
@@ -57,7 +53,7 @@ class Placing:
         self._news = asyncio.Event()
 
     def changed(self) -> None:
-        """Wakes those that wait."""
+        """Wakes the requests that wait for a replica."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -73,8 +69,8 @@ class Placing:
         resumed: bool = False,
         unsuited: Mapping[str, ReplicaNews] = NONE,
     ) -> FleetReplica:
-        """The replica for a leg. unsuited: see `Fleet.candidates`. Raises RefusedError: when waiting cannot help, or
-        its patience ends."""
+        """Waits for a replica for a leg. unsuited: see `Fleet.candidates`. Raises RefusedError if waiting cannot help,
+        or when the request's patience ends."""
         while True:
             now = time.monotonic()
             able = self.fleet.candidates(want, now, unsuited)
@@ -88,13 +84,13 @@ class Placing:
                     await self._news.wait()
 
     def check(self, want: VersionWant, patience: Patience) -> None:
-        """Looks whether a request may wait on. Raises RefusedError if it has waited as long as it may."""
+        """Raises RefusedError if a request has waited as long as it may."""
         now = time.monotonic()
         if now >= patience.end:
-            why = self.fleet.why_nobody(want, now)
+            why = self.fleet.why_unplaced(want, now)
             reason = refusals.NO_REPLICA if want.any_version else refusals.VERSION_NOT_YET
-            said = f"nobody could serve this request for {patience.seconds:g} s: {why}"
-            raise RefusedError(503, reason, said, {"retry-after": "1"})
+            detail = f"no replica could serve this request for {patience.seconds:g} s: {why}"
+            raise RefusedError(503, reason, detail, {"retry-after": "1"})
 
     @contextlib.contextmanager
     def inside(self, member: FleetReplica, resumed: bool) -> Iterator[Visit]:
@@ -106,36 +102,36 @@ class Placing:
             visit.end()
 
     def let_in(
-        self, member: FleetReplica, visit: Visit, named: GatewayVersion | None, want: VersionWant
+        self, member: FleetReplica, visit: Visit, gate_version: GatewayVersion | None, want: VersionWant
     ) -> GatewayVersion | None:
-        """Notes that a replica let a request in, under the version that its gate named. Returns that with its lineage,
-        if it is known. Raises UnsuitedError."""
-        admitted = self.fleet.answered(member, named)
+        """Notes that a replica let a request in, under the version that its gate named. Returns that version, with its
+        lineage if known. Raises UnsuitedError."""
+        admitted = self.fleet.answered(member, gate_version)
         visit.let_in(admitted)
         if not self.fleet.suits(want, admitted):
-            raise UnsuitedError(member.told)
+            raise UnsuitedError(member.news)
         return admitted
 
     async def look_again(self, member: FleetReplica, visit: Visit, want: VersionWant) -> None:
-        """Asks a replica which version it serves after a request that wants a least one: that it went back may not have
-        been told yet. While its gate keeps requests it does not say."""
+        """Asks a replica which version it serves, after a request with a minimum version: it may have been rolled back
+        without news so far. Asks again while its gate keeps requests, since it then names none."""
         if want.min_version is None:
             return
         with contextlib.suppress(NotAdmittedError, TimeoutError):
             async with asyncio.timeout(LAST_LOOK_SECONDS):
-                open_, held = True, None
-                while open_ and held is None:
-                    open_, _, held = await self.upstream.ready(member.told.url)
-                    if held is None:
+                open_, version = True, None
+                while open_ and version is None:
+                    open_, _, version = await self.upstream.ready(member.news.url)
+                    if version is None:
                         await asyncio.sleep(LOOK_SECONDS)
-                visit.see(held)
+                visit.see(version)
 
     def refused(self, member: FleetReplica, error: NotAdmittedError) -> None:
         """Notes that a replica did not let a request in."""
-        if error.nobody:
+        if error.unreachable:
             member.died()
         self.failed(member, str(error), error.wait)
 
     def failed(self, member: FleetReplica, why: str, wait: float = 0.0) -> None:
-        """Leaves a replica alone for a moment."""
+        """Shuns a replica for a moment."""
         self.fleet.failed(member, time.monotonic(), why, wait)

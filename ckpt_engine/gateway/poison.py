@@ -1,8 +1,8 @@
-"""Finds out whether a request kills engines. On the gateway's loop.
+"""Counts the engines that died under one request. On the gateway's loop.
 
-A prompt that kills engines must not be tried on the whole fleet. So each engine that broke the request off is watched.
-It may die only a while later, and may be restarted long before the next engine breaks the request off. So it is watched
-until the request has run on another engine for long enough: a prompt that kills engines does so soon.
+A prompt that kills engines must not walk through the fleet. An engine may live on for a while after it broke a request
+off, and be restarted long before the next one breaks. So each stays a suspect until the request has run elsewhere for
+long enough: one that kills does not run long in the next engine either.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ckpt_engine.gateway.fleet import FleetReplica
 from ckpt_engine.gateway.upstream import Upstream
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks of engines that may still die."""
+"""Time between two probes of engines that may still die."""
 
 CLEARED_TOKENS, CLEARED_SECONDS = 512, 60.0
-"""After so many tokens and seconds on other engines, the request is not the reason why an engine died."""
+"""So many tokens elsewhere, after so long, clear a request of an engine's death."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,20 @@ class Broken:
     """An engine broke a request off."""
 
     member: FleetReplica
-    url: str  # the engine's, at that time
+    url: str  # as it was then
     seconds: float  # when, monotonic
-    tokens: int  # of the answer until then
+    tokens: int  # of the answer by then
 
     def cleared(self, seconds: float, tokens: int) -> bool:
-        """Whether the request has gone on for long enough since. Pure."""
+        """Whether the request has run for long enough since. Pure."""
         return tokens - self.tokens >= CLEARED_TOKENS and seconds - self.seconds >= CLEARED_SECONDS
 
 
 class Suspects:
-    """The engines that broke one sample off, and which of them have died."""
+    """Engines that died under one sample."""
 
     def __init__(self, upstream: Upstream, most: int, seconds: float) -> None:
-        """most: how many dead engines make the request count as poison. seconds: how long `dead` waits at most for
-        engines that may be dying."""
+        """most: deaths that are too many. seconds: how long to watch engines that may be dying, where that decides."""
         self._upstream, self._most, self._seconds = upstream, most, seconds
         self._broke: dict[tuple[str, int], Broken] = {}
         self._dead: set[tuple[str, int]] = set()
@@ -48,8 +47,9 @@ class Suspects:
     def add(self, member: FleetReplica, url: str, life: int, silent: bool, seconds: float, tokens: int) -> None:
         """Notes that an engine broke the request off.
 
-        url, life: of the engine when it admitted the request. silent: it sent nothing for longer than it may, which
-        counts as dead. seconds: now, monotonic. tokens: of the answer so far."""
+        url, life: when it let the request in. silent: it sent nothing for as long as an engine may, which counts as a
+        death. seconds: now, monotonic. tokens: of the answer by now.
+        """
         for key in [key for key, broken in self._broke.items() if broken.cleared(seconds, tokens)]:
             del self._broke[key]
             self._dead.discard(key)
@@ -58,7 +58,7 @@ class Suspects:
             self._dead.add((member.name, life))
 
     async def dead(self) -> int:
-        """How many of them have died. If those that may be dying would reach `most`, it waits a moment for them."""
+        """Counts those that have died. Waits a moment for engines that may be dying if they would make it too many."""
         end = time.monotonic() + self._seconds
         while True:
             await asyncio.gather(*(self._look(key) for key in self._broke.keys() - self._dead))
@@ -70,6 +70,6 @@ class Suspects:
     async def _look(self, key: tuple[str, int]) -> None:
         member, url = self._broke[key].member, self._broke[key].url
         if member.life == key[1] and not await self._upstream.lives(url) and member.life == key[1]:
-            member.died()  # unless others have found that out meanwhile
+            member.died()  # unless another request has noted that meanwhile
         if member.life != key[1]:
             self._dead.add(key)

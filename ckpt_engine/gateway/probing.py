@@ -26,7 +26,7 @@ async def probe_replicas(
     seconds: float,
     changed: Callable[[], None],
 ) -> None:
-    """Runs until it is cancelled: replicas that no manager tells of. Their names are their URLs."""
+    """Probes the replicas of a gateway without a manager, until it is cancelled. Their names are their URLs."""
     kinds: dict[str, str] = {}
     while True:
         fleet.tell(await asyncio.gather(*(_probe(url.rstrip("/"), kinds, fleet, upstream, engines) for url in urls)))
@@ -37,9 +37,9 @@ async def probe_replicas(
 async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstream, engines: Engines) -> ReplicaNews:
     member = fleet.members.get(url)
     try:
-        ready, why, held = await upstream.ready(url)
+        ready, why, version = await upstream.ready(url)
     except NotAdmittedError as error:
-        if member is not None and error.nobody:
+        if member is not None and error.unreachable:
             member.died()
         kinds.pop(url, None)  # another engine may come up there
         return ReplicaNews(url, url, "", FleetState.CLOSED, str(error))
@@ -47,11 +47,11 @@ async def _probe(url: str, kinds: dict[str, str], fleet: Fleet, upstream: Upstre
         member.answers()
     if url not in kinds:
         kinds[url] = await _kind(url, upstream, engines)
-    return ReplicaNews(url, url, kinds[url], FleetState.SERVING if ready else FleetState.CLOSED, why, held)
+    return ReplicaNews(url, url, kinds[url], FleetState.SERVING if ready else FleetState.CLOSED, why, version)
 
 
 async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
-    """The engine's kind; empty: it does not say, and any dialect is tried."""
+    """Recognises the engine's kind; empty: unknown, and any dialect is tried."""
     for kind, side in engines.sides.items():
         if side.mark is None:
             continue
@@ -66,20 +66,20 @@ async def _kind(url: str, upstream: Upstream, engines: Engines) -> str:
 
 async def _probe_load(member: FleetReplica, upstream: Upstream, engines: Engines) -> None:
     try:
-        found = await _reported(member.told, upstream, engines)
+        load = await _load(member.news, upstream, engines)
     except UnreachableError:
-        found = None
+        load = None
         member.died()
     except (WireError, ValueError, KeyError, TypeError):
-        found = None
-    if found is not None:
+        load = None
+    if load is not None:
         member.answers()
-        member.reported, member.own_then = found, member.own
+        member.reported, member.own_then = load, member.own
 
 
-async def _reported(told: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
-    """Requests that run and wait, by the engine's own count; None: it does not say."""
-    side = engines.sides.get(told.engine)
-    if not told.url or side is None or side.load is None:
+async def _load(news: ReplicaNews, upstream: Upstream, engines: Engines) -> int | None:
+    """Asks an engine how many requests run and wait in it; None: it does not say."""
+    side = engines.sides.get(news.engine)
+    if not news.url or side is None or side.load is None:
         return None
-    return side.load.requests(await upstream.get(told.url, side.load.route))
+    return side.load.requests(await upstream.get(news.url, side.load.route))

@@ -1,4 +1,4 @@
-"""What a caller is told when there is no answer, or no whole one: a status, a reason for programs, words for people."""
+"""Refusals, for callers that get no whole answer: a status, a reason for programs, a detail for people."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckpt_engine.core.openai_errors import error_object
 BAD_REQUEST = "bad_request"
 TOO_LARGE = "too_large"
 TOO_SLOW = "too_slow"
-"""Its body did not come."""
+"""The body did not arrive in time."""
 TOO_MANY = "too_many"
 """The gateway carries as many requests as it may."""
 NO_REPLICA = "no_replica"
-"""Nobody could serve it for as long as it may wait."""
+"""No replica could serve it for as long as it may wait."""
 NO_DIALECT = "no_dialect"
-"""No replica's engine speaks the route that was asked for."""
+"""No replica's engine has the route."""
 NO_ROUTE = "no_route"
 VERSION_GONE = "version_gone"
 VERSION_NOT_YET = "version_not_yet"
@@ -25,10 +25,10 @@ ROLLED_BACK = "rolled_back"
 VERSION_CHANGED = "version_changed"
 LINEAGE_CHANGED = "lineage_changed"
 NOT_RESUMABLE = "not_resumable"
-"""It broke after its first token, and a field of it (named) keeps it from being resumed."""
+"""It broke after its first token, and a field that the detail names prevents resuming."""
 RESUME_OFF = "resume_off"
 POISONED = "poisoned"
-"""It was inside so many engines that died."""
+"""Too many engines died while it was inside."""
 NO_PROGRESS = "no_progress"
 TOO_MANY_RESUMES = "too_many_resumes"
 ENGINE_REFUSED = "engine_refused"
@@ -37,7 +37,7 @@ INTERNAL = "internal"
 
 
 class RefusedError(Exception):
-    """Raised where a request, or what is left of it, cannot be answered. headers: for the answer."""
+    """A request, or the rest of it, cannot be answered. headers: of the answer."""
 
     def __init__(self, status: int, reason: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -45,7 +45,7 @@ class RefusedError(Exception):
         self.headers = dict(headers or {})
 
     def problem(self, **more: Any) -> dict[str, Any]:
-        """A problem as RFC 9457 has it, with the reason and whatever else is known, and as OpenAI's clients read it."""
+        """The problem object of RFC 9457, with the reason, `more`, and the error object that OpenAI's clients read."""
         title = HTTPStatus(self.status).phrase
         return {
             "type": "about:blank",
@@ -58,11 +58,11 @@ class RefusedError(Exception):
         }
 
     def event(self, **more: Any) -> dict[str, Any]:
-        """The same in a stream, after a status of 200."""
-        told = error_object(self.status, self.reason, self.detail)
-        return {"error": {**told, "status": self.status, "reason": self.reason, **more}}
+        """The same as an event of a stream, after a status of 200."""
+        error = error_object(self.status, self.reason, self.detail)
+        return {"error": {**error, "status": self.status, "reason": self.reason, **more}}
 
 
 def bad_request(detail: str) -> RefusedError:
-    """The request can never be answered."""
+    """A refusal of a request that can never be answered."""
     return RefusedError(400, BAD_REQUEST, detail)

@@ -1,6 +1,6 @@
-"""The samples in an answer that is passed on: how each of them ended, and what the gateway adds to them. Pure.
+"""The samples in an answer that is passed on: how each ended, and the versions that the gateway adds. Pure.
 
-It reads what chats, texts and whole answers have in common. It decides nothing about what becomes of them.
+It reads what chats, texts and whole answers have in common. It does not decide what happens to an answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_engine.gateway.dialect import MalformedError, labels_of
 from ckpt_engine.gateway.stitching import ABORT, Leg
-from ckpt_engine.gateway.versions import Label, Span, leg_spans, told
+from ckpt_engine.gateway.versions import Label, Span, leg_spans, version_summary
 
 PASSED_ON = "it is passed on as it came"
 
@@ -24,7 +24,7 @@ def may_end(data: bytes) -> bool:
 
 
 def samples_of(content: Any) -> list[dict[str, Any]]:
-    """What says of each sample how it ended: its choice, or its `meta_info` in SGLang's form."""
+    """The object of each sample that has its finish_reason: its choice, or its `meta_info` in SGLang's form."""
     if isinstance(content, list):
         return [sample for each in content for sample in samples_of(each)]
     if not isinstance(content, dict):
@@ -35,13 +35,13 @@ def samples_of(content: Any) -> list[dict[str, Any]]:
     return [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
 
 
-def ended(sample: Mapping[str, Any]) -> bool:
-    """Whether it has an end."""
+def has_ended(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has ended."""
     return sample.get("finish_reason") is not None
 
 
-def aborted(sample: Mapping[str, Any]) -> bool:
-    """Whether its engine was paused before its end. An abort with a status is an error of the request."""
+def was_aborted(sample: Mapping[str, Any]) -> bool:
+    """Whether an update ended a sample early. An abort with a status is an error of the request instead."""
     reason = sample.get("finish_reason")
     if isinstance(reason, dict):
         return reason.get("type") == ABORT and not reason.get("status_code")
@@ -49,7 +49,7 @@ def aborted(sample: Mapping[str, Any]) -> bool:
 
 
 def says(content: Any) -> bool:
-    """Whether an event brings anything of an answer; the first one of a chat names its role only."""
+    """Whether an event has any content; the first one of a chat has only the role."""
     samples = samples_of(content)
     return not samples or any(map(_brings, samples))
 
@@ -68,34 +68,34 @@ def name_versions(
 ) -> list[Span]:
     """Adds `ckpt_engine` to each sample that has ended. Returns all their spans.
 
-    believed: whether the engine's labels are. streamed: ids that a stream has brought of each sample by now; None: the
-    answer is whole.
+    believed: whether to trust the engine's labels. streamed: how many ids a stream has brought of each sample so far;
+    None: the answer is whole.
     """
-    found: list[Span] = []
+    all_spans: list[Span] = []
     samples = samples_of(content)
     for sample in samples:
-        if not ended(sample):
+        if not has_ended(sample):
             continue
         labels, count = _facts(content, sample, len(samples) == 1, streamed)
         spans = _spans(leg, count, labels if believed else None)
-        found += spans
-        said = told(spans)
+        all_spans += spans
+        summary = version_summary(spans)
         if not count:
-            said["spans"] = [{**each, "count": None} for each in said["spans"]]
+            summary["spans"] = [{**each, "count": None} for each in summary["spans"]]
         one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
-        sample["ckpt_engine"] = {**said, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
-    return found
+        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
+    return all_spans
 
 
 def _facts(
     content: Any, sample: Mapping[str, Any], alone: bool, streamed: Mapping[int, int] | None
 ) -> tuple[list[Label] | None, int | None]:
-    """What an engine says of one sample: which versions made its tokens, and how many these are. None: nothing."""
+    """The labels of one sample's tokens and the number of its tokens, as the engine reports them; None: it does not."""
     whole = content if isinstance(content, dict) and alone else {}
     metadata, usage, ids = whole.get("metadata"), whole.get("usage"), sample.get("token_ids")
-    said = sample.get("weight_versions") or (metadata.get("weight_versions") if isinstance(metadata, dict) else None)
+    versions = metadata.get("weight_versions") if isinstance(metadata, dict) else None
     try:
-        labels = labels_of(said)
+        labels = labels_of(sample.get("weight_versions") or versions)
     except MalformedError:
         labels = None
     counts = (
@@ -110,4 +110,4 @@ def _facts(
 def _spans(leg: Leg, count: int | None, labels: list[Label] | None) -> list[Span]:
     if count is None:
         return [leg.span(0, 0)]
-    return leg_spans(0, count, labels, leg.identify, leg.held(), leg.caches)
+    return leg_spans(0, count, labels, leg.identify, leg.bounds(), leg.caches)

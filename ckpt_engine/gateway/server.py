@@ -1,4 +1,4 @@
-"""One gateway process: the watcher, the probes, the HTTP server, and an end that leaves nobody without an answer."""
+"""One gateway process: the watcher, the probes, the HTTP server, and a shutdown that answers every caller."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ckpt_engine.gateway.watcher import watch
 from ckpt_engine.http_server import HttpServer
 
 END_SECONDS = 5.0
-"""For requests to tell their callers what they have, once the time to drain is over."""
+"""How long requests have to send their partial answers, once the time to drain is over."""
 
 KEPT_SECONDS = 75
-"""How long an idle connection of a caller is kept: longer than proxies keep theirs."""
+"""How long a caller's idle connection stays open: longer than proxies keep theirs."""
 
 _ROUTES = ("/v1", "/completions", "/generate")
-"""What people copy with a server's address: the gateway adds the route itself."""
+"""Ends of URLs that people copy along with a server's address; the gateway adds the route itself."""
 
 log = logging.getLogger("ckpt_engine.gateway")
 
 
 def check(settings: GatewaySettings) -> None:
-    """Checks settings. Raises INVALID_ARGUMENT for those that cannot be."""
+    """Checks settings. Raises INVALID_ARGUMENT."""
     if bool(settings.manager) == bool(settings.replicas):
         raise invalid("give --manager HOST:PORT, or --replica URL for each replica")
     for url in settings.replicas:
@@ -56,10 +56,10 @@ def check(settings: GatewaySettings) -> None:
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
-        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is none
-        named = False
-    if not named:
+        valid = False
+    if not valid:
         raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
     if parts.query or parts.fragment or parts.username or parts.path.rstrip("/").endswith(_ROUTES):
         root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -93,13 +93,14 @@ async def running_gateway(settings: GatewaySettings, name: str = "gateway") -> A
 
 
 def _notice(task: asyncio.Future[None]) -> None:
-    """Notices a task that ended, since none of them ends by itself."""
+    """Logs that a task ended: none of them should end by itself."""
     if not task.cancelled():
         log.critical("a part of this gateway has failed: restart it, and report this", exc_info=task.exception())
 
 
 async def serve(settings: GatewaySettings, bound: socket.socket) -> None:
-    """Runs until SIGTERM or SIGINT: then no new requests, those that run may end, and what is left is told so."""
+    """Serves until SIGTERM or SIGINT. Then new requests are refused, running ones have `drain` seconds to end, and the
+    rest end with their partial answers."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

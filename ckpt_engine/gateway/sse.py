@@ -5,30 +5,29 @@ from __future__ import annotations
 DONE = b"[DONE]"
 COMMENT = b": waiting\n\n"
 MOST_EVENT_BYTES = 64 << 20
-"""Of one event of an engine; SGLang's repeat all tokens with their log-probabilities."""
+"""Most bytes of one event of an engine; SGLang's repeat all tokens with their log-probabilities."""
 
 
 class EventTooLargeError(Exception):
-    """An engine's stream has no end of an event for very long."""
+    """An engine sent an event of more than MOST_EVENT_BYTES."""
 
 
 class Events:
-    """Cuts a stream into events: takes what arrives, gives what is whole. What of an event is missing at the end of a
-    stream is lost with it."""
+    """Cuts a stream into whole events. An event that is incomplete at the end of the stream is dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that are whole now. Raises EventTooLargeError."""
+        """Adds bytes of the stream; returns the data of the events that are now whole. Raises EventTooLargeError."""
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_EVENT_BYTES:
             raise EventTooLargeError(f"an event of more than {MOST_EVENT_BYTES} bytes")
-        return [found for found in map(_data, whole) if found]
+        return [event for event in map(_data, whole) if event]
 
 
 def done() -> bytes:
-    """The last event."""
+    """The last event of a stream."""
     return b"data: " + DONE + b"\n\n"
 
 

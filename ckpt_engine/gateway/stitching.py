@@ -1,7 +1,7 @@
-"""Puts the legs of one sample together: no token twice, none left out, each under the version that made it. Pure.
+"""Joins the legs of one sample: no token twice, none missing, each with the version that made it. Pure.
 
-A leg is one request to one engine. What it streams comes here event by event, already read by the dialect; only events
-that arrived whole count. When a leg ends too early, `remaining` says what is left to ask for.
+A leg is one request to one engine. Its events come here one by one, already parsed by the dialect; only events that
+arrived whole count. When a leg ends too early, `remaining` says how many tokens to ask for next.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ WHOLE, ABORTED, BROKEN = "whole", "aborted", "broken"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an answer ended, as its engine reports it."""
+    """How an engine ended a sample.
+
+    kind: STOP, LENGTH, ABORT (interrupted: the rest can be asked for again), ERROR (another engine would fail too), or
+    a word of the engine's own, which ends the answer as it is.
+    """
 
     # STOP, LENGTH, ABORT (interrupted: the rest can be requested again), ERROR (another engine would fail, too), or
     # another word of the engine, which ends the answer as it is.
     kind: str
-    said: Any  # the engine's own value, as an answer shows it
+    reason: Any  # the finish_reason, in the engine's form
     stop_reason: Any = None
 
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one event of an engine's stream adds to an answer."""
+    """What one event adds to a sample."""
 
     tokens: list[int] = field(default_factory=list)
-    records: list[Any] = field(default_factory=list)  # one a token, in the dialect's form; empty: none were asked for
+    records: list[Any] = field(default_factory=list)  # one a token, in the dialect's form; empty: none were requested
     text: str = ""
-    echo: list[int] = field(default_factory=list)  # tokens of the prompt, which come before `tokens`
-    echo_records: list[Any] = field(default_factory=list)  # theirs
+    echo: list[int] = field(default_factory=list)  # tokens of the prompt, before `tokens`
+    echo_records: list[Any] = field(default_factory=list)
     finish: Finish | None = None
-    labels: list[Label] | None = None  # the versions of all tokens of this leg so far, as the engine reports them
-    about: dict[str, Any] = field(default_factory=dict)  # facts of the prompt (usage, log-probabilities), by first leg
-    scored: int = 0  # how many tokens at the end of the prompt have log-probabilities in it
+    labels: list[Label] | None = None  # of all tokens of this leg so far
+    about: dict[str, Any] = field(default_factory=dict)  # facts of the prompt (cached tokens, log-probabilities)
+    scored: int = 0  # tokens at the end of the prompt that have log-probabilities
 
     def add(self, later: AnswerPiece) -> None:
-        """Appends the piece of the next event, so that both go to the caller in one event."""
+        """Appends the next event's piece, for a caller that gets both at once."""
         self.tokens += later.tokens
         self.records += later.records
         self.text += later.text
@@ -55,7 +59,7 @@ class AnswerPiece:
 
     @property
     def says(self) -> bool:
-        """Whether it has anything to send to the caller."""
+        """Whether it has anything for the caller."""
         return bool(self.tokens or self.echo or self.finish is not None)
 
 
@@ -79,29 +83,29 @@ class Leg:
     offset: int  # tokens of the answer before it
     identify: Callable[[GatewayVersion], GatewayVersion] = _itself  # completes the version in a label of its engine
     # the lowest and highest version that the replica can have held meanwhile
-    held: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
-    caches: Callable[[int], str] = _recomputed  # what became of the caches when the replica took this version
-    ended: str = ""  # how it ended; empty while it runs
-    count: int = 0  # its tokens so far
-    labels: list[Label] | None = None  # see AnswerPiece
-    text_before: int = 0  # characters of the answer before this leg
+    bounds: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
+    caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
+    outcome: str = ""  # how; empty while it runs
+    count: int = 0
+    labels: list[Label] | None = None
+    text_before: int = 0  # characters of the answer before it
 
     def spans(self) -> list[Span]:
-        """Spans of its tokens."""
-        return leg_spans(self.offset, self.count, self.labels, self.identify, self.held(), self.caches)
+        """The spans of its tokens."""
+        return leg_spans(self.offset, self.count, self.labels, self.identify, self.bounds(), self.caches)
 
     def span(self, first: int, count: int) -> Span:
-        """A span for what came with the leg's first token but is not a token of the answer."""
-        made = next(iter(self.spans()), None) or Span(0, 0, *self.held(), exact=False, caches=RECOMPUTED)
-        return replace(made, first=first, count=count)
+        """A span of the version that made its first token, for something that is not a token of the answer."""
+        origin = next(iter(self.spans()), None) or Span(0, 0, *self.bounds(), exact=False, caches=RECOMPUTED)
+        return replace(origin, first=first, count=count)
 
 
 class OverrunError(Exception):
-    """An engine sent more than was asked for."""
+    """An engine sent more tokens than were requested."""
 
 
 class Stitch:
-    """The answer to one sample, while its legs add to it."""
+    """One sample's answer as it grows. `tokens`, `records` and `text` are of the output, without the echo."""
 
     def __init__(self, single: Single) -> None:
         self.single = single
@@ -116,34 +120,34 @@ class Stitch:
         self.finish: Finish | None = None
 
     @property
-    def begun(self) -> bool:
-        """Whether it has anything that the caller may have seen."""
+    def started(self) -> bool:
+        """Whether anything has come that the caller may have seen."""
         return bool(self.tokens or self.echo)
 
     @property
     def remaining(self) -> int | None:
-        """The most tokens that may still be generated; None: as many as the model has room for."""
+        """Tokens that may still come; None: as many as the model has room for."""
         return None if self.single.max_tokens is None else self.single.max_tokens - len(self.tokens)
 
     @property
     def leg(self) -> Leg:
-        """The running leg, or else the last one."""
+        """The newest leg."""
         return self.legs[-1]
 
     def begin(self, replica: str) -> Leg:
-        """Begins the leg that is about to be requested."""
+        """Begins a leg, before its request is sent."""
         self.legs.append(Leg(replica, len(self.tokens), text_before=len(self.text)))
         return self.leg
 
     def take(self, piece: AnswerPiece) -> AnswerPiece:
-        """Adds the piece of an event of the running leg, and returns what the caller gets of it.
+        """Adds a piece of the running leg, and returns what the caller gets of it.
 
-        Raises OverrunError, and adds nothing, if it has more tokens than the leg was asked for.
+        Raises OverrunError for more tokens than were requested; nothing is added then.
         """
-        left = self.remaining
-        if left is not None and len(piece.tokens) > left:
+        remaining = self.remaining
+        if remaining is not None and len(piece.tokens) > remaining:
             raise OverrunError(
-                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {left} were asked for at most"
+                f"{self.leg.replica} sent {len(piece.tokens)} tokens where {remaining} were asked for at most"
             )
         self.tokens += piece.tokens
         self.records += piece.records
@@ -158,13 +162,13 @@ class Stitch:
             if piece.scored:
                 self.scored = self.leg, piece.scored
         if piece.finish is not None and piece.finish.kind not in (ABORT, ERROR):
-            self.finish, self.leg.ended = piece.finish, WHOLE
+            self.finish, self.leg.outcome = piece.finish, WHOLE
         return piece
 
     def broken(self, finishes: Callable[[str, Any], Finish]) -> bool:
-        """Notes that a leg broke off. Returns whether the answer is complete all the same, and then finishes it.
+        """Notes that a leg broke off. Returns whether all requested tokens had come, so that the sample is finished.
 
-        finishes: makes a Finish in the dialect's words, from a kind and the token that stopped it.
+        finishes: makes the dialect's Finish of a kind (and the token that stopped it, or the number of tokens).
         """
         if self.finish is not None:
             return True
@@ -176,7 +180,7 @@ class Stitch:
         return self.finish is not None
 
     def cut(self, count: int) -> None:
-        """Removes tokens that no caller has seen yet, so that `count` are left."""
+        """Drops the tokens after the first `count`, which no caller has seen yet."""
         drop = len(self.tokens) - count
         if drop > 0:
             del self.tokens[count:]
@@ -184,11 +188,11 @@ class Stitch:
             self.leg.count -= drop
 
     def spans(self) -> list[Span]:
-        """Which version generated which tokens, without gaps."""
+        """The spans of all tokens, without a gap."""
         return joined([span for leg in self.legs for span in leg.spans()])
 
     def prompt_span(self) -> Span | None:
-        """The version that computed the prompt's log-probabilities, and for which tokens; None: there are none."""
+        """The span of the prompt's log-probabilities; None: there are none."""
         if self.scored is None:
             return None
         leg, count = self.scored
@@ -196,5 +200,5 @@ class Stitch:
 
     @property
     def resumes(self) -> int:
-        """How many legs there were after the first one."""
+        """The number of legs after the first."""
         return max(0, len(self.legs) - 1)

@@ -1,11 +1,11 @@
-"""Requests to engines: one leg, streamed, and how it ended. On the gateway's loop."""
+"""Sends requests to engines and reads their streams. On the gateway's loop."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-from ckpt_engine.gateway.json_numbers import load_told
+from ckpt_engine.gateway.json_numbers import load_answer
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.sse import DONE, Events, EventTooLargeError
@@ -23,57 +23,58 @@ _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
 class NotAdmittedError(Exception):
-    """The request is not inside: the replica refuses for now, or nobody answers there. wait: seconds that it named."""
+    """The replica did not let the request in: it refuses for now, or does not answer."""
 
-    def __init__(self, why: str, wait: float = 0.0, nobody: bool = False) -> None:
+    def __init__(self, why: str, wait: float = 0.0, unreachable: bool = False) -> None:
         super().__init__(why)
-        self.wait, self.nobody = wait, nobody
+        self.wait = wait  # seconds, from Retry-After
+        self.unreachable = unreachable  # nothing listens at its address
 
 
 class BrokenError(Exception):
-    """The request was inside, and its end did not come. silent: nothing came for as long as an engine may be silent."""
+    """The request was inside, and its answer did not end properly."""
 
     def __init__(self, why: str, silent: bool = False) -> None:
         super().__init__(why)
-        self.silent = silent
+        self.silent = silent  # nothing came for as long as an engine may be silent
 
 
 class Stream:
-    """An answer that has begun. admitted: the version under which it was let in, as its headers say; named: those
-    headers. idle: seconds that an engine may be silent."""
+    """An engine's answer, from its headers on."""
 
     def __init__(self, connection: Connection, url: str, idle: float) -> None:
+        """idle: seconds that an engine may be silent."""
         self._connection, self._url, self._idle = connection, url, idle
         self.status = connection.status
         self.content_type = connection.headers.get("content-type", "")
-        self.admitted = _held(connection.headers)
-        said = connection.headers
-        self.named = {name: said[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in said}
+        headers = connection.headers
+        self.admitted = _admitted_version(headers)  # the version that the gate named when it let the request in
+        self.version_headers = {name: headers[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in headers}
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """The data of whole events, those together that came together, without the last one ([DONE]). Raises
-        BrokenError if the stream ends before."""
+        """Yields the data of whole events, in batches as they arrive, without the last one ([DONE]). Raises BrokenError
+        if the stream ends before that."""
         if not self.content_type.startswith("text/event-stream"):
-            said = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
-            raise BrokenError(f"{self._url} {said}")
-        events, over = Events(), False
+            detail = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
+            raise BrokenError(f"{self._url} {detail}")
+        events, finished = Events(), False
         try:
             while data := await self._connection.read(self._idle):
-                told = events.feed(data)
-                if DONE in told:
-                    over, told = True, told[: told.index(DONE)]
-                if told:
-                    yield told
-            if over:
+                batch = events.feed(data)
+                if DONE in batch:
+                    finished, batch = True, batch[: batch.index(DONE)]
+                if batch:
+                    yield batch
+            if finished:
                 return  # read to its end, so that the connection can be used again
         except (WireError, EventTooLargeError) as error:
-            if over:
+            if finished:
                 return
             raise _broken(self._url, error) from error
         raise BrokenError(f"{self._url}: the stream ended before its last event")
 
     async def whole(self) -> bytes:
-        """All of a body. Raises BrokenError."""
+        """Reads the whole body. Raises BrokenError."""
         try:
             return await self._connection.read_all(MOST_ANSWER_BYTES, self._idle)
         except WireError as error:
@@ -81,7 +82,7 @@ class Stream:
 
 
 class Upstream:
-    """All connections to engines of this process. A context manager; nothing of it outlives the loop."""
+    """This process's connections to engines. A context manager; it closes all of them."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -97,11 +98,11 @@ class Upstream:
     async def ask(
         self, url: str, route: str, body: bytes, headers: Mapping[str, str], again: bool = True
     ) -> AsyncIterator[Stream]:
-        """Posts a body; the connection is closed when the block is left, and the engine then drops the request. again:
-        whether it may be posted twice, where a connection that was kept ends before a byte of the answer.
+        """Posts a body. Leaving the block before the answer's end closes the connection, so that the engine drops the
+        request. again: whether to post it a second time if a reused connection ends before any byte of the answer.
 
-        Raises NotAdmittedError, BrokenError (which also stands for an engine's own failure, 500 and above), and
-        RefusedError for a request that no engine would take.
+        Raises NotAdmittedError, BrokenError (also for an engine's own failure, 500 and above), and RefusedError for a
+        request that no engine would take.
         """
         idle = self._settings.idle
         try:
@@ -119,10 +120,10 @@ class Upstream:
 
     async def _refuse(self, connection: Connection, url: str) -> None:
         try:
-            said = await connection.read_all(MOST_REFUSAL_BYTES, self._settings.idle)
+            body = await connection.read_all(MOST_REFUSAL_BYTES, self._settings.idle)
         except WireError:
-            said = b""
-        words, status = _said(said[:4096]), connection.status
+            body = b""
+        words, status = _error_message(body[:4096]), connection.status
         if status in _BUSY:
             wait = connection.headers.get("retry-after", "")
             raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
@@ -131,18 +132,18 @@ class Upstream:
         raise RefusedError(status, ENGINE_REFUSED, f"the engine refused it: {words}")
 
     async def ready(self, url: str) -> tuple[bool, str, GatewayVersion | None]:
-        """Whether a replica takes or keeps requests, why it does not, and which version it holds if it serves it.
-        Raises NotAdmittedError when nobody answers."""
+        """Asks whether a replica takes or keeps requests, why not, and which version it serves. Raises NotAdmittedError
+        if it does not answer."""
         try:
             answer = await self.get(url, READY_ROUTE)
         except WireError as error:
             raise _not_admitted(url, error) from error
-        # An engine without our gate has no such route: it is there, and says nothing of its weights.
+        # An engine without our gate has no such route: it serves, and names no version.
         open_ = answer.status in (200, 404)
-        return open_, "" if open_ else _said(answer.content), _held(answer.headers)
+        return open_, "" if open_ else _error_message(answer.content), _admitted_version(answer.headers)
 
     async def lives(self, url: str) -> bool:
-        """Whether anybody takes connections there whose workers live; one that is too busy to answer in time does."""
+        """Whether an engine with living workers takes connections there, even if it is too busy to answer in time."""
         try:
             answer = await self.get(url, READY_ROUTE)
         except UnreachableError:
@@ -152,20 +153,20 @@ class Upstream:
         return not (answer.status == 503 and _reason(answer.content) == DEAD_WORKER)
 
     async def get(self, url: str, route: str) -> Answer:
-        """A small answer. Raises WireError."""
+        """Gets a small answer. Raises WireError."""
         return await self._connections.get(url, route, self._settings.probe)
 
 
-def _held(headers: Mapping[str, str]) -> GatewayVersion | None:
-    """The version that a gate names in an answer's headers."""
+def _admitted_version(headers: Mapping[str, str]) -> GatewayVersion | None:
+    """The version that a gate names in an answer's headers; None: it names none."""
     version = headers.get(VERSION_HEADER, "")
     return GatewayVersion(int(version), "", headers.get(ROOT_HEADER, "")) if version.isdecimal() else None
 
 
-def _said(body: bytes) -> str:
-    """The words of an error's body, in any of the forms that engines have."""
+def _error_message(body: bytes) -> str:
+    """The message in an error's body, in any of the forms that engines have."""
     try:
-        content = load_told(body)
+        content = load_answer(body)
     except ValueError:
         return body.decode(errors="replace")[:300]
     if isinstance(content, dict):
@@ -177,9 +178,9 @@ def _said(body: bytes) -> str:
 
 
 def _reason(body: bytes) -> str:
-    """A gate's, for programs; empty: it is none's."""
+    """The reason in a gate's refusal; empty: it is not from a gate."""
     with contextlib.suppress(ValueError, AttributeError):
-        return str(load_told(body).get("reason", ""))
+        return str(load_answer(body).get("reason", ""))
     return ""
 
 
@@ -188,4 +189,4 @@ def _broken(url: str, error: Exception) -> BrokenError:
 
 
 def _not_admitted(url: str, error: Exception) -> NotAdmittedError:
-    return NotAdmittedError(f"{url} does not answer: {error}", nobody=isinstance(error, UnreachableError))
+    return NotAdmittedError(f"{url} does not answer: {error}", unreachable=isinstance(error, UnreachableError))

@@ -1,4 +1,4 @@
-"""Which version made which token of an answer: spans, put together from what each leg's engine said. Pure."""
+"""Which version made which token of an answer: spans, built from the labels of each leg's engine. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 RECOMPUTED, KEPT, UNKNOWN = "recomputed", "kept", "unknown"
-"""What became of the caches of the tokens before a span: computed anew by its version, or kept from the one before."""
+"""What happened to the caches of the tokens before a span: recomputed by its version, or kept from the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayVersion:
-    """A version of weights. lineage, root (hexadecimal) empty: nobody has said."""
+    """A version of weights, as far as the gateway knows it."""
 
     version: int
-    lineage: str = ""
-    root: str = ""
+    lineage: str = ""  # empty: unknown
+    root: str = ""  # hexadecimal; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """An engine's word: its output tokens [start, end) of this leg were made by this version. made_by None: its own
-    weights; the root may be the first digits only, or empty like the lineage."""
+    """An engine's claim that a version made output tokens [start, end) of this leg."""
 
     start: int
     end: int
-    made_by: GatewayVersion | None
+    made_by: GatewayVersion | None  # None: the engine's own weights. The root may be its first digits only, or empty.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [first, first + count) of the answer. lowest and highest differ, or are None, only if it is not exact:
-    then they are what the replica can have held, as far as the gateway had heard."""
+    """Tokens [first, first + count) of the answer and the version that made them.
+
+    `lowest` and `highest` differ or are None only if the span is not exact: then they bound the versions that the
+    replica can have held, by the news that the gateway had.
+    """
 
     first: int
     count: int
@@ -63,20 +65,20 @@ def leg_spans(
     count: int,
     labels: Sequence[Label] | None,
     identify: Callable[[GatewayVersion], GatewayVersion],
-    held: tuple[GatewayVersion | None, GatewayVersion | None],
+    bounds: tuple[GatewayVersion | None, GatewayVersion | None],
     caches: Callable[[int], str],
 ) -> list[Span]:
     """Spans of one leg's `count` tokens, which begin at `first` of the answer.
 
-    labels: what the engine said of the leg's tokens; they count only if they cover all of them without a hole. Chunks
-    of a stream are not counted: an engine may put tokens of two versions into one. identify: the whole of what an
-    engine's label says. held: the lowest and highest that it can have held meanwhile. caches: what became of them when
-    the replica took the version of this number.
+    labels: of the leg's tokens, by the engine; used only if they cover all tokens without a gap. The chunks of a stream
+    prove nothing: an engine may put tokens of two versions into one. identify: completes a label with lineage and root.
+    bounds: the lowest and highest version that the replica can have held meanwhile. caches: what happened to them when
+    the replica installed the version of a number.
     """
     if count == 0:
         return []
     if labels is None or not _cover(labels, count):
-        return [Span(first, count, *held, exact=False, caches=RECOMPUTED)]
+        return [Span(first, count, *bounds, exact=False, caches=RECOMPUTED)]
     spans: list[Span] = []
     for label in labels:
         end = min(label.end, count)
@@ -89,8 +91,7 @@ def leg_spans(
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Joins neighbours that say the same: a leg that goes on under the version of the one before it is no seam between
-    versions."""
+    """Joins neighbouring spans of one version: a leg that continues under the same version leaves no seam."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -101,8 +102,8 @@ def joined(spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def told(spans: Sequence[Span]) -> dict[str, Any]:
-    """What an answer says of its versions; with verl's names beside."""
+def version_summary(spans: Sequence[Span]) -> dict[str, Any]:
+    """The fields of an answer that name its versions, also under verl's names."""
     lows = [span.lowest.version for span in spans if span.lowest]
     highs = [span.highest.version for span in spans if span.highest]
     lowest, highest = min(lows, default=None), max(highs, default=None)

@@ -1,7 +1,7 @@
-"""Keeps the fleet as the manager tells it, over as many connections as it takes. On the gateway's loop.
+"""Follows the manager's news of replicas and keeps the fleet up to date; dials again as needed. On the gateway's loop.
 
-While the manager is away what it told last stays. One that has just started may not know all replicas yet: those that
-it does not name stay until it says that it has settled.
+While the manager is away, its last news stays in force. A manager that has just started may not know all replicas yet:
+replicas that it does not name stay until it reports that it has settled.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SILENT_SECONDS = 20.0
-"""A manager tells something at least every half lease."""
+"""A manager sends a message at least every half lease; after so long without one the stream is dropped."""
 
 AGAIN_SECONDS = 1.0
-"""Between two attempts."""
+"""Pause between two attempts to connect."""
 
 log = logging.getLogger("ckpt_engine.gateway")
 
@@ -37,21 +37,21 @@ _STATES = {
 
 
 class StaleError(Exception):
-    """What the stream says cannot be gone by: it is older than what is known, or something was missed."""
+    """A stream's message cannot be used: it is older than what is known, or a change before it was missed."""
 
 
 class News:
-    """Takes what one stream after another says of one pool's replicas, into the fleet. Pure."""
+    """Applies the messages of one stream after another, about one pool's replicas, to the fleet. Pure."""
 
     def __init__(self, fleet: Fleet, pool: str = "") -> None:
         self._fleet, self._pool = fleet, pool
         self._cluster, self._epoch = "", 0
         self._run, self._sequence = "", 0
         self._settling = False
-        self._named: set[str] = set()
+        self._names: set[str] = set()
 
     def take(self, message: manager_pb2.WatchReplicasResponse) -> None:
-        """Takes one message in. Raises StaleError: dial again."""
+        """Applies one message. Raises StaleError: dial again."""
         fence = message.fence
         if fence.cluster == self._cluster and fence.epoch < self._epoch:
             raise StaleError(f"the manager tells of epoch {fence.epoch}, and epoch {self._epoch} was seen")
@@ -60,33 +60,33 @@ class News:
             raise StaleError(f"change {self._sequence + 1} was missed: {message.sequence} came")
         self._cluster, self._epoch = fence.cluster, fence.epoch
         self._run, self._sequence = message.run, message.sequence
-        told = [_told(replica) for replica in message.replicas if replica.pool == self._pool]
+        news = [_replica_news(replica) for replica in message.replicas if replica.pool == self._pool]
         others = {replica.name for replica in message.replicas if replica.pool != self._pool}
         if message.snapshot:
-            self._named = set()
-        self._named |= {each.name for each in told}
+            self._names = set()
+        self._names |= {each.name for each in news}
         settled = not message.settling and (self._settling or message.snapshot)
-        gone = set(message.gone) | (others & self._fleet.members.keys())
+        removed = set(message.gone) | (others & self._fleet.members.keys())
         if settled:
-            gone |= self._fleet.members.keys() - self._named
+            removed |= self._fleet.members.keys() - self._names
         self._settling = message.settling
-        self._fleet.tell(told, sorted(gone))
+        self._fleet.tell(news, sorted(removed))
         self._fleet.tell_latest(map(_identity, message.latest))
 
 
 async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], None], pool: str = "") -> None:
-    """Runs until it is cancelled. changed: called after everything that was told. pool: whose replicas are taken in."""
-    news, said = News(fleet, pool), ""
+    """Follows one pool's replicas until it is cancelled. changed: called after each message."""
+    news, last_reason = News(fleet, pool), ""
     while True:
         try:
             await _one_stream(manager, name, news, changed)
         except (grpc.RpcError, StaleError, TimeoutError) as error:
             why = problem_of(error).message if isinstance(error, grpc.RpcError) else str(error) or "it said nothing"
-            if why != said:
+            if why != last_reason:
                 log.warning("the manager at %s is not heard: %s; what it told last stays", manager, why)
-            said = why
+            last_reason = why
         else:
-            said = ""
+            last_reason = ""
         await asyncio.sleep(AGAIN_SECONDS)
 
 
@@ -101,7 +101,7 @@ async def _one_stream(manager: str, name: str, news: News, changed: Callable[[],
             changed()
 
 
-def _told(replica: manager_pb2.WatchedReplica) -> ReplicaNews:
+def _replica_news(replica: manager_pb2.WatchedReplica) -> ReplicaNews:
     return ReplicaNews(
         replica.name,
         replica.url.rstrip("/"),

@@ -1,4 +1,4 @@
-"""Reads the options that a caller gives in request headers: session, version, waiting time, resuming. Pure."""
+"""Parses what a caller asks for in headers. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = "x-ckpt-engine-"
 KNOWN = (VERSION, MIN_VERSION, MAX_LAG, LINEAGE, QUEUE_SECONDS, RESUME)
 
 MOST_DIGITS = 20
-"""The most digits of a number; versions have 64 bits."""
+"""Most digits of a number; versions have 64 bits."""
 
 _PASSED = ("traceparent", "tracestate")
 
@@ -29,11 +29,12 @@ _PASSED = ("traceparent", "tracestate")
 def wishes_of(
     headers: Mapping[str, str], session: str, prompt: Sequence[int], settings: GatewaySettings, authorized: bool
 ) -> Wishes:
-    """The options of a request. Raises RefusedError (400).
+    """Parses a caller's wishes. Raises RefusedError (400).
 
-    headers: with names in lower case. session, prompt: from the body. authorized: the `authorization` header was for
-    the gateway, so it is not passed on to engines."""
-    named = next((headers[name] for name in SESSION if headers.get(name)), "") or session
+    headers: with names in lower case. session, prompt: from the body. authorized: the gateway itself has checked the
+    caller's token, so the token is not passed on to engines.
+    """
+    session_name = next((headers[name] for name in SESSION if headers.get(name)), "") or session
     resume = headers.get(RESUME, "on").lower()
     if resume not in ("on", "off"):
         raise bad_request(f"{RESUME}: {resume!r} must be on or off")
@@ -45,29 +46,29 @@ def wishes_of(
     )
     if want.version is not None and want.min_version is not None and want.version < want.min_version:
         raise bad_request(f"{VERSION} {want.version} is below {MIN_VERSION} {want.min_version}: no version is both")
-    passed = {name: headers[name] for name in _PASSED if name in headers}
+    leg_headers = {name: headers[name] for name in _PASSED if name in headers}
     if not authorized and "authorization" in headers:
-        passed["authorization"] = headers["authorization"]
-    return Wishes(want, key_of(named, prompt), _queue_seconds(headers, settings), resume == "on", passed)
+        leg_headers["authorization"] = headers["authorization"]
+    return Wishes(want, key_of(session_name, prompt), _queue_seconds(headers, settings), resume == "on", leg_headers)
 
 
 def once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice, or there is none of
-    its name: what it asks for would not be held."""
-    found: dict[str, str] = {}
-    for given, value in headers:
-        name = given.lower()
+    """Headers by their names in lower case. Raises RefusedError (400) if one of ours comes twice or is unknown, since
+    the caller's wish would silently be ignored."""
+    by_name: dict[str, str] = {}
+    for header, value in headers:
+        name = header.lower()
         if (bare := name.replace("_", "-")).startswith(OURS):
             if name not in KNOWN:
-                raise bad_request(f"{given}: there is no such header; {_meant(bare.removeprefix(OURS))}")
-            if name in found:
-                raise bad_request(f"{given}: it is given twice, {found[name]!r} and {value!r}; give it once")
-        found[name] = value
-    return found
+                raise bad_request(f"{header}: there is no such header; {_suggestion(bare.removeprefix(OURS))}")
+            if name in by_name:
+                raise bad_request(f"{header}: it is given twice, {by_name[name]!r} and {value!r}; give it once")
+        by_name[name] = value
+    return by_name
 
 
-def _meant(name: str) -> str:
-    """A suggestion for one of ours that was misspelt."""
+def _suggestion(name: str) -> str:
+    """Suggests a header for a misspelt one of ours."""
     near = get_close_matches(name[:40], [each.removeprefix(OURS) for each in KNOWN], 1)
     return f"did you mean {OURS}{near[0]}?" if near else f"there are {some(KNOWN, len(KNOWN))}"
 
@@ -77,7 +78,7 @@ def _number(headers: Mapping[str, str], name: str) -> int | None:
         return None
     value = headers[name]
     if not (value.isascii() and value.isdecimal() and len(value) <= MOST_DIGITS):
-        raise bad_request(f"{name}: {value!r} is no whole number of 0 or more")
+        raise bad_request(f"{name}: {value!r} must be an integer of 0 or more")
     return int(value)
 
 
@@ -90,5 +91,5 @@ def _queue_seconds(headers: Mapping[str, str], settings: GatewaySettings) -> flo
         value = math.nan
     if not 0 <= value <= settings.most_queue_seconds:
         most = settings.most_queue_seconds
-        raise bad_request(f"{QUEUE_SECONDS}: {headers[QUEUE_SECONDS]!r} is no number of seconds from 0 to {most:g}")
+        raise bad_request(f"{QUEUE_SECONDS}: {headers[QUEUE_SECONDS]!r} must be seconds from 0 to {most:g}")
     return value

@@ -1,6 +1,6 @@
 """Several gateway processes behind one port. They share the socket and nothing else.
 
-Settings travel in the environment as JSON; each worker is the command `gateway` again, which finds them there.
+Each worker runs the command `gateway` again, which finds its settings in the environment as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS = "CKPT_ENGINE_GATEWAY_SETTINGS"
 SOCKET = "CKPT_ENGINE_GATEWAY_SOCKET"
 
 AGAIN_SECONDS = 1.0
-"""Before a worker that died is started anew."""
+"""How long a worker must have run before it is restarted."""
 
 LOOK_SECONDS = 0.1
 
@@ -30,13 +30,13 @@ log = logging.getLogger("ckpt_engine.gateway")
 
 
 def run_workers(settings: GatewaySettings, bound: socket.socket, number: int) -> int:
-    """Runs so many until SIGTERM or SIGINT, and starts one that died anew. Returns the exit status. Main thread."""
+    """Runs `number` workers until SIGTERM or SIGINT; restarts those that die. Returns the exit status. Main thread."""
     stop = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: stop.set())
     with tempfile.TemporaryDirectory(prefix="ckpt-engine-gateway-") as directory:
-        told = {SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
-        environment = module_environment(os.environ) | told
+        variables = {SETTINGS: settings.to_json(), SOCKET: str(bound.fileno()), TOGETHER: directory}
+        environment = module_environment(os.environ) | variables
         workers = [_start(environment, bound) for _ in range(number)]
         started = [time.monotonic()] * number
         while not stop.wait(LOOK_SECONDS):
@@ -44,7 +44,7 @@ def run_workers(settings: GatewaySettings, bound: socket.socket, number: int) ->
                 now = time.monotonic()
                 if worker.poll() is not None and now - started[place] >= AGAIN_SECONDS:
                     log.error(
-                        "worker %d ended with status %s: its streams are lost; it is started anew",
+                        "worker %d ended with status %s: its streams are lost; it is restarted",
                         place,
                         worker.returncode,
                     )
@@ -68,7 +68,7 @@ def _start(environment: dict[str, str], bound: socket.socket) -> subprocess.Pope
 
 
 def end_with(parent: int) -> None:
-    """Ends this process as SIGTERM does once its parent is gone: nobody would start it anew or stop it. On a thread."""
+    """Ends this process as SIGTERM does once its parent has ended, since nothing would stop it then. On a thread."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""One answer on its way to a caller: at once, or as server-sent events with comments while it waits. On the loop."""
+"""Writes one answer to a caller: whole, or as server-sent events with comments while it waits. On the loop."""
 
 from __future__ import annotations
 
@@ -18,65 +18,63 @@ JSON = b"application/json"
 
 
 class CallerGoneError(Exception):
-    """The caller does not take what it is sent."""
+    """The caller has disconnected, or does not read its answer."""
 
 
 class Writer:
-    """Writes one answer.
-
-    send: of the request. idle: seconds that a caller may leave its answer unread.
-    """
+    """Writes one answer."""
 
     def __init__(self, send: Send, idle: float) -> None:
+        """send: of the request. idle: seconds that a caller may leave its answer unread."""
         self._send, self._idle = send, idle
-        self._one = asyncio.Lock()
-        self.begun = False
-        self.large = False  # whether the request was, which an answer may repeat
-        self.headers: dict[str, str] = {}  # for an answer, beside its own; not for a refusal
-        self.written = time.monotonic()
+        self._lock = asyncio.Lock()
+        self.started = False  # whether anything was sent
+        self.large = False  # the request was large, and the answer may repeat it: encode on another thread
+        self.headers: dict[str, str] = {}  # further headers of an answer, not of a refusal
+        self.written = time.monotonic()  # when something was sent last
 
     async def events(self, contents: Iterable[Any], done: bool = False) -> None:
-        """Adds events to the stream, which begins with the first one."""
+        """Writes events to the stream, and its headers before the first one."""
         events = [b"data: " + await self.dump(each) + b"\n\n" for each in contents]
         await self._stream(b"".join(events) + (sse.done() if done else b""), not done)
 
     async def comment(self) -> None:
-        """Says nothing, so that nobody between here and the caller thinks that the connection is dead."""
+        """Writes a comment, so that proxies on the way do not close the connection as idle."""
         await self._stream(sse.COMMENT, True)
 
     async def raw(self, body: bytes, more: bool) -> None:
-        """Bytes of a stream that an engine wrote."""
+        """Writes bytes of an engine's stream."""
         await self._stream(body, more)
 
     async def whole(self, content: Any) -> None:
-        """Everything at once."""
+        """Writes a whole answer of JSON."""
         await self.answer(200, JSON, await self.dump(content), {})
 
-    async def refuse(self, refused: RefusedError, **more: Any) -> None:
-        """An answer that is none; in a stream that has begun an event that says so, and the end."""
-        if self.begun:
-            await self.events([refused.event(**more)], done=True)
+    async def refuse(self, refusal: RefusedError, **more: Any) -> None:
+        """Writes a refusal: as the answer, or, in a stream that has started, as an event and the end."""
+        if self.started:
+            await self.events([refusal.event(**more)], done=True)
         else:
-            body, self.headers = await self.dump(refused.problem(**more)), {}
-            await self.answer(refused.status, PROBLEM, body, refused.headers)
+            body, self.headers = await self.dump(refusal.problem(**more)), {}
+            await self.answer(refusal.status, PROBLEM, body, refusal.headers)
 
     async def dump(self, content: Any) -> bytes:
-        """JSON; on another thread where it may take a while."""
+        """Encodes JSON, on another thread if it may take a while."""
         return await asyncio.to_thread(dump, content, True) if self.large else dump(content)
 
     async def answer(self, status: int, content_type: bytes, body: bytes, headers: dict[str, str]) -> None:
-        """Any whole answer."""
+        """Writes a whole answer of any type."""
         more = [(name.encode(), value.encode()) for name, value in (self.headers | headers).items()]
-        named = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *more]
-        async with self._one:
-            self.begun = True
-            await self._put({"type": "http.response.start", "status": status, "headers": named})
+        standard = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+        async with self._lock:
+            self.started = True
+            await self._put({"type": "http.response.start", "status": status, "headers": [*standard, *more]})
             await self._put({"type": "http.response.body", "body": body})
 
     async def _stream(self, body: bytes, more: bool) -> None:
-        async with self._one:
-            if not self.begun:
-                self.begun = True
+        async with self._lock:
+            if not self.started:
+                self.started = True
                 headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
                 headers += [(name.encode(), value.encode()) for name, value in self.headers.items()]
                 await self._put({"type": "http.response.start", "status": 200, "headers": headers})
@@ -91,8 +89,8 @@ class Writer:
 
 
 async def within(seconds: float, awaitable: Awaitable[None]) -> None:
-    """Awaits it for so long at most. Raises TimeoutError. Hardly any piece of an answer has to wait for its caller, and
-    those that do not are spared a timer."""
+    """Awaits it for at most `seconds`. Raises TimeoutError. A timer starts only if it has to wait, which hardly any
+    piece of an answer does."""
     waiting = awaitable.__await__()
     try:
         first = next(waiting)
@@ -103,7 +101,7 @@ async def within(seconds: float, awaitable: Awaitable[None]) -> None:
 
 
 class _Rest:
-    """What is left to await of something that waits for `first` already."""
+    """The rest of an awaitable that already waits for `first`."""
 
     def __init__(self, waiting: Generator[Any, Any, None], first: Any) -> None:
         self._waiting, self._first = waiting, first

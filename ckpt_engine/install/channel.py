@@ -1,10 +1,10 @@
-"""The worker's end of the channel to its agent: questions out, answers in, over ZeroMQ on ipc://.
+"""The worker's end of the channel to its agent: requests out, answers in, over ZeroMQ on ipc://.
 
-`ask` sends a request until its answer comes or its time is over; the agent gives a repeated request the same answer,
-so asking again is safe. `tell` sends once and waits for nothing, for progress. Answers are matched by sequence number:
-late and repeated ones are dropped.
+`ask` repeats a request until its answer comes or its time is over. The agent answers a repeated request as before, so
+repeating is safe. `tell` sends once and does not wait, for progress. Answers are matched by sequence number; late and
+repeated ones are dropped.
 
-The ZeroMQ context is the channel's own, so nothing of the engine's is shared; it is made anew after a fork. Calls may
+The channel has its own ZeroMQ context and shares nothing with the engine's; after a fork it makes a new one. Calls may
 come from any thread, one at a time.
 """
 
@@ -24,15 +24,15 @@ FRAME_LIMIT_BYTES = 1 << 30
 """ZeroMQ cuts the connection when a longer answer is announced. The plan of 50,000 tensors takes a few MiB."""
 
 HIGH_WATER_MARK = 64
-"""Progress messages kept for an agent that does not read them; further ones are dropped."""
+"""Most progress messages that wait for an agent that does not read them; further ones are dropped."""
 
 
 class WorkerChannel:
-    """One worker's channel. Connects when it is first used, so the agent may start later or start again."""
+    """One worker's channel. It connects at its first use, so the agent may start later or restart."""
 
     def __init__(self, endpoint: str, rank: int, boot_id: bytes, attempt_seconds: float = 2.0) -> None:
         """endpoint: of the agent's socket (`EngineDirectory.endpoint`). boot_id: of this worker's slot.
-        attempt_seconds: how long an answer is awaited before the question is asked again, over a new connection."""
+        attempt_seconds: how long to wait for an answer before repeating the request, over a new connection."""
         self._endpoint = endpoint
         self._rank = rank
         self._boot_id = boot_id
@@ -44,10 +44,10 @@ class WorkerChannel:
         self._socket: zmq.Socket[bytes] | None = None
 
     def ask(self, request: worker_pb2.WorkerRequest, seconds: float) -> worker_pb2.AgentReply:
-        """The agent's answer. Sequence, rank and boot id of `request` are filled in.
+        """Sends a request and waits for the agent's answer. Fills in sequence, rank and boot id of `request`.
 
-        Raises CkptEngineError: DEADLINE_EXCEEDED if there is no answer within `seconds`, and then nobody knows whether
-        the agent has read it; INVALID_ARGUMENT if `request` has no body.
+        Raises CkptEngineError: DEADLINE_EXCEEDED without an answer within `seconds` (the agent may have read the
+        request); INVALID_ARGUMENT if `request` has no body.
         """
         if request.WhichOneof("body") is None:
             raise invalid("a request to the agent needs a body")
@@ -61,7 +61,7 @@ class WorkerChannel:
                     reply = self._receive(min(stop_at, now + self._attempt_seconds))
                     if reply is not None:
                         return reply
-                else:  # the queue is full of what nobody reads
+                else:  # the queue is full
                     time.sleep(min(0.05, stop_at - now))
                 self._disconnect()
         raise deadline(
@@ -75,7 +75,7 @@ class WorkerChannel:
             self._send(self._stamp(request))
 
     def close(self) -> None:
-        """Drops what was not sent and closes the connection. The channel may be used again."""
+        """Drops unsent messages and closes the connection. The channel may be used again."""
         with self._lock:
             self._disconnect()
             if self._context is not None and self._process == os.getpid():
@@ -118,10 +118,10 @@ class WorkerChannel:
         return True
 
     def _receive(self, stop_at: float) -> worker_pb2.AgentReply | None:
-        """The answer to the last request, or None if it has not come by `stop_at`."""
+        """Waits for the answer to the last request; None: it has not come by `stop_at`."""
         socket = self._connected()
-        while (left := stop_at - time.monotonic()) > 0:
-            if not socket.poll(max(1, int(left * 1000))):
+        while (remaining := stop_at - time.monotonic()) > 0:
+            if not socket.poll(max(1, int(remaining * 1000))):
                 return None
             try:
                 reply = worker_pb2.AgentReply.FromString(socket.recv(zmq.NOBLOCK))

@@ -1,7 +1,7 @@
-"""Tensors that no update brings, over a sleep that discards memory: noted before it, compared after it.
+"""Checks that tensors which no update brings survive a sleep that discards memory: digested before it and after it.
 
-An engine restores such tensors (rotary tables, scales, router biases) by itself, or forgets to. Nothing is trusted:
-what does not hash to what it was is named, and no version is installed beside it.
+An engine restores such tensors (rotary tables, scales, router biases) by itself, or fails to. Each is compared by its
+digest; if one differs, it is named and no version is installed.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from ckpt_engine.torch_dtypes import dtype_name
 
 log = logging.getLogger(__name__)
 
-_Noted = dict[str, tuple[tuple[int, ...], int]]
+_Digests = dict[str, tuple[tuple[int, ...], int]]
 
 
 class Constants:
-    """What the target of one worker's model declares constant. Used on the engine's thread."""
+    """The tensors that one worker's target declares constant. Used on the engine's thread."""
 
     def __init__(self, target: LoadTarget) -> None:
         self._target = target
-        self._noted: _Noted | None = None
+        self._before: _Digests | None = None
         self._failure = ""
-        self._due = False
+        self._must_check = False
 
     def note(self) -> None:
-        """Remembers what they hold now, if they may be lost soon. Never raises; a failure is told by `check`.
+        """Digests the tensors before their memory may be lost. Never raises; `check` reports a failure.
 
-        What was noted before and not compared yet stays: memory may be lost already.
+        Keeps digests that were not compared yet: the memory may be lost already.
         """
-        if self._due:
+        if self._must_check:
             return
-        self._due = True
-        self._noted, self._failure = None, ""
+        self._must_check = True
+        self._before, self._failure = None, ""
         try:
-            self._noted = self._digests()
+            self._before = self._digests()
         except Exception as error:
             log.exception("ckpt-engine: what the model keeps without updates cannot be noted")
             self._failure = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
-        """Compares, once after each `note`; does nothing if there was none.
+        """Compares the tensors with their digests, once after each `note`; does nothing without one.
 
-        Raises DATA_LOSS naming what changed, FAILED_PRECONDITION if it could not be noted.
+        Raises DATA_LOSS with the names of what changed, FAILED_PRECONDITION if `note` failed.
         """
-        if not self._due:
+        if not self._must_check:
             return
-        if self._noted is None:
+        if self._before is None:
             raise precondition(
-                "the weights were discarded, and nobody knows whether the tensors that no update brings are still "
-                f"right ({self._failure}): restart the engine"
+                "the weights were discarded, and the tensors that no update brings cannot be checked "
+                f"({self._failure}): restart the engine"
             )
-        found = self._digests()
-        lost = sorted(name for name, noted in self._noted.items() if found.get(name) != noted)
-        if lost:
+        now = self._digests()
+        names = sorted(name for name, digest in self._before.items() if now.get(name) != digest)
+        if names:
             raise data_loss(
-                f"{', '.join(lost[:4])} ({len(lost)} in all) lost what they held while the engine slept, and no update "
-                "brings it: restart the engine",
-                lost,
+                f"{', '.join(names[:4])} ({len(names)} in all) lost what they held while the engine slept, and no "
+                "update brings it: restart the engine",
+                names,
             )
-        self._due = False
+        self._must_check = False
 
-    def _digests(self) -> _Noted:
+    def _digests(self) -> _Digests:
         tensors = self._tensors()
         digests = digest_boxes([(tensor, (0,) * tensor.dim()) for tensor in tensors.values()])
         return {
@@ -84,7 +84,7 @@ class Constants:
 
 
 def _hashable(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes if it is of a dtype that no weights have."""
+    """The tensor, or its bytes if its dtype is none of weights."""
     try:
         dtype_name(tensor.dtype)
     except CkptEngineError:

@@ -1,15 +1,16 @@
 """Brings one worker's model from one weight version to the next, and proves it.
 
-`prepare` learns what the model needs of a manifest and touches nothing. `ready` opens, maps and compiles what a plan
-needs, before the engine pauses. `install` follows a plan that is ready. It *brings*: everything that can be checked is
-checked first, then the worker marks itself DIRTY, and bytes are read straight to where they belong; in a collective
-(part.py) it votes between the two. Then it *commits*:
-derived tensors are recomputed, every box is hashed where it lies and compared with what its source sealed, and only
-then is the worker CLEAN.
+`prepare` records what the model needs of a manifest and changes nothing. `ready` opens, maps and compiles what a plan
+needs, before the engine pauses. `install` follows a plan that is ready, in two steps:
 
-All of them answer with a message and raise nothing: an exception inside an engine would leave its other workers wedged.
-They run on the engine's thread. What costs Python per tensor is kept from one update to the next for as long as plan
-and memory stay the same (plans.py).
+- *Bring*: check all that can be checked, mark the worker DIRTY, read the bytes into the model. In a collective
+  (part.py) the worker votes before it is DIRTY.
+- *Commit*: recompute derived tensors, digest every box in place and compare it with what its source sealed. Only then
+  mark the worker CLEAN.
+
+All of them answer with a message and raise nothing: an exception inside an engine would leave its other workers
+waiting. They run on the engine's thread. Python work per tensor is kept from one update to the next as long as plan and
+memory stay the same (plans.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.part import InstallPart
@@ -39,22 +41,21 @@ from ckpt_engine.record.recording import Handover, Recording, TensorLayout, hand
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import LINEAGE_BYTES, WorkerSlot
 
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[manager_pb2.Stage, int, int], None]
-"""Called in the installing thread with (stage, bytes done, bytes in all), every few milliseconds of work."""
+"""Called on the installing thread with (stage, bytes done, bytes in total), every few milliseconds of work."""
 
-_RECORDINGS_KEPT = 4
-_NAMED = 16
+_MOST_RECORDINGS = 4
+_MOST_NAMES = 16
 
 
 class Installer:
     """One worker's installer. Used from one thread at a time."""
 
     def __init__(self, target: LoadTarget, slot: WorkerSlot, transports: Mapping[str, Transport]) -> None:
-        """transports: those of this process, by name (`transport.registry.all_transports()`)."""
+        """transports: of this process, by name (`transport.registry.all_transports()`)."""
         self._target = target
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
@@ -66,18 +67,18 @@ class Installer:
         self._last: worker_pb2.WorkerInstalled | None = None
 
     def apart(self, slot: WorkerSlot, transports: Mapping[str, Transport]) -> Installer:
-        """Another installer of the same model, with its own state word and transports, and with these recordings."""
+        """Makes another installer of the same model, with its own state word and transports, and these recordings."""
         other = Installer(self._target, slot, transports)
         other._recordings = self._recordings
         return other
 
     def recorded(self, manifest_digest: bytes) -> Recording | None:
-        """What was recorded against a manifest, if it is still kept."""
-        kept = self._recordings.get(manifest_digest)
-        return None if kept is None else kept[0]
+        """The recording against a manifest; None: there is none, or it was dropped."""
+        entry = self._recordings.get(manifest_digest)
+        return None if entry is None else entry[0]
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
-        """Records the loader against a manifest, or finds the recording again. Touches no weight. Never raises."""
+        """Records the loader against a manifest, or finds its recording. Changes no weight. Never raises."""
         prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT)
         stop_at = time.monotonic() + order.deadline_seconds
         try:
@@ -88,10 +89,10 @@ class Installer:
         return prepared
 
     def ready(self, order: worker_pb2.ReadyOrder) -> worker_pb2.WorkerReady:
-        """Gets ready what installing by a plan will need, before the engine pauses. Touches no weight. Never raises.
+        """Makes a plan ready before the engine pauses. Changes no weight. Never raises.
 
-        The answer names every plan that is ready then: `install` opens, maps and compiles nothing more for it, unless a
-        tensor of the model moves or `release` comes between.
+        The answer names every ready plan: `install` opens, maps and compiles nothing more for it, unless a tensor of
+        the model moves or `release` is called before.
         """
         answer = worker_pb2.WorkerReady(fence=order.fence)
         try:
@@ -117,15 +118,15 @@ class Installer:
     def install(
         self, order: worker_pb2.InstallOrder, on_progress: OnProgress | None = None
     ) -> worker_pb2.WorkerInstalled:
-        """Installs a version. The slot says how it ended; the answer says why. Never raises.
+        """Installs a version. The slot has the outcome, the answer the reason. Never raises.
 
-        An order that was already carried out is answered as before and not repeated.
+        An order that was carried out before gets the same answer, and is not repeated.
         """
         if self._last is not None and self._last.fence == order.fence:
             return self._last
-        came = time.monotonic()
+        started = time.monotonic()
         run = _InstallRun(self, order, on_progress)
-        installed = worker_pb2.WorkerInstalled(fence=order.fence, report=run.report)
+        answer = worker_pb2.WorkerInstalled(fence=order.fence, report=run.report)
         try:
             self._check_fence(order.fence)
             if order.fence.epoch == self._fence.epoch:
@@ -138,25 +139,26 @@ class Installer:
         finally:
             if run.plan is not None:
                 run.plan.rest()
-        installed.report.CopyFrom(run.report)
+        answer.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
-            installed.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order)))
-        installed.seconds = time.monotonic() - came
-        if installed.fence == self._fence:
-            self._last = installed
-        return installed
+            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order)))
+        answer.seconds = time.monotonic() - started
+        if answer.fence == self._fence:
+            self._last = answer
+        return answer
 
     def discarding(self) -> None:
-        """The engine is about to throw memory away: notes what no update brings, and lets go of every source's memory.
+        """Prepares for the engine's discarding of memory: digests the tensors that no update brings, and releases all
+        sources' memory.
 
-        Never raises on what it notes; the next install compares.
+        A failure to digest is not raised; the next install reports it.
         """
         self._constants.note()
         self.release()
 
     def release(self) -> None:
-        """Lets go of every source's memory, and of the model's. The next install opens it again. A collective that this
-        worker is a member of stays, since the others would not make another one for it alone."""
+        """Releases the memory of all sources and of the model; the next install opens it again. The worker stays a
+        member of its collective, since the others would not form another one for it alone."""
         self._part.release()
         self._plans.release()
 
@@ -168,13 +170,14 @@ class Installer:
             self._part.close()
 
     def _check_fence(self, fence: weights_pb2.Fence) -> None:
-        # Of whatever cluster: managers go on above the epochs in the words of workers that they are given.
+        # Of any cluster: a manager continues above the epochs in the words of the workers that it gets.
         highest = max(self._fence.epoch, self._slot.epoch)
         if fence.epoch < highest:
             raise aborted(f"epoch {fence.epoch} was overtaken by {highest} on worker {self._slot.rank}")
 
     def _check_fill(self, fence: weights_pb2.Fence) -> None:
-        # Fill fences are compared with each other only. Words do not tell them, so another cluster's may be lower.
+        # Fill fences are compared only with each other. They are not in workers' words, so another cluster's may be
+        # lower.
         if fence.cluster == self._filled.cluster and fence.epoch < self._filled.epoch:
             raise aborted(f"epoch {fence.epoch} was overtaken by {self._filled.epoch} on worker {self._slot.rank}")
         self._filled = weights_pb2.Fence(cluster=fence.cluster, epoch=fence.epoch)
@@ -182,10 +185,10 @@ class Installer:
     def _recording(self, manifest_bytes: bytes, stop_at: float) -> Recording:
         digest = blob_digest(manifest_bytes)
         layout = tuple((name, TensorLayout.of(tensor)) for name, tensor in self._target.named_tensors())
-        kept = self._recordings.get(digest)
-        if kept is not None and kept[1] == layout:
+        entry = self._recordings.get(digest)
+        if entry is not None and entry[1] == layout:
             self._recordings.move_to_end(digest)
-            return kept[0]
+            return entry[0]
         try:
             manifest = weights_pb2.Manifest.FromString(manifest_bytes)
         except DecodeError as error:
@@ -195,7 +198,7 @@ class Installer:
         recording = record(manifest, self._target, stop_at, digest=digest)
         warm_up(recording, self._target.named_tensors())
         self._recordings[digest] = (recording, layout)
-        while len(self._recordings) > _RECORDINGS_KEPT:
+        while len(self._recordings) > _MOST_RECORDINGS:
             self._recordings.popitem(last=False)
         return recording
 
@@ -219,14 +222,14 @@ class _InstallRun:
         self.report = manager_pb2.WorkerReport(rank=installer._slot.rank)
 
     def everything(self) -> None:
-        """Raises whatever goes wrong; DIRTY then stays, if it was reached."""
+        """Runs the whole install. Raises any error; the worker then stays DIRTY, if it was."""
         expected = self._checked_order()
         plan, resident = self._ready(expected)
         self._bring(plan, resident, expected)
         self._commit(plan, resident, expected)
 
     def _ready(self, expected: Sequence[int]) -> tuple[ReadyPlan, Ready]:
-        """Costs next to nothing if the plan was made ready before the pause, and does now what was not."""
+        """Makes the plan ready, which costs next to nothing if it was made ready before the pause."""
         plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic())
         recording = plan.resolved.recording
         if len(expected) != len(recording.needs):
@@ -234,7 +237,7 @@ class _InstallRun:
         return plan, plan.lay_out(self._target)
 
     def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
-        """Checks what is left to check, marks the worker DIRTY and reads. Staged layers are verified as they come."""
+        """Runs the last checks, marks the worker DIRTY and reads. Staged layers are verified one by one."""
         recording = plan.resolved.recording
         self._total = plan.resolved.bytes
         self._installer._constants.check()
@@ -256,7 +259,7 @@ class _InstallRun:
             self._write_staged(plan, expected, tensors)
 
     def _commit(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
-        """Has the engine do what it does after loading, verifies what lies in the model, and marks the worker CLEAN."""
+        """Runs the engine's steps after loading, verifies the model's tensors, and marks the worker CLEAN."""
         report, recording = self.report, plan.resolved.recording
         trace("worker.install", "install")
         started = time.monotonic()
@@ -268,8 +271,8 @@ class _InstallRun:
         trace("worker.install", "verify")
         self._stage = manager_pb2.STAGE_VERIFY
         self._verified = self._verify(resident, recording, expected)
-        more = len(self._by_loader) - _NAMED
-        report.by_loader.extend([*self._by_loader[:_NAMED], *([f"and {more} more"] if more > 0 else [])])
+        more = len(self._by_loader) - _MOST_NAMES
+        report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
@@ -300,7 +303,7 @@ class _InstallRun:
         self.report.install_seconds += time.monotonic() - copied
 
     def _write_staged(self, plan: ReadyPlan, expected: Sequence[int], tensors: dict[str, torch.Tensor]) -> None:
-        """tensors: the model's, if there are handovers; those that are staged take the place of theirs for a while."""
+        """Reads and verifies staged layers. tensors: the model's, if there are handovers; staged ones come instead."""
         waiting = {name for name in plan.resolved.work if name in plan.staged}
         recording = plan.resolved.recording
         handovers = [each for each in recording.handovers if not plan.staged.isdisjoint(each.owners)]
@@ -332,7 +335,7 @@ class _InstallRun:
     def _hand_over(
         self, handover: Handover, plan: ReadyPlan, expected: Sequence[int], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Gives the engine's own loader what it computes on, one verified tensor at a time."""
+        """Gives the engine's own loader the tensors that it computes on, each verified before."""
         recording = plan.resolved.recording
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -353,21 +356,21 @@ class _InstallRun:
 
     @contextmanager
     def _installing(self) -> Iterator[None]:
-        """What takes time in here and is not told as transfer, verification or installing is installing."""
+        """Counts the time inside as installing, except what is counted as transfer, verification or installing."""
         report, started = self.report, time.monotonic()
-        told = report.transfer_seconds + report.verify_seconds + report.install_seconds
+        stage_seconds = report.transfer_seconds + report.verify_seconds + report.install_seconds
         yield
         await_device(self._works)
-        told = report.transfer_seconds + report.verify_seconds + report.install_seconds - told
-        report.install_seconds += time.monotonic() - started - told
+        stage_seconds = report.transfer_seconds + report.verify_seconds + report.install_seconds - stage_seconds
+        report.install_seconds += time.monotonic() - started - stage_seconds
 
     def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
-        """The needs that hash to what was sealed; raises DATA_LOSS naming those that do not."""
+        """Digests needs and returns those that match; raises DATA_LOSS with the names of those that do not."""
         started = time.monotonic()
-        wrong = ready.wrong(expected, self._works)
+        mismatches = ready.mismatches(expected, self._works)
         self.report.verify_seconds += time.monotonic() - started
-        if wrong:
-            raise _differs(recording, wrong)
+        if mismatches:
+            raise _differs(recording, mismatches)
         return ready.needs
 
     def _on_bytes(self, count: int) -> None:
@@ -375,7 +378,7 @@ class _InstallRun:
         self._works()
 
     def _works(self) -> None:
-        """Tells that it goes on, also where no bytes are counted: an install that tells nothing counts as stopped."""
+        """Reports progress, also without new bytes: an install without progress counts as stopped."""
         self._in_time()
         if self._on_progress is not None:
             self._on_progress(self._stage, self.report.bytes, self._total)
@@ -388,19 +391,19 @@ class _InstallRun:
             )
 
 
-def _differs(recording: Recording, wrong: Sequence[int]) -> CkptEngineError:
-    names = sorted({recording.name(need) for need in wrong})
+def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:
+    names = sorted({recording.name(need) for need in mismatches})
     message = f"what was installed of {some(names)} does not hash to what its source sealed"
-    touched = {copy.tensor for copy in recording.copies if copy.need in set(wrong)}
+    touched = {copy.tensor for copy in recording.copies if copy.need in set(mismatches)}
     others = {recording.name(copy.need) for copy in recording.copies if copy.tensor in touched} - set(names)
     if others:
         message += f" (the same tensors of the model are also loaded from {', '.join(sorted(others)[:4])})"
     return data_loss(message, names)
 
 
-def problem_of(error: Exception, doing: str) -> weights_pb2.Problem:
-    """What an exception inside an engine is told as; one that is no CkptEngineError is a defect, and logged."""
+def problem_of(error: Exception, activity: str) -> weights_pb2.Problem:
+    """The Problem for an exception inside an engine. Any but a CkptEngineError is a defect, and logged."""
     if isinstance(error, CkptEngineError):
         return error.problem
-    log.exception("ckpt-engine: %s failed", doing)
-    return internal(f"{doing} failed inside the engine: {type(error).__name__}: {error}").problem
+    log.exception("ckpt-engine: %s failed", activity)
+    return internal(f"{activity} failed inside the engine: {type(error).__name__}: {error}").problem

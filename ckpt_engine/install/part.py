@@ -1,8 +1,7 @@
 """A worker's part in a collective: it joins when its plan is made ready, votes before it is DIRTY, and runs after *go*.
 
-The plan (`plans.py`) decides what is brought, and where to. `transport/collective` decides how members move it and stop
-together. Nothing is written before *go*, so a failure until then leaves the weights as they were. Runs on the engine's
-thread.
+The plan decides what is brought and where to (`plans.py`); `transport/collective` moves it, and stops all members
+together. A failure before *go* has written nothing. Used on the engine's thread.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ Order = worker_pb2.ReadyOrder | worker_pb2.InstallOrder
 
 
 class InstallPart:
-    """The part of one worker. Raises CkptEngineError."""
+    """The part of one worker. Its methods raise CkptEngineError."""
 
     def __init__(self, target: LoadTarget) -> None:
         self._target = target
         self._seat = Seat()
-        self._joined = 0, 0.0  # in which epoch it joined last, and the seconds of that
+        self._joined = 0, 0.0  # the epoch of the last join, and the seconds that it took
 
     @property
     def communicators(self) -> list[bytes]:
-        """The names of the communicators that this worker is a member of: one or none."""
+        """The name of the communicator that this worker is a member of, or none."""
         return [self._seat.communicator] if self._seat.communicator else []
 
     @property
     def memory(self) -> int:
-        """Bytes of the member's buffers."""
+        """Bytes of this member's buffers."""
         return self._seat.memory
 
     def joined(self, order: Order) -> float:
-        """Seconds that joining took for this order's install; 0: the worker was a member already."""
+        """Seconds that joining took for an order; 0: it was a member already."""
         epoch, seconds = self._joined
         return seconds if epoch == order.fence.epoch else 0.0
 
     @contextmanager
     def leaving(self, order: Order) -> Iterator[None]:
-        """A context for everything that an order asks for. If it fails, the other members are told at once."""
+        """Runs the work of an order; if that fails, notifies the other members of its collective at once."""
         try:
             yield
         except Exception as error:
@@ -56,12 +55,11 @@ class InstallPart:
             raise
 
     def join(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan, seconds: float) -> None:
-        """Joins the order's collective, if it has one, and makes room for all that it brings.
-
-        The engine is not paused, but computes nothing meanwhile. Raises what `Seat.join` raises."""
+        """Joins the order's collective, and makes room for all that it brings. The engine is not paused, but computes
+        nothing meanwhile. Raises what `Seat.join` does."""
         self._check(order, plan)
         if not order.HasField("collective"):
-            self._seat.close()  # what it would keep may be of a trainer that is gone
+            self._seat.close()  # its communicator may be of a trainer that has ended
             return
         with span("worker.ready", "join"):
             if not self._seat.has(order.collective):
@@ -75,8 +73,7 @@ class InstallPart:
     def vote(
         self, order: worker_pb2.InstallOrder, plan: ReadyPlan, in_time: Callable[[], None], stop_at: float
     ) -> None:
-        """Waits until all members begin; without a collective it returns at once. Raises ABORTED if they do not
-        begin."""
+        """Votes, and returns when all members begin; at once without a collective. Raises ABORTED if they do not."""
         self._check(order, plan)
         if not order.HasField("collective"):
             return
@@ -84,29 +81,29 @@ class InstallPart:
             raise precondition("this worker was not made ready for this collective")
         plan.make_room(self._seat.device)
         self._bind(plan)
-        await_device(in_time)  # what the engine asked of its GPU before it paused
+        await_device(in_time)  # the engine's GPU work from before its pause
         trace("worker.install", "vote")
         self._seat.vote(order.fence.epoch, order.collective.arm_seconds, stop_at - time.monotonic())
 
     def run(self, order: worker_pb2.InstallOrder, stop_at: float, on_bytes: Callable[[int], None]) -> None:
-        """Receives what the collective brings, if there is one. Call it while the worker is DIRTY."""
+        """Receives what the collective brings, if there is one. The worker is DIRTY."""
         if not order.HasField("collective"):
             return
-        came = 0
+        total = 0
 
-        def told(count: int) -> None:
-            nonlocal came
-            if not came:
+        def on_arrival(count: int) -> None:
+            nonlocal total
+            if not total:
                 trace("worker.install", "first")  # until here it waited for others, from here on for the links
-            came += count
+            total += count
             on_bytes(count)
 
-        self._seat.run(order.fence.epoch, stop_at - time.monotonic(), told)
+        self._seat.run(order.fence.epoch, stop_at - time.monotonic(), on_arrival)
         trace("worker.install", "arrived")
         self._seat.done(order.fence.epoch)
 
     def release(self) -> None:
-        """Drops all references to the model's memory."""
+        """Releases the model's memory."""
         self._seat.unbind()
 
     def close(self) -> None:
@@ -120,6 +117,6 @@ class InstallPart:
     def _check(self, order: Order, plan: ReadyPlan) -> None:
         if plan.resolved.collective and not order.HasField("collective"):
             raise precondition(
-                "the plan needs a collective, and the order names none: update again, or publish the weights over "
-                "another transport"
+                "the plan has weights brought by a collective, but the order has no collective: update again, or offer "
+                "the weights over another transport"
             )

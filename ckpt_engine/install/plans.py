@@ -1,7 +1,7 @@
-"""Plans that are ready to run: regions are open, and reads and checks are bound to the model's memory and compiled.
+"""Ready plans: their regions are open, and their reads and checks are laid out on the model's memory and compiled.
 
-The plan of the served version and the next plan are both kept, so that a change from one to the other opens no region.
-A plan decides which memory is read. The installer decides when, and what follows. Runs on the engine's thread.
+The served plan and the next one are kept, so that going from one to the other opens nothing. A plan decides which
+memory is read; the installer decides when. Used on the engine's thread.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ReadyPlan:
-    """One plan that is kept open."""
+    """One ready plan."""
 
     digest: bytes  # of the serialised plan
     resolved: Resolved
     opened: dict[str, OpenedRegions]  # by transport
-    staged: frozenset[str]  # names of staged tensors (engine/target.py); all others are resident
-    resident: Ready | None = None  # the work on resident tensors; None: not laid out yet
-    standing: Standing | None = None  # tells whether the resident tensors are still where `resident` expects them
-    landed: dict[tuple[int, Box], torch.Tensor] | None = None  # memory for what a collective brings of staged tensors
-    unopened: tuple[weights_pb2.Unopened, ...] = ()  # regions that could not be opened, and are read another way
+    staged: frozenset[str]  # names of the model's staged tensors
+    resident: Ready | None = None  # the work on resident tensors
+    standing: Standing | None = None  # where these were when `resident` was made
+    # Room for what a collective brings of tensors without resident memory, by tensor of the manifest and box.
+    landed: dict[tuple[int, Box], torch.Tensor] | None = None
+    unopened: tuple[weights_pb2.Unopened, ...] = ()  # regions that could not be opened and are read another way
     device: torch.device | None = None  # of `landed`
 
     def lay_out(self, target: LoadTarget) -> Ready:
-        """Prepares the work on resident tensors, again only if one of them has changed its memory. Checks every
-        move."""
+        """Makes the work on resident tensors, again only if one of them has moved. Checks every move."""
         if self.resident is None or self.standing is None or not self.standing.holds():
             tensors = dict(target.named_tensors())
             names = [name for name in self.resolved.work if name not in self.staged]
@@ -58,22 +58,21 @@ class ReadyPlan:
         return self.resident
 
     def make_room(self, device: torch.device) -> None:
-        """Makes `landed` if it is missing or on another device. device: where a collective unpacks.
-
-        Takes memory only for tensors that engines transform, or whose values their loaders compute on."""
+        """Makes `landed`, on the device that a collective unpacks on, unless it exists. It takes memory only for
+        tensors that engines transform or that their loaders compute on."""
         if self.landed is not None and self.device == device:
             return
-        made: dict[tuple[int, Box], torch.Tensor] = {}
-        there = [work for name, work in self.resolved.work.items() if name in self.staged]
-        for work in (*there, *self.resolved.handed.values()):
+        room: dict[tuple[int, Box], torch.Tensor] = {}
+        staged_work = [work for name, work in self.resolved.work.items() if name in self.staged]
+        for work in (*staged_work, *self.resolved.handed.values()):
             for read in work.reads:
-                if is_collective(read.transport) and (read.tensor, read.box) not in made:
+                if is_collective(read.transport) and (read.tensor, read.box) not in room:
                     dtype = torch_dtype(read.dtype)
-                    made[read.tensor, read.box] = torch.empty(read.box.shape, dtype=dtype, device=device)
-        self.landed, self.device = made, device
+                    room[read.tensor, read.box] = torch.empty(read.box.shape, dtype=dtype, device=device)
+        self.landed, self.device = room, device
 
     def arrivals(self, target: LoadTarget) -> list[tuple[int, Box, torch.Tensor]]:
-        """Everything that a collective is to bring: tensor of the manifest, box, and the memory to write to."""
+        """All that a collective is to bring, with its destination: (tensor of the manifest, box, memory)."""
         landed = [(tensor, box, memory) for (tensor, box), memory in (self.landed or {}).items()]
         return [*self.lay_out(target).arrivals, *landed]
 
@@ -83,30 +82,27 @@ class ReadyPlan:
         return sum(memory.nbytes for memory in (self.landed or {}).values())
 
     def edges(self, memory: int = 0, joined: float = 0.0) -> Iterator[manager_pb2.EdgeReport]:
-        """One EdgeReport for each plan edge, with the transport's notes.
-
-        memory: bytes that the member of a collective takes. joined: seconds that the engine computed nothing while the
-        member joined, before the pause."""
+        """Reports each edge of the plan, with the transport's notes. memory: bytes of a collective member's buffers.
+        joined: seconds that the engine computed nothing while it joined, before the pause."""
         notes = self.resident.notes if self.resident is not None else {}
         buffers = f"{(memory + self.buffers) / (1 << 20):.1f} MiB of buffers, kept on the worker's side"
         if joined:
             buffers += f"; the engine computed nothing for {joined:.2f} s while it joined, before the pause"
         for edge in self.resolved.edges:
-            told = manager_pb2.EdgeReport()
-            told.CopyFrom(edge)
+            report = manager_pb2.EdgeReport()
+            report.CopyFrom(edge)
             own = (buffers,) if is_collective(edge.transport) else notes.get(edge.transport, ())
-            told.reason = "; ".join([edge.reason, *own])
-            yield told
+            report.reason = "; ".join([edge.reason, *own])
+            yield report
 
     def rest(self) -> None:
-        """Promises to read nothing before the next `check`. Owners that wait for their readers may then write to their
-        memory."""
+        """Ends reading until the next `check`: owners that wait for their readers may write to their memory."""
         for regions in self.opened.values():
             if isinstance(regions, Leased):
                 regions.rest()
 
     def close(self) -> None:
-        """Closes all regions, and drops what was laid out."""
+        """Releases the sources' memory."""
         self.resident = self.landed = self.standing = None
         for regions in self.opened.values():
             regions.close()
@@ -122,35 +118,34 @@ class ReadyPlans:
         transports: Mapping[str, Transport],
         recorded: Callable[[bytes], Recording | None],
     ) -> None:
-        """recorded: the recording that there is now for a manifest's digest. unopened: what could not be opened here
-        for the last plan that `open` was given, then or before, whether or not there was another way."""
+        """recorded: finds the recording for a manifest's digest."""
         self._target = target
         self._rank = rank
         self._transports = transports
         self._recorded = recorded
-        self._kept: dict[bytes, ReadyPlan] = {}
+        self._plans: dict[bytes, ReadyPlan] = {}
         self._served = b""
+        # Regions of the plan that `open` got last that could not be opened here, whether or not another way was found.
         self.unopened: list[weights_pb2.Unopened] = []
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of the plans that are kept with everything laid out."""
-        return [digest for digest, plan in self._kept.items() if plan.resident is not None]
+        """Digests of the kept plans that are laid out."""
+        return [digest for digest, plan in self._plans.items() if plan.resident is not None]
 
     def open(self, plan_bytes: bytes, seconds: float) -> ReadyPlan:
-        """The plan with its regions open, and still those that were published. Changes no weight.
+        """Opens a plan's regions, or checks that open ones are still the published ones. Changes no weight.
 
-        What was open for other plans is closed after that, except for the plan that is served and can be read still.
-        seconds: how long sources may take to answer. Raises INVALID_ARGUMENT, FAILED_PRECONDITION (plan and model do
-        not fit together) and what transports raise.
+        Then it closes other plans, except the served one if that can still be read. seconds: how long sources may take
+        to answer. Raises INVALID_ARGUMENT, FAILED_PRECONDITION (plan and model do not fit) and what transports raise.
         """
         digest = blob_digest(plan_bytes)
-        plan = self._kept.get(digest)
+        plan = self._plans.get(digest)
         self.unopened = []
         if plan is None or self._recorded(plan.resolved.recording.manifest_digest) is not plan.resolved.recording:
             plan = self._opened(digest, plan_bytes, seconds)
-            before = self._kept.get(digest)
-            self._kept[digest] = plan
+            before = self._plans.get(digest)
+            self._plans[digest] = plan
             if before is not None:
                 before.close()
         else:
@@ -158,23 +153,23 @@ class ReadyPlans:
                 for regions in plan.opened.values():
                     regions.check()
             except BaseException:
-                self._kept.pop(digest).close()  # so that the next attempt opens it anew
+                self._plans.pop(digest).close()  # so that the next attempt opens it again
                 raise
-            self.unopened = list(plan.unopened)  # an answer that told it may have been lost
-        for other in [each for each in self._kept if each != digest]:
-            still = other == self._served and all(each.offered() for each in self._kept[other].opened.values())
+            self.unopened = list(plan.unopened)  # the answer that reported it may have been lost
+        for other in [each for each in self._plans if each != digest]:
+            still = other == self._served and all(each.offered() for each in self._plans[other].opened.values())
             if not still:
-                self._kept.pop(other).close()
+                self._plans.pop(other).close()
         return plan
 
     def serve(self, plan: ReadyPlan) -> None:
-        """Weights of this plan were installed."""
+        """Notes that this plan's weights were installed."""
         self._served = plan.digest
 
     def release(self) -> None:
-        """Closes all."""
-        while self._kept:
-            self._kept.popitem()[1].close()
+        """Closes all plans."""
+        while self._plans:
+            self._plans.popitem()[1].close()
 
     def _opened(self, digest: bytes, plan_bytes: bytes, seconds: float) -> ReadyPlan:
         try:

@@ -1,7 +1,7 @@
-"""Work on tensors of a model, checked and made ready: replayed at each update with as little as can be left to do then.
+"""Copies, fills and digests of a model's tensors: checked and prepared once, then replayed at each update.
 
-It decides how copies, fills and digests are prepared and run, and what is compiled ahead of a pause; not which there
-are (`resolve.py`), nor what follows from a digest that differs (`installer.py`). The engine's thread.
+It decides how they are prepared and run, and what is compiled before a pause. It does not decide which there are
+(`resolve.py`), nor what follows from a digest that differs (`installer.py`). Used on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ckpt_engine.transport.base import OpenedRegions
 log = logging.getLogger(__name__)
 
 _CHECKS_AT_ONCE = 256
-"""How many digests a CPU computes before `in_time` is called; a GPU computes all of them together."""
+"""Checks that a CPU digests together; a GPU digests all at once."""
 
 _POLL_SECONDS = 20e-6
 
 Landed = Mapping[tuple[int, Box], torch.Tensor]
-"""What a collective brings that has no memory in the model before an install: by tensor of the manifest and box."""
+"""Memory for what a collective brings of tensors without resident memory, by tensor of the manifest and box."""
 
 _Check = tuple[int, torch.Tensor, tuple[int, ...], bool]
 
 
 class Ready:
-    """Prepared copies, fills and digests of some tensors. Its constructor checks every move and changes no tensor."""
+    """Copies, fills and digests of some tensors. Making it checks every move and changes no tensor."""
 
     def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None) -> None:
-        """landed: memory from which to copy what a collective brought; None: it writes to the tensors themselves."""
+        """landed: memory into which a collective has brought the arrivals; None: it writes them to the tensors."""
         copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
         self._copies = list(copies.values())
-        self.arrivals = bound.arrivals if landed is None else []  # what a collective is to write to these tensors
+        self.arrivals = bound.arrivals if landed is None else []  # that a collective is to write to these tensors
         self._landed = (
             None
             if landed is None
             else TensorCopy([(view, landed[tensor, box]) for tensor, box, view in bound.arrivals])
         )
-        # By transport, which copies are slower than they could be, and why.
+        # By transport, what is slower than it could be, and why.
         self.notes = {name: copy.notes for name, copy in copies.items() if copy.notes}
         self._zeros = [destination for destination, value in bound.fills if value == 0]
         self._fills = [(destination, value) for destination, value in bound.fills if value != 0]
@@ -58,10 +58,10 @@ class Ready:
             )
             for checks in _groups(bound.checks)
         ]
-        self.needs = {need for need, *_ in bound.checks}  # the needs that are digested
+        self.needs = {need for need, *_ in bound.checks}  # that are digested
 
     def copy(self, on_bytes: Callable[[int], None]) -> None:
-        """Copies what is loaded, and returns when all of it has arrived. Raises what `on_bytes` raises."""
+        """Writes all loaded bytes and waits until they have arrived. Raises what `on_bytes` raises."""
         for copy in self._copies:
             copy.run(on_bytes)
         if self._landed is not None:
@@ -78,24 +78,23 @@ class Ready:
                 destination.fill_(value)
         await_device(in_time)
 
-    def wrong(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
-        """The needs whose present bytes have another digest than expected. expected: by need."""
-        found = []
+    def mismatches(self, expected: Sequence[int], in_time: Callable[[], None]) -> list[int]:
+        """Digests the needs' bytes as they are now. Returns the needs with a digest that differs from `expected`."""
+        mismatches = []
         for needs, digests in self._digests:
             values = digests.run()
-            found += [
+            mismatches += [
                 need
                 for (need, wide), value in zip(needs, values, strict=True)
                 if value != (widened(expected[need], *wide) if wide else expected[need])
             ]
             in_time()
-        return found
+        return mismatches
 
 
 def await_device(in_time: Callable[[], None]) -> None:
-    """Waits until the current stream of the GPU is empty, so that a stage's time does not include earlier work.
-
-    Does not wait for other streams. Calls `in_time` while it waits."""
+    """Waits until the GPU has finished the work of its current stream, so that each stage is charged its own time. Does
+    not wait for other streams; calls `in_time` meanwhile."""
     if not torch.cuda.is_initialized():
         return
     event = torch.cuda.Event()
@@ -106,16 +105,15 @@ def await_device(in_time: Callable[[], None]) -> None:
 
 
 def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Compiles, before any pause, the kernels that copy to and digest these tensors.
-
-    Takes seconds the first time on a host. Never raises: what is not compiled here is compiled when it is needed."""
-    held = list(tensors)
-    if any(tensor.device.type == "cpu" for _, tensor in held):
+    """Compiles the kernels for copying to and digesting these tensors, before any pause. The first time on a host it
+    takes seconds. Never raises: a kernel that is not compiled here is compiled when it is needed."""
+    all_tensors = list(tensors)
+    if any(tensor.device.type == "cpu" for _, tensor in all_tensors):
         digest_host.warm_up()
-    present = {name: tensor.detach() for name, tensor in held if tensor.device.type == "cuda"}
+    present = {name: tensor.detach() for name, tensor in all_tensors if tensor.device.type == "cuda"}
     if not present:
         return
-    # Here, since it loads triton, which a process without a GPU does not need.
+    # Imported here, since it loads triton, which a process without a GPU does not need.
     from ckpt_engine.copy import copy_kernel
 
     try:

@@ -1,7 +1,7 @@
 """Turns a plan and a recording into moves: what is read from where, and to which part of which tensor.
 
-Checks that a plan fits the recording, piece by piece, and knows no tensor and no memory: `bind` brings in the
-tensors. Both fail without having touched anything.
+`resolve` checks piece by piece that a plan fits the recording, without any tensor or memory; `bind` adds the tensors.
+Both fail without having changed anything.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A strided part of a tensor of the model. offset and stride in elements, from the tensor's first element."""
+    """A strided part of a tensor of the model."""
 
-    offset: int
+    offset: int  # elements, from the tensor's first one
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
@@ -35,10 +35,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PieceRead:
-    """One piece on its way to one destination. tensor, box: what it is, of the manifest."""
+    """The read of one piece into one destination."""
 
-    tensor: int
-    box: Box
+    tensor: int  # of the manifest
+    box: Box  # of that tensor
     transport: str
     region: weights_pb2.Region
     offset: int  # bytes
@@ -51,17 +51,17 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True)
 class DigestCheck:
-    """A need as it lies in the model, to be digested from global coordinate `start` on."""
+    """A need in the model, to be digested."""
 
     need: int
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # its first global coordinate
     destination: Destination
     widened: bool
 
 
 @dataclass(slots=True)
 class TensorWork:
-    """Everything that an install does to one tensor of the model."""
+    """All that an install does to one tensor of the model."""
 
     reads: list[PieceRead] = field(default_factory=list)
     fills: list[tuple[tuple[slice, ...], bool | int | float]] = field(default_factory=list)
@@ -74,10 +74,10 @@ class Resolved:
 
     recording: Recording
     work: dict[str, TensorWork]  # by tensor of the model
-    handed: dict[str, TensorWork]  # by the name of what is handed to the engine's loader
-    regions: dict[str, list[weights_pb2.Region]]  # by transport, those that have to be open
-    collective: bool  # whether a collective brings some of it
-    edges: tuple[manager_pb2.EdgeReport, ...]  # one a source
+    handed: dict[str, TensorWork]  # by tensor that the engine's loader gets
+    regions: dict[str, list[weights_pb2.Region]]  # to open, by transport
+    collective: bool  # whether a collective brings any of it
+    edges: tuple[manager_pb2.EdgeReport, ...]
     bytes: int  # of all reads
 
 
@@ -100,20 +100,21 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
         work[fill.tensor].fills.append((place, fill.value))
     regions = [{region.id: region for region in source.regions} for source in plan.sources]
     read = [0] * len(plan.sources)
-    served: list[list[Box]] = [[] for _ in recording.needs]
+    boxes_of: list[list[Box]] = [[] for _ in recording.needs]
     for piece in plan.pieces:
-        if piece.need >= len(served) or piece.source >= len(regions) or piece.region not in regions[piece.source]:
+        if piece.need >= len(boxes_of) or piece.source >= len(regions) or piece.region not in regions[piece.source]:
             raise invalid(f"the plan for worker {rank} names a need, source or region that is not there")
         need = recording.needs[piece.need]
         box = Box(tuple(piece.start), tuple(piece.stop))
         if len(box.start) != need.box.rank or len(piece.stride) != need.box.rank or not contains(need.box, box):
             raise invalid(f"a piece of the plan reaches beyond what worker {rank} needs", [recording.name(piece.need)])
-        served[piece.need].append(box)
+        boxes_of[piece.need].append(box)
         spec = recording.manifest.tensors[need.tensor]
         transport = plan.sources[piece.source].transport
         for copy in copies[piece.need]:
             offset = copy.offset + sum(
-                (here - first) * step for here, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
+                (start - first) * step
+                for start, first, step in zip(box.start, need.box.start, copy.stride, strict=True)
             )
             destination = Destination(offset, box.shape, copy.stride)
             region = regions[piece.source][piece.region]
@@ -132,10 +133,10 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
                 )
             )
             read[piece.source] += box.volume * itemsize(spec.dtype)
-    _check_served(recording, served, rank)
+    _check_served(recording, boxes_of, rank)
     opened: dict[str, list[weights_pb2.Region]] = {}
     for source in plan.sources:
-        if not is_collective(source.transport):  # of whose memory nothing is opened: its owner sends it
+        if not is_collective(source.transport):  # a collective's owner sends its memory; nothing is opened
             opened.setdefault(source.transport, []).extend(source.regions)
     collective = any(is_collective(source.transport) for source in plan.sources)
     edges = tuple(
@@ -155,8 +156,8 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
     return Resolved(recording, work, {name: work.pop(name) for name in names}, opened, collective, edges, sum(read))
 
 
-def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> None:
-    for number, (need, boxes) in enumerate(zip(recording.needs, served, strict=True)):
+def _check_served(recording: Recording, boxes_of: list[list[Box]], rank: int) -> None:
+    for number, (need, boxes) in enumerate(zip(recording.needs, boxes_of, strict=True)):
         if len(boxes) == 1 and boxes[0] == need.box:
             continue
         if sum(box.volume for box in boxes) != need.box.volume or remainder([need.box], boxes):
@@ -168,19 +169,20 @@ def _check_served(recording: Recording, served: list[list[Box]], rank: int) -> N
 
 @dataclass(slots=True)
 class Bound:
-    """Work on real tensors. moves: by transport. arrivals: what a collective brings, (tensor of the manifest, box,
-    view). checks: (need, view in global axis order, start, whether the model keeps it widened)."""
+    """Work on real tensors."""
 
-    moves: dict[str, list[Move]] = field(default_factory=dict)
+    moves: dict[str, list[Move]] = field(default_factory=dict)  # by transport
+    # What a collective brings: (tensor of the manifest, box, view).
     arrivals: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
+    # (need, view in global axis order, start, whether the model keeps it widened).
     checks: list[tuple[int, torch.Tensor, tuple[int, ...], bool]] = field(default_factory=list)
 
 
 def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Bound:
-    """The work of `names` on `tensors`.
+    """Binds the work of `names` to `tensors`.
 
-    Raises FAILED_PRECONDITION if one is missing, has no memory or lies otherwise than when it was recorded.
+    Raises FAILED_PRECONDITION if one is missing, has no memory or has another layout than when it was recorded.
     """
     bound = Bound()
     for name in names:

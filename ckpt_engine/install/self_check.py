@@ -1,9 +1,9 @@
-"""Loads weights that are made here, of a seed, into the model: by our install, or by the engine's own loader.
+"""Loads weights generated from a seed into the model: by our install, or by the engine's own loader.
 
-It decides what the values are and how each way is run. Whether both ways lead to the same model is decided by the agent
-(machines/agent/check.py), which asks the engine for log-probabilities after each. Nothing travels: every worker of an
-engine makes the same values of a tensor's name and of coordinates. Runs on the engine's thread, while the worker holds
-no version; its state word is not touched, so the gate stays closed.
+It decides the values, and how each way runs. The agent decides whether both ways give the same model
+(machines/agent/check.py): it asks the engine for log-probabilities after each. Nothing is transferred: every worker of
+an engine generates the same values from a tensor's name and coordinates. It runs on the engine's thread while the
+worker holds no version. The worker's state word does not change, so the gate stays closed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.strides import contiguous
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.gate.page import EnginePage, WorkerSlot
 from ckpt_engine.install.installer import Installer, problem_of
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import OPEN_SECONDS, Availability, Move
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage, WorkerSlot
 
 TRANSPORT = "seeded"
-"""Names the way in which made weights come in the plans below. No manager knows it."""
+"""The transport of generated weights in the plans below. No manager knows it."""
 
 _SHIFTS = 4194301  # a prime: where a tensor's values begin in its buffer
-_SLICE = 1 << 24  # elements that are made at a time
+_SLICE = 1 << 24  # elements that are generated at a time
 
 
 class SeededWeights:
-    """The weights of one seed. They are views of one buffer for each dtype and kind; a tensor's values begin where its
-    name says, so that a box that lands at another place, or in another tensor, holds other values.
+    """The weights of one seed: views of one buffer for each dtype and kind. A tensor's name decides where its values
+    begin, so that a box at a wrong place, or in a wrong tensor, has other values.
 
     Matrices are drawn from [-a, a] with a = 2 / sqrt(columns), so that every layer's output matters to the logits;
     vectors (norms, biases) from [0.5, 1.5].
@@ -56,11 +56,11 @@ class SeededWeights:
             self._longest[key] = max(self._longest.get(key, 0), prod(spec.shape))
 
     def view(self, tensor: int, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """Elements of one tensor of the manifest, without a copy. offset, stride: in elements of the whole tensor."""
+        """A view of a part of one tensor of the manifest. offset, stride: in elements of the whole tensor."""
         spec = self._tensors[tensor]
         key = spec.dtype, len(spec.shape) > 1
         if key not in self._buffers:
-            self._buffers[key] = self._made(torch_dtype(spec.dtype), key[1], self._longest[key] + _SHIFTS)
+            self._buffers[key] = self._new_buffer(torch_dtype(spec.dtype), key[1], self._longest[key] + _SHIFTS)
         shift = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:8], "little") % _SHIFTS
         return self._buffers[key].as_strided(tuple(shape), tuple(stride), shift + offset)
 
@@ -69,7 +69,7 @@ class SeededWeights:
         for index, spec in enumerate(self._tensors):
             yield spec.name, self.view(index, 0, spec.shape, contiguous(spec.shape))
 
-    def _made(self, dtype: torch.dtype, matrix: bool, length: int) -> torch.Tensor:
+    def _new_buffer(self, dtype: torch.dtype, matrix: bool, length: int) -> torch.Tensor:
         generator = torch.Generator(device=self._device).manual_seed(self._seed)
         buffer = torch.empty(length, dtype=dtype, device=self._device)
         low, high = (-self._spread, self._spread) if matrix else (0.5, 1.5)
@@ -120,21 +120,22 @@ class SelfCheck:
     """One worker's part in the check of its engine."""
 
     def __init__(self, target: LoadTarget, installer: Installer, slot: WorkerSlot, world_size: int) -> None:
-        """installer: the worker's own, whose recordings are used. slot: the worker's own, which is only read."""
+        """installer: of the worker; only its recordings are used. slot: of the worker; it is only read."""
         self._target, self._installer = target, installer
         self._slot, self._world_size = slot, world_size
         self._installs = 0
 
     def load(self, order: worker_pb2.CheckOrder) -> worker_pb2.WorkerChecked:
-        """Loads the version of a seed. A worker that holds a version refuses: made weights would be served under its
-        name. Raises nothing: what went wrong is in the answer."""
+        """Loads the weights of a seed. A worker that holds a version refuses, or they would be served under its name.
+        Raises nothing: a problem is in the answer."""
         checked = worker_pb2.WorkerChecked(fence=order.fence)
         recording = self._installer.recorded(order.manifest_digest)
         try:
-            if (held := self._slot.identity) is not None:
+            if (identity := self._slot.identity) is not None:
+                version = f"version {identity.version} of {identity.lineage}"
                 raise precondition(
-                    f"worker {self._slot.rank} holds version {held.version} of {held.lineage}; made weights would "
-                    "overwrite it: an engine is checked before its first update"
+                    f"worker {self._slot.rank} holds {version}; generated weights would overwrite it: an engine is "
+                    "checked before its first update"
                 )
             if recording is None:
                 raise precondition(f"worker {self._slot.rank} has not recorded this manifest")
@@ -145,7 +146,7 @@ class SelfCheck:
         finally:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-                torch.cuda.empty_cache()  # the engine has counted on this memory
+                torch.cuda.empty_cache()  # the engine expects this memory to be free
         return checked
 
     def _load(self, order: worker_pb2.CheckOrder, recording: Recording) -> None:
@@ -164,7 +165,7 @@ class SelfCheck:
     def _install(
         self, slot: WorkerSlot, order: worker_pb2.CheckOrder, recording: Recording, weights: SeededWeights
     ) -> None:
-        """Through the whole of an ordinary install, into a state word that no gate reads."""
+        """Runs an ordinary install, with a state word that no gate reads."""
         installer = self._installer.apart(slot, {TRANSPORT: _Seeded(weights)})
         boxes = []
         for need in recording.needs:
@@ -191,7 +192,7 @@ class SelfCheck:
 
 
 def _plan(recording: Recording) -> weights_pb2.WorkerPlan:
-    """Reads each need, as one piece, from the region of its whole tensor."""
+    """A plan that reads each need, as one piece, from the region of its whole tensor."""
     specs = recording.manifest.tensors
     used = sorted({need.tensor for need in recording.needs})
     regions = [
@@ -223,6 +224,6 @@ def _first(recording: Recording, tensor: int, start: Sequence[int]) -> int:
 
 
 def _device(target: LoadTarget) -> torch.device:
-    """Where the model lies."""
+    """The model's device."""
     devices = [tensor.device for _, tensor in target.named_tensors() if tensor.device.type != "meta"]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

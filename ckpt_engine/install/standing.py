@@ -1,8 +1,8 @@
-"""Tells whether a model's tensors are still the same objects in the same memory, at every install, during the pause.
+"""Checks at every install, while generation is paused, whether a model's tensors are still where they were.
 
-To find the 400 tensors of a model by name takes 4 ms in vLLM. This checks each tensor where it was found last, which
-takes a tenth of that. It decides whether the search by name can be skipped, not what follows if a tensor has moved.
-Runs on the engine's thread.
+Walking a model of 400 tensors by name takes 4 ms in vLLM; this looks at each tensor where it was found before, and
+takes a tenth of that. It decides whether the walk can be skipped, not what follows if something has moved. Used on the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-_Seen = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+_Entry = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Standing:
-    """Remembers tensors of a model: each with its address, its layout and the modules that lead to it.
-
-    It holds references to them, so that no new object can have the identity of one that was freed."""
+    """Some tensors of a model, each with the modules on its path, its address and its layout at the time of creation.
+    It keeps references to modules and tensors, so that no other object can replace one unnoticed."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: by their names in `model`. If it has no such parameter or buffer for one of them, `holds` is always
-        false."""
+        """tensors: by the names that `model` gives its parameters and buffers. With one that `model` does not have
+        under its name, `holds` is always false."""
         self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
-        self._seen: list[_Seen] = []
+        self._entries: list[_Entry] = []
         self._all = True
         for name, tensor in tensors.items():
             holder, last = self._holder(model, name), name.rpartition(".")[2]
@@ -33,10 +32,10 @@ class Standing:
                 self._all = False
                 return
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-            self._seen.append((holder, kinds[0], last, tensor, *place))
+            self._entries.append((holder, kinds[0], last, tensor, *place))
 
     def holds(self) -> bool:
-        """Whether all of them are the same objects, under the same names, at the same addresses and laid out alike."""
+        """Whether all are the same objects, with the same names, addresses and layouts."""
         if not self._all or any(parent._modules.get(name) is not child for parent, name, child in self._ways.values()):
             return False
         # Each access to one of vLLM's parameters goes through Python, which would take nine tenths of the time.
@@ -47,12 +46,11 @@ class Standing:
                 and tensor.shape == shape
                 and tensor.stride() == stride
                 and tensor.dtype == dtype
-                for holder, kind, name, tensor, address, shape, stride, dtype in self._seen
+                for holder, kind, name, tensor, address, shape, stride, dtype in self._entries
             )
 
     def _holder(self, model: nn.Module, name: str) -> nn.Module | None:
-        """The module that has the tensor as a parameter or buffer; notes the modules that lead to it. None: there is
-        none."""
+        """Finds the module that has a parameter or buffer, and notes the path to it; None: there is none."""
         module = model
         for step in name.split(".")[:-1]:
             child = module._modules.get(step)

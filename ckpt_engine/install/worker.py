@@ -1,9 +1,9 @@
-"""What an engine's hook holds: one worker, between the engine that calls it and the agent that gives the orders.
+"""The object in an engine's hook: one worker, between the engine that calls it and the agent that gives the orders.
 
-`prepare()` and `install()` are called by the engine (through whatever hook it offers) on the thread that owns the
-model: `prepare()` for what is done before a pause, recording a loader or getting a plan ready. Each fetches its order
-from the agent, carries it out, and reports. They never raise: an exception in one worker leaves an engine's other
-workers waiting for ever, so everything that goes wrong travels over the channel, and the state word tells the rest.
+The engine calls `prepare()` and `install()`, through any hook that it offers, on the thread that owns the model.
+`prepare()` is for work before a pause: recording a loader or making a plan ready. Each fetches its order from the
+agent, carries it out, and reports. They never raise, since an exception in one worker would leave the engine's other
+workers waiting for ever: problems are reported over the channel, and the state word has the outcome.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.self_check import SelfCheck
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class EngineWorker:
         """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
 
         rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
-        deadlines: default, what the agent's environment says. The agent answers from memory, so only a dead or stuck
-        one takes long. model: architecture, quantisation, layout, graphs and device, for a self-check that is kept.
-        Raises OSError, ValueError: the directory or the slot cannot be used; an engine should not start then.
+        deadlines: default, from the environment. model: architecture, quantisation, layout, graphs and device; the
+        result of a self-check is kept by it. Raises OSError, ValueError: the directory or the slot cannot be used, and
+        the engine should not start.
         """
         directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
@@ -60,11 +60,11 @@ class EngineWorker:
         self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
         self._check = SelfCheck(target, self._installer, self.slot, world_size)
         self._model = model
-        self._told = 0.0
+        self._last_progress = 0.0
 
     def prepare(self) -> bool:
-        """Records the loader, gets a plan ready, or loads weights for a self-check, as the agent orders. True if it
-        could; the agent knows why not."""
+        """Records the loader, makes a plan ready, or loads weights for a self-check, as the agent orders. Returns
+        whether it could; the agent has the reason."""
         try:
             reply = self._ask(worker_pb2.WorkerRequest(want_prepare=worker_pb2.WantOrder()))
             if reply.HasField("ready"):
@@ -86,9 +86,9 @@ class EngineWorker:
             return False
 
     def install(self, epoch: int | None = None) -> bool:
-        """Installs as the agent orders. True if the worker is CLEAN afterwards; the agent knows why not.
+        """Installs as the agent orders. Returns whether the worker is CLEAN afterwards; the agent has the reason.
 
-        epoch: the one that the engine was told, if any; an order of another one is not carried out.
+        epoch: that the engine was called with, if any; an order of another one is not carried out.
         """
         try:
             reply = self._ask(worker_pb2.WorkerRequest(want_install=worker_pb2.WantOrder()))
@@ -107,7 +107,7 @@ class EngineWorker:
                 self._progress(order.fence, stage, done, total)
 
             installed = self._installer.install(order, on_progress)
-            # Beside the engine's answer, which need not wait for the agent's: no token is made until it has come.
+            # In parallel with the engine's own answer: the agent waits for both, so no token is made before.
             report = worker_pb2.WorkerRequest(installed=installed)
             threading.Thread(target=self._report, args=(report,), name="ckpt-engine report", daemon=True).start()
             return not installed.report.HasField("problem")
@@ -116,19 +116,20 @@ class EngineWorker:
             return False
 
     def discard(self) -> None:
-        """The engine is about to throw its weights away (sleep level 2): the worker holds no version from now on, and
-        no memory of any source stays mapped. What no update brings is noted, and compared at the next install.
+        """Prepares for the engine's discarding of its weights (sleep level 2): the worker holds no version from now on,
+        and all sources' memory is unmapped. Tensors that no update brings are digested, and compared at the next
+        install.
 
-        Never raises. May be called more than once, and as often as an engine likes before the memory goes.
+        Never raises. May be called any number of times before the memory is discarded.
         """
         self.slot.none()
         try:
             self._installer.discarding()
         except Exception:
-            log.exception("ckpt-engine: worker %d could not let go of what it had mapped", self.slot.rank)
+            log.exception("ckpt-engine: worker %d could not release the memory of its sources", self.slot.rank)
 
     def close(self) -> None:
-        """Ends the worker in an orderly way: it holds no version any more."""
+        """Ends the worker: it holds no version any more."""
         self.slot.none()
         try:
             self._installer.close()
@@ -140,7 +141,7 @@ class EngineWorker:
         return self._channel.ask(request, self._deadlines.worker_ask)
 
     def _report(self, report: worker_pb2.WorkerRequest) -> None:
-        """Asks until the agent has it. What the engine's thread asks next waits for that."""
+        """Sends a report until the agent has it. The engine thread's next request waits for that."""
         try:
             self._ask(report)
         except Exception:
@@ -148,8 +149,8 @@ class EngineWorker:
 
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._told >= PROGRESS_SECONDS:
-            self._told = now
+        if now - self._last_progress >= PROGRESS_SECONDS:
+            self._last_progress = now
             progress = worker_pb2.WorkerProgress(fence=fence, stage=stage, bytes_done=done, bytes_total=total)
             self._channel.tell(worker_pb2.WorkerRequest(progress=progress))
 

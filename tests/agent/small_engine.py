@@ -36,6 +36,8 @@ from ckpt_engine.engine.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.engine.kinds import EngineKind
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine.v1.worker_pb2 import (
@@ -47,8 +49,6 @@ from ckpt_engine.v1.worker_pb2 import (
     WorkerReady,
     WorkerRequest,
 )
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from ckpt_engine.agent import attached
 from ckpt_engine.agent.attached import AttachedEngine
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import by_hand, environment
 from tests.distributions import SMALL, distribution

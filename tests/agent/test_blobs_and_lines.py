@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ckpt_engine.agent.blobs import BlobCache
-from ckpt_engine.agent.narration import heard, said, seconds
+from ckpt_engine.agent.narration import received_line, seconds, sent_line
 from ckpt_engine.channel import blob_ref
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -84,17 +84,19 @@ def test_lines_for_people() -> None:
         pause_seconds=0.0314,
         sync_seconds=1.5,
     )
-    assert said(outcome) == "update 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
+    assert sent_line(outcome) == "update 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
     closed = manager_pb2.ReplicaOutcome(
         fence=fence, outcome=manager_pb2.OUTCOME_QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )
-    assert said(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
-    assert said(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == ("prepared, 1 worker")
+    assert sent_line(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
+    assert sent_line(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == (
+        "prepared, 1 worker"
+    )
     assert (
-        heard(manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence))
+        received_line(manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence))
         == "registered with the manager of cluster 01234567"
     )
-    assert heard(manager_pb2.Heartbeat()) == said(manager_pb2.ReplicaHeartbeat()) == ""
+    assert received_line(manager_pb2.Heartbeat()) == sent_line(manager_pb2.ReplicaHeartbeat()) == ""
 
 
 def test_durations() -> None:

@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from ckpt_engine.agent.channel import AgentChannel
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
 
 SECONDS = 60.0
 FRAME_LIMIT = 1 << 20

@@ -14,9 +14,9 @@ import pytest
 
 from ckpt_engine.agent import ports
 from ckpt_engine.agent.channel import AgentChannel
-from ckpt_engine.agent.engine import EngineFailedError, checked_advertise, told_url
+from ckpt_engine.agent.engine import EngineFailedError, advertised_url, checked_advertise
 from ckpt_engine.agent.launched import LaunchedEngine, LaunchSettings, Restart
-from ckpt_engine.agent.logs import KEPT, new_log
+from ckpt_engine.agent.logs import MOST_FILES, new_log
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
@@ -234,9 +234,9 @@ async def test_an_address_where_the_agent_could_not_drive_its_engine_is_refused(
 
 
 def test_addresses_become_part_of_urls() -> None:
-    assert told_url("http://127.0.0.1:8000", "") == "http://127.0.0.1:8000"
-    assert told_url("http://127.0.0.1:8000", "10.0.0.5") == "http://10.0.0.5:8000"
-    assert told_url("http://127.0.0.1:8000", "fd00::5") == "http://[fd00::5]:8000"
+    assert advertised_url("http://127.0.0.1:8000", "") == "http://127.0.0.1:8000"
+    assert advertised_url("http://127.0.0.1:8000", "10.0.0.5") == "http://10.0.0.5:8000"
+    assert advertised_url("http://127.0.0.1:8000", "fd00::5") == "http://[fd00::5]:8000"
     for wrong in ("10.0.0.5:8000", "http://a", "a b", "-a", "[fd00::5]"):
         with pytest.raises(ValueError, match="without scheme and port"):
             checked_advertise(wrong)
@@ -319,9 +319,9 @@ async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_st
 
 
 def test_the_logs_that_were_written_to_last_stay(root: Path) -> None:
-    paths = [new_log(root, f"engine/{number}") for number in range(KEPT)]
+    paths = [new_log(root, f"engine/{number}") for number in range(MOST_FILES)]
     for age, path in enumerate(paths):
         os.utime(path, (1e9 - age, 1e9 - age))
     newest = [new_log(root, "engine/0"), new_log(root, "engine/0")]
-    assert set((root / "logs").iterdir()) == {*newest, *paths[: KEPT - 2]}
+    assert set((root / "logs").iterdir()) == {*newest, *paths[: MOST_FILES - 2]}
     assert newest[0] != newest[1]

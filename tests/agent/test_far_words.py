@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.agent.leading import FarSlots
+from ckpt_engine.gate.page import EnginePage, WorkerSlot, verdict
 from ckpt_engine.machines.nodes.far import FarWorkers
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.state import EnginePage, WorkerSlot, verdict
 
 BOOT, OTHER = b"b" * 16, b"o" * 16
 
@@ -39,7 +39,7 @@ class Mirror(FarWorkers):
         super().__init__(self._slots.show)
 
     def hear(self, node: int, *statuses: manager_pb2.WorkerStatus) -> str:
-        return self.take(node, statuses, self._slots.here())
+        return self.take(node, statuses, self._slots.boot_ids())
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ import sys
 from pathlib import Path
 from ckpt_engine.agent.leading import FarSlots
 from ckpt_engine.machines.nodes.events import ShowWord
-from ckpt_engine.words.state import CLEAN, EnginePage
+from ckpt_engine.gate.page import CLEAN, EnginePage
 from ckpt_engine.v1 import weights_pb2
 identity = weights_pb2.Identity(lineage="run", version=1, root=bytes([1]) * 32)
 FarSlots(EnginePage(Path(sys.argv[1]))).show(ShowWord(1, b"b" * 16, True, CLEAN, 1, identity))

@@ -22,9 +22,9 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.adapter import LaunchPlan
 from ckpt_engine.engine.node_plan import NodePart
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.v1 import worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
 from tests.ports import free_port
 
 SECONDS = 60.0

@@ -21,8 +21,8 @@ from ckpt_engine.agent.nodes import Keys, NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gate.page import EnginePage, WorkerSlot, verdict
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage, WorkerSlot, verdict
 from tests.ports import free_port
 
 SECONDS = 60.0

@@ -11,35 +11,35 @@ FIRST, SECOND = (0, b"first"), (1, b"second")
 
 async def test_it_waits_for_all_that_are_due() -> None:
     reports = Reports()
-    reports.due(*FIRST)
-    reports.due(*SECOND)
-    waiting = asyncio.ensure_future(reports.all_came(60))
-    reports.came(*FIRST)
-    reports.came(*FIRST)
+    reports.expect(*FIRST)
+    reports.expect(*SECOND)
+    waiting = asyncio.ensure_future(reports.wait_all(60))
+    reports.arrived(*FIRST)
+    reports.arrived(*FIRST)
     for _ in range(10):
         await asyncio.sleep(0)
     assert not waiting.done()
-    reports.came(*SECOND)
+    reports.arrived(*SECOND)
     await waiting
 
 
 async def test_it_waits_for_nothing_that_has_come_already_or_was_never_due() -> None:
     reports = Reports()
-    await reports.all_came(60)
+    await reports.wait_all(60)
     for _ in range(2):
-        reports.due(*FIRST)
-        reports.came(*FIRST)
-        await reports.all_came(60)
-    reports.came(*SECOND)
-    await reports.all_came(60)
+        reports.expect(*FIRST)
+        reports.arrived(*FIRST)
+        await reports.wait_all(60)
+    reports.arrived(*SECOND)
+    await reports.wait_all(60)
 
 
 async def test_what_never_comes_is_waited_for_once() -> None:
     reports = Reports()
-    reports.due(*FIRST)
-    await reports.all_came(0.01)
-    await reports.all_came(60)
-    reports.due(*SECOND)
-    waiting = asyncio.ensure_future(reports.all_came(60))
-    reports.came(*SECOND)
+    reports.expect(*FIRST)
+    await reports.wait_all(0.01)
+    await reports.wait_all(60)
+    reports.expect(*SECOND)
+    waiting = asyncio.ensure_future(reports.wait_all(60))
+    reports.arrived(*SECOND)
     await waiting

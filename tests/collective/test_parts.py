@@ -177,7 +177,7 @@ def test_a_plan_of_a_collective_is_refused_without_one(halves: PartWorld) -> Non
     order.plan = halves.plans[0].SerializeToString()
     problem = worker.installer.install(order).report.problem
     assert problem.code == Problem.FAILED_PRECONDITION
-    assert "the order names none" in problem.message
+    assert "the order has no collective" in problem.message
     assert worker.slot.state == manager_pb2.WORKER_STATE_NONE
 
 

@@ -320,7 +320,7 @@ def test_the_status_shows_what_relays_hold_and_who_filled_them() -> None:
 
 
 def test_old_engine_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_engine.agent.logs.KEPT_BYTES", 100)
+    monkeypatch.setattr("ckpt_engine.agent.logs.MOST_BYTES", 100)
     old, new = new_log(tmp_path, "old"), new_log(tmp_path, "new")
     old.write_bytes(bytes(80))
     new.write_bytes(bytes(80))

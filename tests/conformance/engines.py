@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from ckpt_engine.engine.adapter import Capabilities, load_adapter
-from ckpt_engine.words.gate import Gate
+from ckpt_engine.gate.gate import Gate
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
 from ckpt_engine_adapters.vllm.gate import VllmGate

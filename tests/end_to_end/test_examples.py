@@ -20,7 +20,7 @@ from ckpt_engine.cli import app_for
 from ckpt_engine.commands.agent import EVICTED
 from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
-from ckpt_engine.words.gate import READY_ROUTE
+from ckpt_engine.gate.gate import READY_ROUTE
 from tests.cluster import Cluster, generate, running_cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

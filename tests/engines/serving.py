@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from ckpt_engine import Trainer
-from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.gate import ROUTES_ROUTE, Gate
+from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.gate import ROUTES_ROUTE, Gate
 from tests.cluster import Cluster, Replica, Stream
 from tests.conformance.weights import load, of_either_version
 from tests.end_to_end.test_several_nodes import free_address

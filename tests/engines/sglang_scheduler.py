@@ -34,8 +34,8 @@ class MemorySaver:
 
 def play(model: nn.Module, config: Any, folder: Path) -> dict[str, Any]:
     """What a scheduler's worker does, told as JSON."""
-    from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-    from ckpt_engine.words.state import EnginePage, admission
+    from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+    from ckpt_engine.gate.page import EnginePage, admission
     from ckpt_engine_adapters.sglang import loader
 
     directory = EngineDirectory.create(folder)

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import DIRTY, EnginePage
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import DIRTY, EnginePage
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, eventually, outcomes, running_cluster
 from tests.engines.routers import FLAGS, MODULES, Router, ask, needs_routers, running_router
 from tests.tiny_model import make_tiny_qwen3

@@ -140,7 +140,7 @@ def test_a_step_must_compute_what_it_made_anew_and_in_place() -> None:
     absorbed = model[0].absorbed
     computed = PostLoadTensors(model, made_while_loading(model, ()))
     computed.before()
-    with pytest.raises(CkptEngineError, match=r"does not compute 0\.absorbed anew"):
+    with pytest.raises(CkptEngineError, match=r"does not recompute 0\.absorbed"):
         computed.after()
     computed.before()
     absorbed.fill_(6.0)

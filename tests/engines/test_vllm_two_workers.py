@@ -16,8 +16,8 @@ import torch
 
 from ckpt_engine import Trainer
 from ckpt_engine.channel import ManagerStub
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.words.directory import EngineDirectory
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
 from tests.conformance.weights import load
 from tests.engines.serving import model_of, publish

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ckpt_engine.words.holding import ALONE, ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED
+from ckpt_engine.gate.holding import ALONE, ASLEEP, DEAD_WORKER, NO_WEIGHTS, QUARANTINED
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, make_tiny_qwen3, reference_tokens, regrets
 
 SEEDS = 3

@@ -13,10 +13,10 @@ from ckpt_engine.agent.leading import Followers
 from ckpt_engine.agent.nodes import NodeSettings
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.gate.page import EnginePage, verdict
 from ckpt_engine.machines.events import Message
 from ckpt_engine.machines.nodes.events import LEADER, EndPart, PartEnded, PartStarted, StartPart
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage, verdict
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=1, root=b"r" * 32)
 WORD = manager_pb2.WorkerStatus(
@@ -76,7 +76,7 @@ def leader() -> Iterator[Callable[[bytes], None]]:
         followers._machine._session = b"l" * 16  # as the seeds name it
 
         async def hear(data: bytes) -> None:
-            followers._heard(b"peer", worker_pb2.NodeMessage.FromString(data))
+            followers._receive(b"peer", worker_pb2.NodeMessage.FromString(data))
             await asyncio.sleep(0)
             assert followers._loop.problem is None, "its machine raised"
 

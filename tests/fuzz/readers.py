@@ -19,6 +19,9 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage, verdict
+from ckpt_engine.gate.routes import route_of
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import BlobStore, receive
@@ -37,9 +40,6 @@ from ckpt_engine.transport.ucx import channel
 from ckpt_engine.transport.ucx.helpers import Helper
 from ckpt_engine.transport.ucx.reader import read_locator as read_ucx_locator
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.routes import route_of
-from ckpt_engine.words.state import EnginePage, verdict
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, safetensors_file, sealed_record, table
 from tests.sealing import root

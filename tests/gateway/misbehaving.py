@@ -98,7 +98,7 @@ class Engine:
     def tell(self, **more: Any) -> None:
         """Lets the gateway hear which version it holds now. more: what else is told of it."""
         fleet = self.gateway.placing.fleet
-        told = fleet.members[f"http://127.0.0.1:{self.port}"].told
+        told = fleet.members[f"http://127.0.0.1:{self.port}"].news
         fleet.tell([replace(told, **{"identity": GatewayVersion(self.version), **more})])
 
     def die(self) -> None:

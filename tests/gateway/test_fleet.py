@@ -167,7 +167,7 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     member = fleet.members["a"]
     visit = Visit(member)
     visit.let_in(fleet.answered(member, GatewayVersion(2, "", "ab")))
-    assert visit.held() == (GatewayVersion(2, "run", "ab"), GatewayVersion(2, "run", "ab"))
+    assert visit.bounds() == (GatewayVersion(2, "run", "ab"), GatewayVersion(2, "run", "ab"))
     draining = ReplicaNews(
         "a",
         "http://a",
@@ -179,7 +179,7 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
         "in_place",
     )
     fleet.tell([draining])
-    assert visit.held() == (GatewayVersion(2, "run", "ab"), GatewayVersion(3, "run"))
+    assert visit.bounds() == (GatewayVersion(2, "run", "ab"), GatewayVersion(3, "run"))
     assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
 
 
@@ -189,8 +189,8 @@ def test_a_request_with_a_token_meets_no_other_version_in_modes_that_end_it(mode
     begun, waits = Visit(fleet.members["a"]), Visit(fleet.members["a"])
     begun.begin()
     fleet.tell([replace(told("a", FleetState.DRAINING, 2), next=GatewayVersion(3, "run"), mode=mode)])
-    assert [each.version for each in begun.held() if each] == [2, highest]
-    assert [each.version for each in waits.held() if each] == [2, 3]
+    assert [each.version for each in begun.bounds() if each] == [2, highest]
+    assert [each.version for each in waits.bounds() if each] == [2, 3]
 
 
 def test_a_gate_names_a_version_by_its_root() -> None:
@@ -218,7 +218,7 @@ def test_what_a_gate_let_in_is_compared_with_what_was_asked_for() -> None:
 
 def test_a_gate_that_disagrees_with_what_is_told_is_asked_again_after_news() -> None:
     fleet = fleet_of(told("a"), told("b"))
-    unsuited = {"a": fleet.members["a"].told}
+    unsuited = {"a": fleet.members["a"].news}
     want = VersionWant(min_version=3)
     assert [each.name for each in fleet.candidates(want, 0.0, unsuited)] == ["b"]
     fleet.tell([told("a")])
@@ -257,26 +257,26 @@ def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
     visit = Visit(member)
     visit.let_in(admitted)
     fleet.tell([replace(told("a", FleetState.DRAINING, version=3), next=GatewayVersion(1, "run"))])
-    assert visit.held() == (GatewayVersion(1, "run"), admitted)
+    assert visit.bounds() == (GatewayVersion(1, "run"), admitted)
     fleet.tell([told("a", version=1)])
     fleet.tell([told("a", version=5)])
     fleet.tell([told("a", version=4)])
-    assert [each.version for each in visit.held() if each] == [1, 5]
+    assert [each.version for each in visit.bounds() if each] == [1, 5]
     later = Visit(member)
     later.let_in(GatewayVersion(4, "run", "ab"))
-    assert later.held() == (GatewayVersion(4, "run", "ab"), GatewayVersion(4, "run", "ab"))
+    assert later.bounds() == (GatewayVersion(4, "run", "ab"), GatewayVersion(4, "run", "ab"))
     visit.end()
     fleet.tell([told("a", version=9)])
-    assert [each.version for each in visit.held() if each] == [1, 5]
+    assert [each.version for each in visit.bounds() if each] == [1, 5]
 
 
 def test_a_late_word_is_no_news_and_another_run_is() -> None:
     fleet = fleet_of(told("a", version=2))
     visit = Visit(fleet.members["a"])
     visit.let_in(GatewayVersion(3, "run", "cd"))
-    assert visit.held() == (GatewayVersion(3, "run", "cd"), GatewayVersion(3, "run", "cd"))
+    assert visit.bounds() == (GatewayVersion(3, "run", "cd"), GatewayVersion(3, "run", "cd"))
     fleet.tell([told("a", version=1, lineage="another")])
-    assert visit.held() == (GatewayVersion(1, "another", "ab"), GatewayVersion(3, "run", "cd"))
+    assert visit.bounds() == (GatewayVersion(1, "another", "ab"), GatewayVersion(3, "run", "cd"))
 
 
 @pytest.mark.parametrize("heard", ["before", "after"])
@@ -290,11 +290,11 @@ def test_a_late_word_of_the_run_before_is_no_news_whatever_its_number(heard: str
     visit = Visit(fleet.members["a"])
     visit.let_in(first)
     fleet.tell([installs])
-    assert visit.held() == (first, first)
+    assert visit.bounds() == (first, first)
     fleet.tell([told("a", version=0)])
-    assert visit.held() == (first, first)
+    assert visit.bounds() == (first, first)
     fleet.tell([told("a", version=9, lineage="another")])
-    assert visit.held() == (first, GatewayVersion(9, "another", "ab"))
+    assert visit.bounds() == (first, GatewayVersion(9, "another", "ab"))
 
 
 def test_a_label_says_more_than_a_number_and_less_than_the_manager() -> None:

@@ -247,7 +247,7 @@ def test_requests_are_bounded_and_refused_by_name(world: World) -> None:
 
 MISTAKES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no token is asked for": ("/v1/completions", {"prompt": [1], "max_tokens": 0}, 422, "max_tokens"),
-    "no sample": ("/v1/completions", {"prompt": [1], "n": 0}, 400, "n: 0 is no whole number of 1 or more"),
+    "no sample": ("/v1/completions", {"prompt": [1], "n": 0}, 400, "n: must be an integer of 1 or more, not 0"),
     "texts for ids": ("/inference/v1/generate", {"token_ids": "Call me", "sampling_params": {}}, 400, "token_ids"),
     "text as input_ids": ("/generate", {"input_ids": "Call me"}, 400, "texts are `text`"),
     "a text": ("/v1/completions", {"prompt": "Call me"}, 422, "prompt"),

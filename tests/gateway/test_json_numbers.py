@@ -33,7 +33,7 @@ def strictly(data: bytes) -> Any:
         (b'"temperature": -Infinity', "temperature: -Infinity"),
         (b'"top_p": 1e999', "top_p: 1e999"),
         (b'"logit_bias": {"7": 0, "8": [1, {"a": Infinity}]}', "logit_bias.8[1].a: Infinity"),
-        (b'"seed": NaN, "seed": 1', "NaN is no number"),
+        (b'"seed": NaN, "seed": 1', "NaN is not a number"),
     ],
 )
 async def test_a_request_with_what_is_no_number_reaches_no_engine(more: bytes, said: str, line: bytes) -> None:
@@ -113,11 +113,11 @@ async def test_what_is_passed_on_has_null_for_them_too(behave: Callable[..., Any
     "data", [b"[DONE]", b'{"text": "NaN and Infinity",  "x": 1.50}', b"NaN of a text", b"\xff NaN"]
 )
 def test_what_needs_no_change_is_passed_byte_for_byte(data: bytes) -> None:
-    assert json_numbers.passed(data) == data
+    assert json_numbers.finite_json(data) == data
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_what_is_too_large_for_a_double_is_written_as_null(large: bool) -> None:
     """It is a number of JSON, so that it is read as infinity, and not as one of the names."""
-    content = json_numbers.load_told(b'{"a": [1e999, {"b": -1e999}, 1.5], "c": 1e999}')
+    content = json_numbers.load_answer(b'{"a": [1e999, {"b": -1e999}, 1.5], "c": 1e999}')
     assert json_numbers.dump(content, large) == b'{"a":[null,{"b":null},1.5],"c":null}'

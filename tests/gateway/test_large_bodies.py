@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_engine.gateway import json_numbers, large_json
-from ckpt_engine.gateway.json_numbers import load_asked
+from ckpt_engine.gateway.json_numbers import load_request
 from ckpt_engine.gateway.large_json import dump_in_steps, load_in_steps, values_of
 from ckpt_engine_adapters.vllm.completions import Completions
 from tests.gateway.misbehaving import BODY, Engine, asking, told, until
@@ -82,7 +82,7 @@ def test_no_step_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_that_is_none_is_named_in_a_large_body() -> None:
     content = b'{"prompt": [' + b"1," * 50_000 + b'1], "temperature": NaN}'
     with pytest.raises(ValueError, match="temperature: NaN"):
-        load_asked(content)
+        load_request(content)
     assert not math.isfinite(load_in_steps(b"[1, NaN]", float)[1])
 
 

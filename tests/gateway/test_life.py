@@ -29,7 +29,7 @@ async def test_it_is_not_ready_when_nobody_could_serve_for_too_long_and_while_it
         await until(lambda: bool(engine.gateway.why_not_ready()))
         answer = await client.get("/readyz")
         assert (answer.status_code, answer.json()["reason"]) == (503, "not_ready")
-        assert "nobody could serve" in answer.json()["detail"]
+        assert "no replica could serve" in answer.json()["detail"]
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/livez")).status_code == 200
     again = Engine(lambda _number, body: told(body))

@@ -62,7 +62,7 @@ def in_legs(dialect: type[Dialect], body: dict[str, Any], cuts: Sequence[int], c
         told: list[int] = []
         for version, cut in enumerate([*cuts, None]):
             leg = stitch.begin(f"replica-{version}")
-            leg.held = lambda version=version: (GatewayVersion(version), GatewayVersion(version))  # type: ignore[misc]
+            leg.bounds = lambda version=version: (GatewayVersion(version), GatewayVersion(version))  # type: ignore[misc]
             events = ENGINES[dialect](
                 made.leg_body(stitch, f"leg-{version}"), lambda count: split(count, chunks), version
             )
@@ -305,7 +305,7 @@ def test_an_abort_is_no_end_and_a_lost_last_event_is_one() -> None:
         (Completions, {"prompt": {"ids": [1]}}, "at least one token id"),
         (Completions, {"prompt": [1, -1]}, "number 1 of it is -1"),
         (Completions, {"prompt": [1, True]}, "number 1 of it is true"),
-        (Completions, {"prompt": [1], "n": 0}, "n: 0"),
+        (Completions, {"prompt": [1], "n": 0}, "n: must be an integer of 1 or more, not 0"),
         (Completions, {"prompt": [1], "n": 2000}, "the most of one request"),
         (Completions, {"prompt": [[1]] * 100, "n": 100}, "the most of one request"),
         (Completions, {"prompt": [1], "max_tokens": "many"}, "max_tokens"),

@@ -16,13 +16,13 @@ from ckpt_engine.core.boxes import Box, contains, intersect, whole
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.state import EnginePage
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

@@ -121,7 +121,7 @@ def test_an_engine_whose_own_step_took_too_long_is_not_verified_any_more(
     checkpoint = Checkpoint(model.checkpoint())
     worker = OneWorker(Slow(model), tmp_path)
     monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
-    monkeypatch.setattr(Ready, "wrong", lambda *_: pytest.fail("it was read back after its deadline"))
+    monkeypatch.setattr(Ready, "mismatches", lambda *_: pytest.fail("it was read back after its deadline"))
     assert worker.update(checkpoint).report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     checkpoint.close()
 

@@ -13,12 +13,12 @@ import zmq
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage, verdict
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine.record.record import record
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage, verdict
 from tests.cluster import eventually
 from tests.install.install_models import TensorParallel, assert_same, state
 from tests.install.install_world import Checkpoint

@@ -15,6 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_engine.agent.metrics import AgentState, of_agent
 from ckpt_engine.core.version import Version
+from ckpt_engine.gate.counts import REASONS as GATE_REASONS
+from ckpt_engine.gate.counts import Counts, GateCounts, total_counts
+from ckpt_engine.gate.holding import FULL, UPDATING
 from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import MEBIBYTE, BlobStore
 from ckpt_engine.manager.compiler import Compiler
@@ -24,9 +27,6 @@ from ckpt_engine.manager.tasks import Tasks
 from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.scraping import registry_of, scraped_at
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.counts import REASONS as GATE_REASONS
-from ckpt_engine.words.counts import Counts, GateCounts, counted
-from ckpt_engine.words.holding import FULL, UPDATING
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "examples" / "monitoring"
@@ -195,7 +195,7 @@ async def test_a_report_that_is_corrected_has_not_ended_again(tmp_path: Path, ca
 
 
 def test_gates_are_counted_for_the_agent(tmp_path: Path) -> None:
-    assert counted(tmp_path) == Counts()
+    assert total_counts(tmp_path) == Counts()
     gate = GateCounts(tmp_path)
     for _ in range(3):
         gate.waits()
@@ -203,18 +203,18 @@ def test_gates_are_counted_for_the_agent(tmp_path: Path) -> None:
     gate.refused(FULL)
     gate.refused("a reason that nobody foresaw")
     (tmp_path / "gate-1.counts").write_bytes(b"cut off")
-    found = counted(tmp_path)
+    found = total_counts(tmp_path)
     assert (found.held, found.held_total, found.held_seconds) == (2, 3, 0.5)
     assert found.refusals == {**dict.fromkeys(GATE_REASONS, 0), FULL: 1}
     mine = next(path for path in tmp_path.iterdir() if path.stat().st_size > 100)
     dead = bytearray(mine.read_bytes())
     dead[8] ^= 1  # another start time: the process of this file has died
     (tmp_path / "gate-2.counts").write_bytes(dead)
-    both = counted(tmp_path)
+    both = total_counts(tmp_path)
     assert (both.held, both.held_total) == (2, 6), "its counters stay, and nobody waits there any more"
     again = GateCounts(tmp_path)
     again.refused(UPDATING)
-    assert counted(tmp_path).refusals[FULL] == 2
+    assert total_counts(tmp_path).refusals[FULL] == 2
 
 
 def test_an_agent_is_scraped(tmp_path: Path) -> None:

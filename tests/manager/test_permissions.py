@@ -15,6 +15,8 @@ import pytest
 
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.host.owned import unwritable
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.manager.ledger import Ledger
@@ -22,8 +24,6 @@ from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import ArenaDoor
 from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.v1 import weights_pb2, worker_pb2
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage
 
 STRANGER = 65534
 

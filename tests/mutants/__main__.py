@@ -49,7 +49,7 @@ def _about_relays_in_updates() -> str:
 
 
 def _gate(*names: str) -> str:
-    return " ".join(f"tests/words/test_{name}.py" for name in names)
+    return " ".join(f"tests/gate/test_{name}.py" for name in names)
 
 
 def _relay(*names: str) -> str:
@@ -61,12 +61,12 @@ def _gateway(*names: str) -> str:
 
 
 SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ckpt_engine/words/gate.py", (_gate("gate", "waiting", "routes"), "tests/words")),
-    ("ckpt_engine/words/routes.py", (_gate("routes"), "tests/words")),
-    ("ckpt_engine/words/holding.py", (_gate("holding", "waiting"), "tests/words")),
-    ("ckpt_engine/words/waiting.py", (_gate("waiting"), "tests/words")),
-    ("ckpt_engine/words/reader.py", (_gate("state_page", "gate"), "tests/words")),
-    ("ckpt_engine/words/state.py", (_gate("page_layout", "state_page"), "tests/words", "tests/install")),
+    ("ckpt_engine/gate/gate.py", (_gate("gate", "waiting", "routes"), "tests/gate")),
+    ("ckpt_engine/gate/routes.py", (_gate("routes"), "tests/gate")),
+    ("ckpt_engine/gate/holding.py", (_gate("holding", "waiting"), "tests/gate")),
+    ("ckpt_engine/gate/waiting.py", (_gate("waiting"), "tests/gate")),
+    ("ckpt_engine/gate/reader.py", (_gate("state_page", "gate"), "tests/gate")),
+    ("ckpt_engine/gate/page.py", (_gate("page_layout", "state_page"), "tests/gate", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from ckpt_engine.engine.adapter import AdapterSettings
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
 from tests.ports import free_port
 

@@ -13,11 +13,11 @@ from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical, manifest_of
 from ckpt_engine.core.offers import by_transport
+from ckpt_engine.gate.page import CLEAN, EnginePage
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.source.memory import MemorySource
 from ckpt_engine.source.named import named_source
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words.state import CLEAN, EnginePage
 from ckpt_engine_adapters.reference.driver import ReferenceAdapter
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess
 from tests.sealing import root

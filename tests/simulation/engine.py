@@ -17,11 +17,11 @@ from typing import Protocol
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, invalid, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
+from ckpt_engine.gate import page
+from ckpt_engine.gate.holding import DecisionKind, GateDecision, decide
+from ckpt_engine.gate.page import WorkerWord
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words import state
-from ckpt_engine.words.holding import DecisionKind, GateDecision, decide
-from ckpt_engine.words.state import WorkerWord
 from tests.simulation.collective import Communicator
 from tests.simulation.hosts import HOST, WORKERS_READ, locator_of, ways
 from tests.simulation.parts import worker_joins, worker_part
@@ -97,7 +97,7 @@ class Engine:
         self.asleep: set[str] = set()
         self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
         self.label: weights_pb2.Identity | None = None  # what it calls its tokens by
-        self.hold = state.RequestHold()
+        self.hold = page.RequestHold()
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
@@ -132,7 +132,7 @@ class Engine:
         key = (own, self.page_key())
         if self._judged is None or self._judged[0] != key:
             words = self.page()
-            judged = state.verdict(words, own)
+            judged = page.verdict(words, own)
             statuses = tuple(word.status() for word in words)
             self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
         return self._judged[1]
@@ -158,11 +158,11 @@ class Engine:
         return self.agent
 
     def gate(self) -> GateDecision:
-        """What the gate does with a request now; the rule is that of words/holding.py, which looks at no other time."""
+        """What the gate does with a request now; the rule is that of gate/holding.py, which looks at no other time."""
         now = self.world.now
         key = (self.mark, self.hold, now < self.hold.until, self.page_key())
         if self._decided is None or self._decided[0] != key:
-            mark = state.EngineMark(self.mark.own_weights, self.mark.sleeping)
+            mark = page.EngineMark(self.mark.own_weights, self.mark.sleeping)
             self._decided = key, decide(self.page(), mark, self.hold, now)
         return self._decided[1]
 

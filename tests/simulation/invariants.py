@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.version import Fence, Version
+from ckpt_engine.gate.holding import DecisionKind
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.state import Operation
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.holding import DecisionKind
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.hosts import RELAYS_READ, ways
 from tests.simulation.mechanism import Mechanism

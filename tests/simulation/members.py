@@ -10,12 +10,12 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition, unavailable
+from ckpt_engine.gate import page
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.events import Peer, PeerLost
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words import state
 from tests.simulation.collective import Booth, Communicator, Part
 from tests.simulation.engine import Engine
 from tests.simulation.hosts import HOST, IN_COLLECTIVES
@@ -256,7 +256,7 @@ class AgentShell(MemberShell):
     def _hold(self, task: events.HoldRequests) -> Steps:
         if self.engine is not None:
             until = self.world.now + task.hold_seconds
-            self.engine.hold = state.RequestHold(task.epoch, until, task.closed) if task.epoch else state.RequestHold()
+            self.engine.hold = page.RequestHold(task.epoch, until, task.closed) if task.epoch else page.RequestHold()
         yield 0.0
 
     def _call_engine(self, task: events.EngineTask) -> Steps:

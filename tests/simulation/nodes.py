@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from ckpt_engine.gate import page
+from ckpt_engine.gate.page import WorkerWord
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
 from ckpt_engine.machines.events import Message, Peer, Reply, WorkerAsked
@@ -17,8 +19,6 @@ from ckpt_engine.machines.nodes import events as nodes
 from ckpt_engine.machines.nodes.follower import FollowerMachine
 from ckpt_engine.machines.nodes.leader import LeaderMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words import state
-from ckpt_engine.words.state import WorkerWord
 from tests.simulation.engine import CLEAN, NONE, Agent, Engine, Worker
 from tests.simulation.members import AgentShell, Cluster
 from tests.simulation.shell import Shell
@@ -82,7 +82,7 @@ class SpreadEngine(Engine):
     def held(self) -> events.Words:
         """What its workers hold, whatever the page says."""
         words = [worker.word() for worker in self.workers]
-        judged = state.verdict(words, self.mark.own_weights)
+        judged = page.verdict(words, self.mark.own_weights)
         return events.Words((), judged.open, judged.reason, judged.identity)
 
     def shown_better(self) -> Worker | None:

@@ -14,6 +14,7 @@ import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version import Version
+from ckpt_engine.gate import page
 from ckpt_engine.machines.agent import install as agent_install
 from ckpt_engine.machines.agent import ready as agent_ready
 from ckpt_engine.machines.agent.machine import AgentMachine
@@ -24,7 +25,6 @@ from ckpt_engine.machines.manager import ledger_recovery, members, recipients, u
 from ckpt_engine.machines.manager.plan_pipeline import Way
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
-from ckpt_engine.words import state
 from tests.simulation import world
 from tests.simulation.engine import CLEAN, DIRTY, NONE, Engine, Worker
 from tests.simulation.manager import Ledger
@@ -78,7 +78,7 @@ def an_unknown_boot_id_means_version_none(patch: Patch) -> None:
     """What the page says of a dead worker is believed."""
     original = Worker.word
 
-    def word(self: Worker) -> state.WorkerWord:
+    def word(self: Worker) -> page.WorkerWord:
         alive, self.alive = self.alive, True
         try:
             return original(self)
@@ -297,9 +297,9 @@ def only_remaining_durations_travel(patch: Patch) -> None:
 
 def lenient_gate(patch: Patch, overlooked: str) -> None:
     """The gate's verdict without one of its conditions."""
-    original = state.verdict
+    original = page.verdict
 
-    def verdict(words: list[state.WorkerWord], own_weights: bool = False) -> state.Admission:
+    def verdict(words: list[page.WorkerWord], own_weights: bool = False) -> page.Admission:
         if own_weights:
             return original(words, own_weights)
         shut = {
@@ -309,9 +309,9 @@ def lenient_gate(patch: Patch, overlooked: str) -> None:
             "disagreeing": any(word.identity != words[0].identity for word in words if word.state == CLEAN),
         }
         reasons = [reason for reason, true in shut.items() if true and reason != overlooked]
-        return state.Admission(not reasons, ", ".join(reasons), None if reasons else words[0].identity)
+        return page.Admission(not reasons, ", ".join(reasons), None if reasons else words[0].identity)
 
-    patch.setattr(state, "verdict", verdict)
+    patch.setattr(page, "verdict", verdict)
 
 
 def the_gate_is_closed_before_the_first_install(patch: Patch) -> None:

@@ -1,7 +1,7 @@
-"""How answers look to clients, in the three forms in which they may ask: see `bodies.py`.
+"""Writes answers to clients, in the three forms of requests: see `bodies.py`.
 
-Each form is made of one request's generations. `whole` is the answer at once; in a stream, `event` is what one token
-adds, and `closing` comes after all of them.
+A form writes the answer of one request's generations: `whole` at once; in a stream, `event` for each token, and
+`closing` after all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckpt_engine_adapters.reference.generation import Generation, Token
 _DONE = "[DONE]"
 
 Event = dict[str, Any] | str
-"""What follows `data: ` in a stream of server-sent events: an object, or a word."""
+"""The content after `data: ` in a stream of server-sent events: an object, or a word."""
 
 
 class AnswerForm(Protocol):
-    """One request's way to be answered. generations: in the order of the answers."""
+    """The form of one request's answer. generations: in the order of the answers."""
 
     generations: Sequence[Generation]
 
@@ -66,25 +66,25 @@ class OwnForm:
 
 
 class Streamed:
-    """Counts what of each generation has been sent; its last token's event says how it ended."""
+    """Counts the tokens that were sent of each generation; the last token's event says how it ended."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.generations = generations
         self.sent = [0] * len(generations)
-        self._over = [False] * len(generations)
+        self._finished = [False] * len(generations)
 
     def event(self, number: int, token: Token | None) -> Iterator[Event]:
         generation = self.generations[number]
-        if self._over[number]:
+        if self._finished[number]:
             return
         if generation.error and token is None:
             yield {"error": {"message": generation.error, "type": "server_error", "code": 500}}
             return
         self.sent[number] += token is not None
-        self._over[number] = generation.ended.is_set() and self.sent[number] == len(generation.output)
-        yield self.piece(number, token, self._over[number])
+        self._finished[number] = generation.ended.is_set() and self.sent[number] == len(generation.output)
+        yield self.piece(number, token, self._finished[number])
 
-    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+    def piece(self, number: int, token: Token | None, finished: bool) -> dict[str, Any]:
         raise NotImplementedError
 
     def closing(self) -> Iterator[Event]:
@@ -97,26 +97,26 @@ class SglangForm(Streamed):
     def __init__(self, body: SglangBody, generations: Sequence[Generation]) -> None:
         super().__init__(generations)
         self._body = body
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         self._ids = list(self._request_ids())
 
     def whole(self) -> Any:
         answers = [
-            self._answer(number, len(generation.output), over=True)
+            self._answer(number, len(generation.output), finished=True)
             for number, generation in enumerate(self.generations)
         ]
         return answers if self._body.listed else answers[0]
 
-    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+    def piece(self, number: int, token: Token | None, finished: bool) -> dict[str, Any]:
         index = {"index": number} if self._body.listed else {}
-        return {**self._answer(number, self.sent[number], over), **index}
+        return {**self._answer(number, self.sent[number], finished), **index}
 
-    def _answer(self, number: int, count: int, over: bool) -> dict[str, Any]:
+    def _answer(self, number: int, count: int, finished: bool) -> dict[str, Any]:
         generation = self.generations[number]
         versions = [{**span, "version": _label(span["version"])} for span in generation.weight_versions(count)]
         meta: dict[str, Any] = {
             "id": self._ids[number],
-            "finish_reason": _sglang_reason(generation) if over else None,
+            "finish_reason": _sglang_reason(generation) if finished else None,
             "prompt_tokens": len(generation.prompt),
             "completion_tokens": count,
             "cached_tokens": 0,
@@ -128,26 +128,26 @@ class SglangForm(Streamed):
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
             meta["output_token_logprobs_length"] = count
-        if over:
-            meta["e2e_latency"] = time.monotonic() - self._begun
+        if finished:
+            meta["e2e_latency"] = time.monotonic() - self._start
         prompt = {"prompt_token_ids": generation.prompt} if self._body.return_prompt_token_ids else {}
         return {"output_ids": generation.output[:count], "meta_info": meta, **prompt}
 
     def _wants_logprob(self, number: int) -> bool:
-        wanted = self._body.return_logprob
-        return bool(wanted[number // self._body.samples] if isinstance(wanted, list) else wanted)
+        option = self._body.return_logprob
+        return bool(option[number // self._body.samples] if isinstance(option, list) else option)
 
     def _request_ids(self) -> Iterator[str]:
-        given, samples = self._body.rid, self._body.samples
+        rid, samples = self._body.rid, self._body.samples
         for number in range(len(self.generations)):
-            name = given[number // samples] if isinstance(given, list) else given
-            place = number % samples if isinstance(given, list) else number
-            alone = samples == 1 if isinstance(given, list) else len(self.generations) == 1
+            name = rid[number // samples] if isinstance(rid, list) else rid
+            place = number % samples if isinstance(rid, list) else number
+            alone = samples == 1 if isinstance(rid, list) else len(self.generations) == 1
             yield uuid.uuid4().hex if name is None else name if alone else f"{name}_{place}"
 
 
 class CompletionForm(Streamed):
-    """`/v1/completions` as vLLM answers it, without text; and SGLang's `metadata`, which names the version."""
+    """`/v1/completions` as vLLM answers it, without text, with SGLang's `metadata`, which names the version."""
 
     def __init__(self, body: CompletionBody, generations: Sequence[Generation], model: str) -> None:
         super().__init__(generations)
@@ -161,35 +161,35 @@ class CompletionForm(Streamed):
 
     def whole(self) -> Any:
         choices = [
-            self._choice(number, 0, len(generation.output), over=True)
+            self._choice(number, 0, len(generation.output), finished=True)
             for number, generation in enumerate(self.generations)
         ]
         versions = [{**span, "version": _label(span["version"])} for span in self.generations[0].weight_versions()]
         metadata = {"weight_version": versions[-1]["version"] if versions else _label(None)}
         return {**self._head, "choices": choices, "usage": self._usage(), "metadata": metadata}
 
-    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+    def piece(self, number: int, token: Token | None, finished: bool) -> dict[str, Any]:
         end = self.sent[number]
         start = end - (token is not None)
         version = self.generations[number].weight_versions(end)
         metadata = {"weight_version": _label(version[-1]["version"] if version else None)}
-        return {**self._head, "choices": [self._choice(number, start, end, over)], "metadata": metadata}
+        return {**self._head, "choices": [self._choice(number, start, end, finished)], "metadata": metadata}
 
     def closing(self) -> Iterator[Event]:
         if self._body.stream_options and self._body.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
         yield _DONE
 
-    def _choice(self, number: int, start: int, end: int, over: bool) -> dict[str, Any]:
-        """Tokens [start, end) of a generation, and how it ended if it has."""
+    def _choice(self, number: int, start: int, end: int, finished: bool) -> dict[str, Any]:
+        """The choice with tokens [start, end) of a generation. finished: also how it ended."""
         generation = self.generations[number]
         tokens = generation.output[start:end]
         choice: dict[str, Any] = {
             "index": number,
             "text": "",
             "logprobs": None,
-            "finish_reason": generation.finish_reason if over else None,
-            "stop_reason": generation.output[-1] if over and generation.finish_reason == "stop" else None,
+            "finish_reason": generation.finish_reason if finished else None,
+            "stop_reason": generation.output[-1] if finished and generation.finish_reason == "stop" else None,
         }
         if self._body.logprobs is not None:
             names = [f"token_id:{token}" for token in tokens]

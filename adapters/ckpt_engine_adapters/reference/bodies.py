@@ -1,10 +1,9 @@
-"""What clients post for tokens, in three forms: this engine's own, SGLang's `/generate`, and `/v1/completions` as vLLM
-and SGLang have it. Each form becomes generations; how answers look is in `answers.py`.
+"""Parses requests for tokens, in three forms: this engine's own, SGLang's `/generate`, and `/v1/completions` as vLLM
+and SGLang have it. Each form becomes generations; `answers.py` writes the answers.
 
-There is no tokenizer, so prompts are token ids. In the two foreign forms a field that has no meaning here is taken and
-not used, as those engines take fields that they do not know. A field that would change which tokens come out, or that
-asks for more in the answer, is refused unless it has the value that changes nothing: an answer that silently means
-something else would be worse than none.
+There is no tokenizer, so prompts are token ids. In the two foreign forms, a field without meaning here is ignored, as
+those engines ignore unknown fields. A field that would change the tokens, or asks for more in the answer, is refused
+unless its value changes nothing: an answer that silently means something else would be worse than none.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pydantic import (
 from ckpt_engine_adapters.reference.generation import Generation
 
 MAX_SAMPLES = 1024
-"""Of one prompt."""
+"""Most samples of one prompt."""
 
 _SEED_BITS = 62
 
@@ -182,8 +181,8 @@ class SglangBody(BaseModel):
         return self._sampling()[0].n or 1
 
     def _sampling(self) -> list[SamplingParams]:
-        given = self.sampling_params or SamplingParams()
-        return given if isinstance(given, list) else [given] * len(self.input_ids)
+        params = self.sampling_params or SamplingParams()
+        return params if isinstance(params, list) else [params] * len(self.input_ids)
 
     def generations(self, max_positions: int) -> list[Generation]:
         """Samples of one prompt stand together."""
@@ -244,7 +243,7 @@ class CompletionBody(BaseModel):
 
 
 def _form(value: Any) -> str:
-    """Whose form a body of /generate has: SGLang's if it names anything that only SGLang knows."""
+    """The form of a body of /generate: SGLang's if it has a field that only SGLang knows."""
     if isinstance(value, SglangBody) or (isinstance(value, dict) and _is_sglangs(value)):
         return "sglang"
     return "own"
@@ -262,7 +261,7 @@ def _is_nested(prompts: Any) -> bool:
 GenerateForm = Annotated[
     Annotated[GenerateBody, Tag("own")] | Annotated[SglangBody, Tag("sglang")], Discriminator(_form)
 ]
-"""A body of /generate. One that names fields of both forms is SGLang's, which refuses what only this engine has."""
+"""A body of /generate. One with fields of both forms counts as SGLang's, which refuses this engine's fields."""
 
 
 def samples(
@@ -273,7 +272,7 @@ def samples(
     seed: int | None,
     stop_tokens: Iterable[int],
 ) -> list[Generation]:
-    """Samples that differ; with a seed each time the same ones. The engines' temperature is 1 where none is given."""
+    """Generations for different samples, reproducible with a seed. Without a temperature it is 1, as in the engines."""
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     return [
         Generation(
@@ -288,7 +287,7 @@ def samples(
 
 
 def without(values: Any, refused: Mapping[str, tuple[Any, ...]]) -> Any:
-    """The fields but those of `refused`; raises ValueError for one whose value would change something."""
+    """The fields without those of `refused`; raises ValueError if the value of one of these would change something."""
     if not isinstance(values, dict):
         return values
     for name, neutral in refused.items():

@@ -68,7 +68,7 @@ CAPABILITIES = Capabilities(
 
 
 class ReferenceAdapter(HttpAdapter):
-    """The `EngineAdapter` of the reference engine. One call at a time beside `healthy`."""
+    """The `EngineAdapter` of the reference engine. One call at a time, except `healthy`."""
 
     kind = KIND
     capabilities = CAPABILITIES
@@ -117,25 +117,26 @@ class ReferenceAdapter(HttpAdapter):
 
 
 def create_adapter(settings: AdapterSettings) -> EngineAdapter:
-    """A driver for the reference engine at `settings.url`. No I/O."""
+    """Makes a driver for the reference engine at `settings.url`. No I/O."""
     return ReferenceAdapter(settings)
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`arguments` is `python -m ckpt_engine_adapters.reference.server` with its options, or only the options (then of
-    this Python).
+    """Plans the start of the server `python -m ckpt_engine_adapters.reference.server`. arguments: that command with its
+    options, or only the options (then with this Python).
 
     Raises:
         ValueError: the arguments start something else, name what the agent decides (port), the model twice or not at
-            all, or a tensor parallel size that is no number.
+            all, or a tensor parallel size that is not a number.
     """
-    given = list(arguments)
-    if not given or given[0].startswith("-"):
-        given = [sys.executable, "-m", SERVER_MODULE, *given]
-    at = program_at(given)
-    if tuple(given[at + 1 : at + 3]) != ("-m", SERVER_MODULE):
-        raise ValueError(f"{' '.join(given[:3])} ... must be `python -m {SERVER_MODULE}` with its options, or options")
-    options = command_options(given[at + 3 :])
+    command = list(arguments)
+    if not command or command[0].startswith("-"):
+        command = [sys.executable, "-m", SERVER_MODULE, *command]
+    at = program_at(command)
+    if tuple(command[at + 1 : at + 3]) != ("-m", SERVER_MODULE):
+        program = " ".join(command[:3])
+        raise ValueError(f"{program} ... must be `python -m {SERVER_MODULE}` with its options, or options")
+    options = command_options(command[at + 3 :])
     for option in ("--port", *(["--model"] if model else [])):
         if option in options:
             raise ValueError(f"leave {option} out of the engine's arguments: `ckpt-engine agent` sets it")
@@ -147,14 +148,14 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     workers = value(options, "--tensor-parallel", "1")
     if not workers.isdecimal() or int(workers) < 1:
         raise ValueError(f"--tensor-parallel {workers}: must be a number, at least 1")
-    added, url = completed(options, "--model", model, port)
-    return LaunchPlan(argv=(*given[: at + 3], *added, *given[at + 3 :]), url=url, workers=int(workers))
+    additions, url = completed(options, "--model", model, port)
+    return LaunchPlan(argv=(*command[: at + 3], *additions, *command[at + 3 :]), url=url, workers=int(workers))
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
-    """The launch plan of one node's share of the workers; only node 0 serves HTTP.
+    """Plans the start of one node's share of the workers; only node 0 serves HTTP.
 
-    Raises ValueError as `launch_plan` does, and if the workers cannot be shared by so many nodes.
+    Raises ValueError as `launch_plan` does, and if the nodes cannot share the workers evenly.
     """
     plan = launch_plan(arguments, port, model)
     part.check(plan.workers)
@@ -164,12 +165,12 @@ def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -
 
 
 def refused_command(command: Sequence[str]) -> str:
-    """None: it runs with the agent's own Python, and another version is refused by `probe`."""
+    """Refuses nothing: the engine runs with the agent's own Python, and `probe` refuses other versions."""
     return ""
 
 
 def availability() -> AdapterAvailability:
-    """Whether transformers, which the workers run, is installed here."""
+    """Whether transformers, which the workers need, is installed here."""
     if importlib.util.find_spec("transformers") is None:
         return AdapterAvailability(False, "", "transformers is not installed: pip install 'ckpt-engine[demo]'")
     return AdapterAvailability(True, f"transformers {importlib.metadata.version('transformers')}", "")

@@ -2,7 +2,7 @@
 
 A step makes one token for each running request. Between two steps come pause, sleep, wake, prepare and install, all
 under one lock, so none of them ever meets a step in flight. A step is taken only if the workers' state words are open
-at that moment, and the version they name is the tokens' version: labels cannot be wrong because nobody sets them.
+at that moment, and the version that these name is the tokens' version: labels cannot be wrong, since none are set.
 
 Runs on the API process's event loop.
 """
@@ -14,28 +14,28 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ckpt_engine.gate.page import Admission
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import Admission
 from ckpt_engine_adapters.reference.generation import Generation
 from ckpt_engine_adapters.reference.pool import WorkerPool
 
 PAUSE_MODES = ("abort", "wait", "keep", "in_place")
 WAKE_TAGS = ("weights", "kv_cache")
 MAX_RUNNING = 8
-"""Unless the command line says otherwise."""
+"""The default of the command line."""
 STEP_SECONDS = 300.0
 _CLOSED_POLL_SECONDS = 0.02  # how soon held requests notice that the workers hold whole weights again
 
 
 class ConflictError(Exception):
-    """The engine is in a state in which it cannot do that; nothing was done. The message says what to do first."""
+    """The engine's state does not allow the call; nothing was done. The message says what to do first."""
 
 
 class ReferenceEngine:
     """State of one engine: its requests, whether it is paused, and which memory is given up.
 
-    verdict: reads the workers' state words. on_fatal(message): the engine cannot go on; called once. most: requests
-    that take part in one step; others wait.
+    verdict: reads the workers' state words. on_fatal(message): called once if the engine cannot continue. most:
+    requests that take part in one step; others wait.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class ReferenceEngine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Requests that run and that wait."""
+        """The numbers of running and of waiting requests."""
         return len(self._running), len(self._waiting)
 
     def identity(self) -> weights_pb2.Identity | None:
-        """What all workers hold now, if they agree and are clean."""
+        """The version that all workers hold now; None unless they agree and are clean."""
         return self._verdict().identity
 
     def submit(self, generation: Generation) -> None:
@@ -73,18 +73,18 @@ class ReferenceEngine:
         self._changed.set()
 
     def cancel(self, generation: Generation) -> None:
-        """Drops a request whose client has gone. Does nothing if it has ended."""
+        """Drops a request after its client has disconnected. Does nothing if it has ended."""
         generation.end("abort")
         self._remove_ended()
 
     async def run(self) -> None:
-        """Takes steps for ever. Ends by calling `on_fatal`, or by being cancelled."""
+        """Takes steps until cancelled, or until it calls `on_fatal`."""
         while True:
             if not self._may_step():
                 self._changed.clear()
-                held = bool(self._running or self._waiting) and self.paused is None and not self.asleep
+                poll = bool(self._running or self._waiting) and self.paused is None and not self.asleep
                 try:
-                    async with asyncio.timeout(_CLOSED_POLL_SECONDS if held else None):
+                    async with asyncio.timeout(_CLOSED_POLL_SECONDS if poll else None):
                         await self._changed.wait()
                 except TimeoutError:
                     continue
@@ -94,13 +94,13 @@ class ReferenceEngine:
                         try:
                             await self._step()
                         except Exception as error:
-                            # Whatever it was: requests must not wait for a loop that has ended.
+                            # After any error: requests must not wait for a loop that has ended.
                             self._on_fatal(f"a step failed: {type(error).__name__}: {error}")
                             return
 
     def _may_step(self) -> bool:
-        # A busy pool may be installing behind a caller whose deadline passed: a step queued after that would run on
-        # weights that the verdict does not name yet.
+        # A busy pool may still be installing after its caller's deadline: a step queued after that would run on weights
+        # that the verdict does not name yet.
         work = self._running or (self._waiting and not self._draining)
         ready = self.paused is None and not self.asleep and not self._pool.busy
         return bool(work) and ready and self._verdict().open
@@ -138,9 +138,9 @@ class ReferenceEngine:
     async def pause(self, mode: str, seconds: float) -> None:
         """Stops stepping; returns when no step is in flight. Requests that have not begun keep waiting.
 
-        abort: running requests end with what they have. wait: they finish first. keep: they stand still and are
-        computed anew from their first token after `resume`. in_place: they stand still and keep their caches.
-        A paused engine may be paused again, with another mode; requests that stand still then do not finish first.
+        abort: running requests end with the tokens that they have. wait: they finish first. keep: they are suspended,
+        and recomputed from their first token after `resume`. in_place: they are suspended and keep their caches. A
+        paused engine may be paused again, with another mode; suspended requests then do not finish first.
 
         Raises:
             ConflictError: mode "wait", and requests were still running after `seconds`; the engine is not paused.
@@ -172,12 +172,12 @@ class ReferenceEngine:
             self._changed.set()
 
     def resume(self) -> None:
-        """Steps again, unless asleep or the weights are not whole. Resuming twice is resuming once."""
+        """Takes steps again, unless asleep or the weights are not whole. A second call does nothing."""
         self.paused = None
         self._changed.set()
 
     async def sleep(self, level: int, seconds: float) -> None:
-        """Gives memory up between two steps: caches, and with level 2 the weights. Requests stand still until woken.
+        """Gives memory up between two steps: caches, and with level 2 the weights. Requests are suspended until `wake`.
 
         Raises:
             TimeoutError: the workers were not done after `seconds`.
@@ -188,12 +188,12 @@ class ReferenceEngine:
             await self._pool.call("sleep", seconds, level=level)
 
     async def discard(self, seconds: float) -> None:
-        """Lets every worker say that it holds nothing; what stands still then waits for other weights."""
+        """Has every worker mark that it holds nothing; suspended requests then wait for other weights."""
         async with self._exclusive(seconds):
             await self._pool.call("discard", seconds)
 
     async def wake(self, tags: Collection[str], seconds: float) -> None:
-        """Takes memory back. Weights that were discarded come back as NaN, and the state words say that there are none.
+        """Takes memory back. Discarded weights come back as NaN, with state words that say that there are none.
 
         tags: of WAKE_TAGS; empty: all.
 
@@ -202,25 +202,26 @@ class ReferenceEngine:
             TimeoutError: as `sleep` does.
         """
         async with self._exclusive(seconds):
-            wanted = set(tags or WAKE_TAGS) & self.asleep
-            if "weights" in self.asleep - wanted and wanted:
+            woken_tags = set(tags or WAKE_TAGS) & self.asleep
+            if "weights" in self.asleep - woken_tags and woken_tags:
                 raise ConflictError('weights are woken before kv_cache: POST /wake {"tags": ["weights"]} first')
-            if "weights" in wanted:
+            if "weights" in woken_tags:
                 await self._pool.call("wake", seconds)
-            self.asleep -= wanted
+            self.asleep -= woken_tags
             self._changed.set()
 
     async def prepare(self, seconds: float) -> list[bool]:
-        """Lets every worker record its loader for the agent. Needs no pause."""
+        """Has every worker record its loader for the agent. Needs no pause."""
         async with self._exclusive(seconds):
             return [reply["done"] for reply in await self._pool.call("prepare", seconds)]
 
     async def install(self, epoch: int, seconds: float) -> list[bool]:
-        """Lets every worker fetch the agent's order for `epoch` and install it; by rank, whether it says it did.
+        """Has every worker fetch the agent's order for `epoch` and install it. Returns by rank whether it reports that
+        it did.
 
         Raises:
             ConflictError: the engine is not paused, or its weights' memory is given up.
-            TimeoutError: not all workers were done after `seconds`; their state words tell.
+            TimeoutError: not all workers were done after `seconds`; their state words have the outcome.
         """
         async with self._exclusive(seconds):
             if self.paused is None:
@@ -230,18 +231,20 @@ class ReferenceEngine:
             return [reply["done"] for reply in await self._pool.call("install", seconds, epoch=epoch)]
 
     def confirm(self, lineage: str, version: int, root: str) -> None:
-        """Checks a label against what the workers hold, which is what responses name anyway.
+        """Checks a label against the version that the workers hold, which responses name anyway.
 
         Raises:
-            ConflictError: they hold something else.
+            ConflictError: they hold another version.
         """
-        held = self.identity()
-        if held is None or (held.lineage, held.version, held.root.hex()) != (lineage, version, root):
-            found = "nothing that they agree on" if held is None else f"version {held.version} of {held.lineage!r}"
-            raise ConflictError(f"the workers do not hold version {version} of {lineage!r} but {found}")
+        identity = self.identity()
+        if identity is None or (identity.lineage, identity.version, identity.root.hex()) != (lineage, version, root):
+            present = "nothing that they agree on"
+            if identity is not None:
+                present = f"version {identity.version} of {identity.lineage!r}"
+            raise ConflictError(f"the workers do not hold version {version} of {lineage!r} but {present}")
 
     def info(self) -> dict[str, Any]:
-        """What GET /info says of the engine's state."""
+        """The engine's state for GET /info."""
         running, waiting = self.counts
         return {"paused": self.paused, "asleep": sorted(self.asleep), "running": running, "waiting": waiting}
 

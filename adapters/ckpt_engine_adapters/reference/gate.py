@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ckpt_engine.words.gate import Gate
+from ckpt_engine.gate.gate import Gate
 
 
 class ReferenceGate(Gate):

@@ -1,4 +1,4 @@
-"""What the gateway knows of the reference engine: it speaks vLLM's dialects and SGLang's, and counts its requests."""
+"""The reference engine for the gateway: it has vLLM's dialects and SGLang's, and reports how many requests it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request for tokens while it is in the engine: what it asked, what it has, and which weights made what."""
+"""One request for tokens inside the engine: its parameters, its tokens so far, and the versions that made them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Token(NamedTuple):
 
 
 class Generation:
-    """Lives on the API process's event loop. The engine appends; the HTTP handler waits and reads.
+    """One request, on the API process's event loop. The engine appends tokens; the HTTP handler waits and reads.
 
     on_token: called with each token as it comes, then with None when the request has ended.
-    fresh: the workers hold no cache that may be used; the next step computes all tokens anew.
-    error: the request cannot go on, and why; then finish_reason stays empty.
+    fresh: the workers have no usable cache; the next step recomputes all tokens.
+    error: why the request cannot continue; then finish_reason stays empty.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Generation:
         }
 
     def append(self, token: int, logprob: float, identity: weights_pb2.Identity | None) -> None:
-        """Takes the next token, made by `identity` (None: the engine's own weights), and ends it if it was last."""
+        """Adds the next token, made by `identity` (None: the engine's own weights), and ends the request after the
+        last."""
         if not self._spans or self._spans[-1][0] != identity:
             self._spans.append((identity, len(self.output)))
         self.fresh = False
@@ -77,15 +78,15 @@ class Generation:
             self.end("length")
 
     def end(self, finish_reason: str, error: str = "") -> None:
-        """Ends the request; its client gets what there is. Ending twice is ending once."""
+        """Ends the request; its client gets the tokens so far. A second call does nothing."""
         if not self.ended.is_set():
             self.finish_reason, self.error = finish_reason, error
             self.ended.set()
             self.on_token(None)
 
     def weight_versions(self, count: int | None = None) -> list[dict[str, Any]]:
-        """Which of the first `count` output tokens (None: all), [start, end), which version made. Equal numbers of two
-        lineages make two entries."""
+        """The versions that made the first `count` output tokens (None: all), as spans [start, end). Equal numbers of
+        two lineages make two entries."""
         count = len(self.output) if count is None else count
         ends = [start for _, start in self._spans[1:]] + [count]
         return [
@@ -96,7 +97,7 @@ class Generation:
 
 
 def _unheard(_token: Token | None) -> None:
-    """Nobody wants the tokens one by one."""
+    """Ignores a token, for requests that are answered as a whole."""
 
 
 def _version(identity: weights_pb2.Identity | None) -> int | None:

@@ -1,5 +1,5 @@
-"""`/inference/v1/generate` as vLLM has it with `--enable-scale-out`: token ids in and out. What a client posts, and how
-its answer looks; the versions of all tokens stand in the last event."""
+"""Requests and answers of `/inference/v1/generate` as vLLM has it with `--enable-scale-out`: token ids in and out. The
+last event has the versions of all tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_TOKENS = 16
 
 
 class InferenceSampling(BaseModel):
-    """How tokens are chosen: `sampling_params` of `/inference/v1/generate`.
+    """`sampling_params` of `/inference/v1/generate`.
 
     logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for.
     """
@@ -54,7 +54,7 @@ class InferenceBody(BaseModel):
         return without(values, _REFUSED)
 
     def generations(self, max_positions: int) -> list[Generation]:
-        """One a sample."""
+        """One generation for each sample."""
         params = self.sampling_params
         most = params.max_tokens or max(1, max_positions - len(self.token_ids))
         stops = params.stop_token_ids or ()
@@ -71,19 +71,19 @@ class InferenceForm(Streamed):
 
     def whole(self) -> Any:
         choices = [
-            self._choice(number, 0, len(generation.output), over=True)
+            self._choice(number, 0, len(generation.output), finished=True)
             for number, generation in enumerate(self.generations)
         ]
         return {**self._head, "choices": choices}
 
-    def piece(self, number: int, token: Token | None, over: bool) -> dict[str, Any]:
+    def piece(self, number: int, token: Token | None, finished: bool) -> dict[str, Any]:
         end = self.sent[number]
-        return {**self._head, "choices": [self._choice(number, end - (token is not None), end, over)]}
+        return {**self._head, "choices": [self._choice(number, end - (token is not None), end, finished)]}
 
     def closing(self) -> Iterator[Event]:
         yield "[DONE]"
 
-    def _choice(self, number: int, start: int, end: int, over: bool) -> dict[str, Any]:
+    def _choice(self, number: int, start: int, end: int, finished: bool) -> dict[str, Any]:
         generation = self.generations[number]
         tokens, values = generation.output[start:end], generation.logprobs[start:end]
         content = [
@@ -98,7 +98,7 @@ class InferenceForm(Streamed):
             "index": number,
             "token_ids": tokens,
             "logprobs": {"content": content} if self._body.sampling_params.logprobs is not None else None,
-            "finish_reason": generation.finish_reason if over else None,
-            "stop_reason": generation.output[-1] if over and generation.finish_reason == "stop" else None,
-            "weight_versions": spans if over else None,
+            "finish_reason": generation.finish_reason if finished else None,
+            "stop_reason": generation.output[-1] if finished and generation.finish_reason == "stop" else None,
+            "weight_versions": spans if finished else None,
         }

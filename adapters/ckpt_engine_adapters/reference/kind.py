@@ -1,4 +1,4 @@
-"""What the core needs to know about the reference engine before it loads any other part of the adapter."""
+"""The reference engine's EngineKind: the facts that our core needs before it loads the adapter."""
 
 from __future__ import annotations
 

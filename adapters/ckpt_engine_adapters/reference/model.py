@@ -1,9 +1,9 @@
 """The model of one worker: a transformers causal LM, or this rank's slice of one, and its weight loader.
 
 With tensor parallelism of N, transformers builds the model from a configuration with 1/N of the heads, of the MLP and
-of the (padded) vocabulary; this module adds the sums after `o_proj` and `down_proj`, the vocabulary-parallel embedding
-and head, and the loader that narrows each global tensor to the rank's slice. Which axis of which parameter is sliced is
-read off the shapes of the whole model and of the rank's: no table per architecture.
+of the (padded) vocabulary. This module adds the sums after `o_proj` and `down_proj`, the vocabulary-parallel embedding
+and head, and the loader that narrows each global tensor to the rank's slice. It finds the sliced axis of each parameter
+by comparing the shapes of the whole model and of the rank's, without a table per architecture.
 
 Runs in a worker process, on its main thread. Importing this module imports torch; transformers only when building.
 """
@@ -31,7 +31,7 @@ VOCABULARY_MULTIPLE = 64  # the vocabulary is padded to a multiple of this times
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be served so; the message names the model, the size and what is in the way."""
+    """The model cannot be served with this layout; the message names the model, the size and the obstacle."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class ReferenceModel:
     random; `load_weights` fills them.
 
     Raises:
-        UnsupportedModelError: heads, key-value heads or MLP do not divide, or the architecture is not one whose
-            parallel parts this module knows.
+        UnsupportedModelError: heads, key-value heads or MLP do not divide, or this module does not know the
+            architecture's parallel parts.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class ReferenceModel:
     # ----------------------------------------------------------------------------------------------- loading
 
     def target(self) -> ModuleTarget:
-        """How ckpt-engine sees this model: loaded where it is used, nothing derived, rotary buffers constant."""
+        """The model for ckpt-engine: loaded in place, nothing derived, rotary buffers constant."""
         return ModuleTarget(self.module, self.load_weights, ignored=self.ignored)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies global checkpoint tensors into this rank's parameters, each narrowed to the rank's slice.
 
-        Tensors may come in any order and any number of calls; what is not given stays as it is.
+        Tensors may come in any order and any number of calls; parameters without a tensor do not change.
 
         Raises:
             ValueError: the model has no such parameter, or its shape differs.
@@ -166,9 +166,9 @@ class ReferenceModel:
             parameter.copy_(tensor)
             return
         real = parameter.narrow(part.axis, 0, part.size)
-        wanted = list(parameter.shape)
-        wanted[part.axis] = tensor.shape[part.axis] if tensor.dim() == len(wanted) else -1
-        _check_shape(name, tensor.shape, wanted)
+        target_shape = list(parameter.shape)
+        target_shape[part.axis] = tensor.shape[part.axis] if tensor.dim() == len(target_shape) else -1
+        _check_shape(name, tensor.shape, target_shape)
         if part.start + part.size > tensor.shape[part.axis]:
             raise ValueError(f"{name}: {tuple(tensor.shape)} ends before row {part.start + part.size} of this rank")
         real.copy_(tensor.narrow(part.axis, part.start, part.size))
@@ -200,7 +200,7 @@ class ReferenceModel:
     def next_logits(self, tokens: list[int], cache: Any) -> torch.Tensor:
         """Logits [vocabulary] (float32) of the token after `tokens`, which `cache` then contains too."""
         prompt = torch.tensor([tokens], device=self._device)
-        # For a single row oneDNN prepares bfloat16 longer than it multiplies: without it a step takes two thirds.
+        # For a single row oneDNN takes longer to prepare bfloat16 than to multiply: without it a step takes two thirds.
         torch.backends.mkldnn.enabled = len(tokens) > 1  # type: ignore[assignment]
         result = self.module(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = result.logits[0, -1].float().cpu()
@@ -217,28 +217,28 @@ class ReferenceModel:
         return sum(parameter.nbytes for parameter in self._parameters.values() if not parameter.is_meta)
 
     def discard(self) -> None:
-        """Gives the parameters' memory back; they stand as meta tensors until `restore`, so the loader can still be
-        recorded, and computing with them is an error. Buffers, which follow from the configuration, stay."""
+        """Frees the parameters' memory. They are meta tensors until `restore`: the loader can still be recorded, and
+        computing with them is an error. Buffers, which follow from the configuration, stay."""
         self._replace(lambda parameter: torch.empty_like(parameter, device="meta"))
 
     def restore(self) -> None:
-        """Takes memory for discarded parameters and fills it with NaN: what is not loaded again cannot be served."""
+        """Allocates discarded parameters again and fills them with NaN, so that one that is not loaded is noticed."""
         if any(parameter.is_meta for parameter in self._parameters.values()):
             self._replace(lambda parameter: torch.full_like(parameter, math.nan, device=self._device))
 
     def _replace(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter not in made:  # tied ones stay tied
-                    made[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
-                module.register_parameter(name, made[parameter])
+                if parameter not in replacements:  # tied ones stay tied
+                    replacements[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
+                module.register_parameter(name, replacements[parameter])
         self._parameters = dict(self.module.named_parameters())
 
 
-def _check_shape(name: str, given: Iterable[int], wanted: Iterable[int]) -> None:
-    if tuple(given) != tuple(wanted):
-        raise ValueError(f"{name}: the model's shape is {tuple(wanted)}, the given one {tuple(given)}")
+def _check_shape(name: str, shape: Iterable[int], target_shape: Iterable[int]) -> None:
+    if tuple(shape) != tuple(target_shape):
+        raise ValueError(f"{name}: the model's shape is {tuple(target_shape)}, the given one {tuple(shape)}")
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -283,7 +283,7 @@ def _rank_config(config: Any, world_size: int) -> Any:
 
 
 def _slices(whole: Any, local: Any, rank: int, architecture: str) -> dict[str, AxisSlice]:
-    """Which part of each global parameter this rank holds, and proof that the module knows how to combine it."""
+    """The slice of each global parameter on this rank. Raises UnsupportedModelError for one that cannot be combined."""
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     slices = {}
     for name, parameter in local.named_parameters():

@@ -1,7 +1,7 @@
-"""The worker processes, seen from the API process: started, commanded, watched.
+"""Starts, commands and watches the worker processes, from the API process.
 
-Every command goes to all ranks, so all see one order; an answer is the list of all ranks' replies. A worker that dies
-or cannot go on takes the engine down, because the others would wait for it in the next sum. Runs on the API process's
+Every command goes to all ranks, in the same order; its answer is the list of all ranks' replies. If a worker dies or
+cannot continue, the engine ends, since the other workers would wait for it in the next sum. Runs on the API process's
 event loop.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from ckpt_engine.words.directory import EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 
 
 class WorkerFailedError(Exception):
@@ -28,7 +28,7 @@ class WorkerFailedError(Exception):
 
 
 class WorkerPool:
-    """The N workers of one engine. `on_death(message)` is called once, when one of them exits unasked."""
+    """The workers of one engine. `on_death(message)` is called once, when one of them exits by itself."""
 
     def __init__(
         self, directory: EngineDirectory, arguments: Sequence[str], world_size: int, meeting: NodeMeeting | None = None
@@ -57,11 +57,11 @@ class WorkerPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a worker may still be executing a command, perhaps one whose caller no longer waits."""
+        """Whether a worker may still be executing a command, perhaps after its caller's deadline."""
         return bool(self._unanswered)
 
     async def start(self, seconds: float) -> list[dict[str, Any]]:
-        """Starts the workers and waits until each has its model. Returns what each says about it.
+        """Starts the workers and waits until each has its model. Returns each worker's facts about it.
 
         Raises:
             WorkerFailedError: one of them exited; its own last lines on stderr say why.
@@ -69,7 +69,7 @@ class WorkerPool:
         """
         socket_path, group_path = self._directory.path / "pool.sock", self._directory.path / "process_group"
         for path in (socket_path, group_path):
-            path.unlink(missing_ok=True)  # of an engine that ran here before
+            path.unlink(missing_ok=True)  # of an earlier engine
         endpoint = f"ipc://{socket_path}"
         self._socket.bind(endpoint)
         local, meet = range(self.world_size), []
@@ -92,7 +92,7 @@ class WorkerPool:
 
         Raises:
             WorkerFailedError: a worker refused it or died.
-            TimeoutError: not all had answered after `seconds`; they may still be at it, and later commands wait.
+            TimeoutError: not all had answered after `seconds`; they may still run it, and later commands wait.
         """
         if self._dead:
             raise WorkerFailedError(self._dead)
@@ -104,7 +104,7 @@ class WorkerPool:
         return await self._collect(identifier, future, seconds)
 
     async def close(self) -> None:
-        """Kills the workers, which keep nothing that outlives them, and returns when they are gone."""
+        """Kills the workers, which have no state to save, and returns when they have ended."""
         self.on_death = None
         self.kill()
         await asyncio.gather(*(process.wait() for process in self._processes))
@@ -149,7 +149,7 @@ class WorkerPool:
                 continue  # the caller's deadline has passed
             future, replies = self._waiting[reply["id"]]
             replies[int(rank)] = reply
-            # After an error nobody waits for the others: they may stand in a sum that this rank will not join.
+            # After an error the others' replies are not awaited: they may wait in a sum that this rank will not join.
             if (len(replies) == self.world_size or "error" in reply) and not future.done():
                 future.set_result(None)
 
@@ -167,7 +167,7 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class NodeMeeting:
-    """How the workers of one node find those of the other nodes."""
+    """How one node's workers meet the others. address, port: of the process group's store, on node 0."""
 
     nodes: int  # how many there are
     node_rank: int  # of this node
@@ -188,7 +188,7 @@ class NodeMeeting:
 async def start_worker(
     directory: Path, rank: int, world_size: int, local: int, options: Sequence[str]
 ) -> asyncio.subprocess.Process:
-    """One worker process, which dies with this one. local: how many of them share this host's processors."""
+    """Starts one worker process, which dies with this one. local: number of workers that share this host's CPUs."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "ckpt_engine_adapters.reference.worker_process", "--rank", str(rank), "--world-size", str(world_size)),
@@ -199,7 +199,7 @@ async def start_worker(
 
 
 def _worker_environment(directory: Path, world_size: int) -> dict[str, str]:
-    """The server's environment with its torch threads divided among the workers, and no model hub to ask."""
+    """The server's environment, with torch threads divided among the workers, and without a model hub."""
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
         **os.environ,

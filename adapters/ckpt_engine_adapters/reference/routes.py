@@ -28,13 +28,13 @@ from ckpt_engine_adapters.reference.pool import WorkerFailedError
 from ckpt_engine_adapters.reference.serving import answer, problem
 from ckpt_engine_adapters.reference.versions import engine_version
 
-CONTROL_SECONDS = 120.0  # of a control call that names no deadline
+CONTROL_SECONDS = 120.0  # of a control call without a deadline
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What GET /info says of the model; constant while the engine runs. served_model_name: what clients call it.
-    workers: process ids of this host's, by rank. tensor_parallel: how many there are on all nodes."""
+    """Facts of the model for GET /info; constant while the engine runs. served_model_name: for clients. workers:
+    process ids on this host, by rank. tensor_parallel: number of workers on all nodes."""
 
     model: str
     served_model_name: str
@@ -80,7 +80,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     """The application, without the gate around it."""
     app = FastAPI(title="ckpt-engine reference engine")
     started = int(time.time())
-    named = {"model_path": facts.model, "served_model_name": facts.served_model_name}
+    model_names = {"model_path": facts.model, "served_model_name": facts.served_model_name}
 
     @app.exception_handler(ConflictError)
     async def conflict(_request: Request, error: ConflictError) -> Response:
@@ -92,11 +92,13 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def refused(_request: Request, error: RequestValidationError) -> Response:
-        found = (": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors())
-        return problem(422, "; ".join(found))
+        messages = (
+            ": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors()
+        )
+        return problem(422, "; ".join(messages))
 
     @app.exception_handler(TimeoutError)
-    async def late(_request: Request, _error: TimeoutError) -> Response:
+    async def timeout(_request: Request, _error: TimeoutError) -> Response:
         return problem(504, "not done within the deadline; whether it will be is unknown")
 
     @app.get("/health")
@@ -123,7 +125,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
         return {
-            **named,
+            **model_names,
             "tp_size": facts.tensor_parallel,
             "dp_size": 1,
             "context_length": facts.max_positions,
@@ -134,12 +136,12 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
-        held = engine.identity()
+        identity = engine.identity()
         return {
-            **named,
+            **model_names,
             "is_generation": True,
             "architectures": [facts.architecture],
-            "weight_version": "default" if held is None else str(held.version),
+            "weight_version": "default" if identity is None else str(identity.version),
         }
 
     async def generate(form: AnswerForm, request: Request, stream: bool) -> Response:
@@ -209,7 +211,7 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
 
 
 def _too_much(generation: Generation, facts: ModelFacts) -> str:
-    """Why the model cannot do that; empty: it can."""
+    """Why the model cannot serve the request; empty: it can."""
     if not all(0 <= token < facts.vocabulary for token in generation.prompt):
         return f"the model has tokens 0 to {facts.vocabulary - 1}, and the prompt names others"
     if len(generation.prompt) + generation.max_tokens > facts.max_positions:

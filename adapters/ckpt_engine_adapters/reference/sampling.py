@@ -1,4 +1,4 @@
-"""Turns logits into a token: greedy, or sampling that depends on nothing but the seed and the token's place."""
+"""Turns logits into a token: greedily, or by sampling that depends only on the seed and the token's index."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SEED_MASK = (1 << 63) - 1
 def choose(logits: torch.Tensor, temperature: float, seed: int, index: int) -> tuple[int, float] | None:
     """The next token and its log-probability under the model (temperature 1), or None if a logit is NaN.
 
-    logits: float32 [vocabulary]. temperature below 1e-5 is greedy. seed, index: of the request and of the token in
-    its output; equal ones draw equal tokens from equal logits, so a request that was paused goes on as if it had not
-    been.
+    logits: float32 [vocabulary]. temperature: below 1e-5 it is greedy. seed, index: of the request, and of the token in
+    its output. Equal ones draw equal tokens from equal logits, so a paused request continues as if it had not been
+    paused.
     """
     if bool(torch.isnan(logits).any()):
         return None

@@ -20,9 +20,9 @@ from typing import NoReturn
 import uvicorn
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.reader import StateReader
 from ckpt_engine_adapters.reference.engine import MAX_RUNNING, ReferenceEngine
 from ckpt_engine_adapters.reference.far import serve_far
 from ckpt_engine_adapters.reference.gate import ReferenceGate
@@ -34,9 +34,10 @@ SHUTDOWN_SECONDS = 2
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs until a signal (status 0) or until a worker dies (status 1, the last line of stderr says which and how)."""
+    """Serves until a signal (status 0) or until a worker dies (status 1; the last line of stderr says which and
+    how)."""
     options = parse(arguments)
-    # uvicorn gives a signal back to its former handler once it has shut down: that one must let `finally` run.
+    # After its shutdown uvicorn raises a signal again for the former handler, which must let `finally` run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener = _listen(options.host, options.port) if options.node_rank == 0 else None
     directory = EngineDirectory.from_environment()
@@ -112,7 +113,7 @@ async def _serve(
     pool = WorkerPool(directory, _worker_arguments(options), options.tensor_parallel, meeting)
 
     def fatal(message: str) -> None:
-        # Not an orderly shutdown: requests would wait for tokens that nobody makes, and its log would bury the cause.
+        # Not an orderly shutdown: requests would wait for tokens that never come, and its log would hide the cause.
         pool.kill()
         if by_hand:
             directory.remove()
@@ -124,7 +125,7 @@ async def _serve(
         page = EnginePage(directory.page)
         engine = ReferenceEngine(pool, StateReader(page).verdict, fatal, options.max_running)
         app = create_app(engine, _facts(options, facts[0], pool))
-        # No lifespan: the workers are up before the port answers.
+        # No lifespan: the workers run before the port answers.
         config = uvicorn.Config(
             ReferenceGate(app), lifespan="off", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS
         )
@@ -157,14 +158,14 @@ def _meeting(options: argparse.Namespace) -> NodeMeeting:
 
 
 def _worker_arguments(options: argparse.Namespace) -> list[str]:
-    given = {"model": options.model, "dtype": options.dtype, "load-format": options.load_format}
-    return [part for name, value in (*given.items(), ("device", options.device)) for part in (f"--{name}", str(value))]
+    values = {"model": options.model, "dtype": options.dtype, "load-format": options.load_format}
+    return [part for name, value in (*values.items(), ("device", options.device)) for part in (f"--{name}", str(value))]
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Takes the port before anything is loaded, so that a taken one is known at once."""
+    """Binds the port before anything is loaded, so that a port in use is noticed at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts; a token should not wait for it.
+    # With a named protocol asyncio turns Nagle's algorithm off on accepted sockets; a token must not wait for it.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""Generations of one HTTP request, from the scheduler to the client: at once, or as server-sent events."""
+"""Serves one HTTP request's generations from the scheduler to the client: whole, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_engine_adapters.reference.generation import Generation, Token
 
 
 async def answer(engine: ReferenceEngine, form: AnswerForm, request: Request, stream: bool) -> Response:
-    """Generates, and answers in the client's form. What it does not wait for any more is cancelled."""
+    """Generates, and answers in the client's form. Cancels generations that it does not wait for any more."""
     if stream:
         return StreamingResponse(_events(engine, form), media_type="text/event-stream")
     try:
@@ -32,7 +32,7 @@ async def answer(engine: ReferenceEngine, form: AnswerForm, request: Request, st
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """What went wrong, as RFC 9457 has it."""
+    """A problem as in RFC 9457."""
     body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
@@ -64,14 +64,14 @@ def _sent(event: Event) -> str:
 
 
 async def _ended_or_disconnected(generations: Sequence[Generation], request: Request) -> None:
-    """Returns when the requests have ended or nobody waits for them any more."""
-    ended = asyncio.gather(*(generation.ended.wait() for generation in generations))
-    gone = asyncio.create_task(_disconnected(request.receive))
+    """Waits until the generations have ended or the client has disconnected."""
+    end = asyncio.gather(*(generation.ended.wait() for generation in generations))
+    disconnect = asyncio.create_task(_disconnected(request.receive))
     try:
-        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((end, disconnect), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        ended.cancel()
-        gone.cancel()
+        end.cancel()
+        disconnect.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine's version, as the engine and its driver each read it where they run."""
+"""The reference engine's version, for the engine and for its driver, each in its own environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def engine_version() -> str:
-    """The version of the package that this engine comes with; "0+source" when run from a checkout."""
+    """The version of the package with this engine; "0+source" in a checkout."""
     try:
         return importlib.metadata.version("ckpt-engine")
     except importlib.metadata.PackageNotFoundError:

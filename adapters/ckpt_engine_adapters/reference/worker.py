@@ -1,8 +1,8 @@
 """A worker process: one rank's model, and the commands that the API process sends it.
 
-Commands come as JSON over a ZeroMQ socket below the engine's directory, the same to every rank and in one order, and
-run one after the other on the main thread: so our hooks (`prepare`, `install`) always run between two steps, never
-beside one. Every rank computes every step; only rank 0 looks at logits.
+Commands come as JSON over a ZeroMQ socket below the engine's directory: the same ones to every rank, in the same order.
+They run one after the other on the main thread, so our hooks (`prepare`, `install`) always run between two steps, never
+during one. Every rank computes every step; only rank 0 uses the logits.
 
 The process dies with the API process, also when that is killed.
 """
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import EngineDirectory
 from ckpt_engine_adapters.reference.model import ReferenceModel, UnsupportedModelError
 from ckpt_engine_adapters.reference.sampling import choose
 
@@ -46,7 +46,7 @@ class ReferenceWorker:
         self._caches: dict[str, Any] = {}
 
     def handle(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs one command and returns what the reply says beside `ok`.
+        """Runs one command and returns the reply's fields other than `ok`.
 
         Raises:
             ValueError: there is no such command.
@@ -69,7 +69,7 @@ class ReferenceWorker:
         raise ValueError(f"no command {command['op']!r}")
 
     def _step(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """One token for each item. An item whose `fresh` is true brings all of its tokens and starts a new cache."""
+        """Computes one token for each item. An item with `fresh` has all of its tokens and starts a new cache."""
         for request in command["forget"]:
             self._caches.pop(request, None)
         tokens: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class ReferenceWorker:
         return {"tokens": tokens}
 
     def _sleep(self, level: int) -> dict[str, Any]:
-        """Level 1 drops the caches, level 2 also the weights: the state word says so before the first byte goes."""
+        """Drops the caches, with level 2 also the weights; the state word says so before the first byte is freed."""
         self._caches.clear()
         if level == 2:
             self._engine_worker.discard()
@@ -101,7 +101,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve(worker: ReferenceWorker, socket: zmq.Socket[bytes], parent: int) -> None:
-    """Answers commands until the API process is gone."""
+    """Answers commands until the API process ends."""
     while True:
         if not socket.poll(_PARENT_CHECK_MILLISECONDS):
             if os.getppid() != parent:
@@ -117,7 +117,7 @@ def serve(worker: ReferenceWorker, socket: zmq.Socket[bytes], parent: int) -> No
 
 
 def _join_group(options: argparse.Namespace, directory: EngineDirectory) -> str:
-    """Meets the other ranks; returns where the API process listens for this one."""
+    """Meets the other ranks; returns the address at which the API process listens for this one."""
     if options.world_size == 1:
         return str(options.endpoint)
     seconds = timedelta(seconds=PROCESS_GROUP_SECONDS)
@@ -141,7 +141,7 @@ def _join_group(options: argparse.Namespace, directory: EngineDirectory) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What `worker_process` runs: a worker until the API process is gone."""
+    """Runs a worker, for `worker_process`, until the API process ends."""
     parser = argparse.ArgumentParser(description="one worker of the reference engine; started by its server")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format=f"worker {options.rank}: %(message)s")
     die_with_parent(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the API process obeys, and ends us
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group: the API process handles it, and ends us
     directory = EngineDirectory.from_environment()
     assert directory is not None, "the server sets CKPT_ENGINE_DIRECTORY"
     endpoint = _join_group(options, directory)

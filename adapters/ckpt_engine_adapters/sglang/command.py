@@ -1,4 +1,4 @@
-"""What an SGLang command line says, as far as we must know it, and what we add. Pure; shared by driver and wrapper."""
+"""Reads an SGLang command line, as far as we need it, and adds our options. Pure; shared by driver and wrapper."""
 
 from __future__ import annotations
 
@@ -71,54 +71,52 @@ def check_options(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def worker_count(options: Options) -> int:
-    """Workers that the options ask for. Data-parallel attention adds none: it divides the tensor parallel ranks."""
+    """The number of workers by the options. Data-parallel attention only divides the tensor parallel ranks again."""
     return size(options, "--tensor-parallel-size") * size(options, "--pipeline-parallel-size")
 
 
-def server_arguments(given: Sequence[str]) -> list[str]:
-    """SGLang's arguments, and with them our loader and `--skip-server-warmup`.
+def server_arguments(arguments: Sequence[str]) -> list[str]:
+    """Adds to SGLang's own arguments what our half needs: the loader, and no warm-up.
 
-    Loaders that the user names are kept. The warm-up would ask the server for tokens. The gate refuses that until there
-    are weights, and SGLang would then exit.
+    The user's loaders are kept. A warm-up would ask the server for tokens, which the gate refuses until there are
+    weights, and SGLang would then end itself.
     """
-    options = options_of(given)
-    added = []
+    options = options_of(arguments)
+    additions = []
     loaders = options.get("--custom-weight-loader", ())
     if LOADER not in loaders:
-        added += ["--custom-weight-loader", *loaders, LOADER]  # the last one of two counts
+        additions += ["--custom-weight-loader", *loaders, LOADER]  # the last one of two counts
     if "--skip-server-warmup" not in options:
-        added.append("--skip-server-warmup")
-    return [*given, *added]
+        additions.append("--skip-server-warmup")
+    return [*arguments, *additions]
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """`command`, with our wrapper instead of SGLang's server module.
+    """Puts our wrapper in the place of SGLang's own module in a command; before options alone it puts the whole
+    command. `sglang serve MODEL` becomes our wrapper, run by the Python of that script, with the model as an option.
 
-    Options alone become a whole command. For `sglang serve MODEL`, the Python of that script runs our wrapper, with the
-    model as an option. Raises ValueError if the command does not show how SGLang starts.
+    Raises ValueError if the command does not show what it starts.
     """
-    given = list(command)
-    if not given or given[0].startswith("-"):
-        return [sys.executable, "-m", WRAPPER, *given]
-    at = program_at(given)
-    if [Path(word).name for word in given[at : at + 2]] == ["sglang", "serve"]:
-        if not (python := python_of(given)):
-            raise ValueError(f"{given[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
-        return [*given[:at], python, "-m", WRAPPER, *_served(given[at + 2 :])]
-    for index, argument in enumerate(given[:-1]):
-        if argument == "-m" and given[index + 1] in (_SERVER, WRAPPER):
-            return [*given[: index + 1], WRAPPER, *given[index + 2 :]]
+    words = list(command)
+    if not words or words[0].startswith("-"):
+        return [sys.executable, "-m", WRAPPER, *words]
+    at = program_at(words)
+    if [Path(word).name for word in words[at : at + 2]] == ["sglang", "serve"]:
+        if not (python := python_of(words)):
+            raise ValueError(f"{words[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
+        return [*words[:at], python, "-m", WRAPPER, *_served(words[at + 2 :])]
+    for index, argument in enumerate(words[:-1]):
+        if argument == "-m" and words[index + 1] in (_SERVER, WRAPPER):
+            return [*words[: index + 1], WRAPPER, *words[index + 2 :]]
     raise ValueError(
-        f"{' '.join(given[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` or `sglang serve` with "
+        f"{' '.join(words[:3])} ... does not say how SGLang starts: write `python -m {_SERVER}` or `sglang serve` with "
         "its options, or its options alone, so that the server can be started behind the gate"
     )
 
 
 def _served(arguments: Sequence[str]) -> list[str]:
-    """Options for SGLang's server module that mean the same as these arguments of `sglang serve`.
-
-    `sglang serve` also takes the model as its first argument, and has an option for the kind of model. Raises
-    ValueError for a kind that is not a language model."""
+    """Turns the arguments of `sglang serve` into options of SGLang's server module: there the model may come first, and
+    an option names the kind of model. Raises ValueError for a kind that is not a language model."""
     options = options_of(arguments)
     if _TYPE in options and value(options, _TYPE) not in _TYPES:
         raise ValueError(f"{_TYPE} {value(options, _TYPE)} cannot be used with ckpt-engine: only language models can")

@@ -21,12 +21,12 @@ class SglangServer(GenerateServer):
     address_variables: ClassVar[tuple[str, ...]] = ("SGLANG_HOST_IP",)
 
     def arguments(self, tensor_parallel: int) -> Sequence[str]:
-        named = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", str(tensor_parallel))
+        model = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", str(tensor_parallel))
         positions = str(task.MODEL["max_position_embeddings"])
         small = ("--context-length", positions, "--max-total-tokens", "4096", "--mem-fraction-static", "0.3")
         plain = ("--grammar-backend", "none", "--disable-cuda-graph", *(() if has_nvidia_driver() else _ON_CPU))
         weights = ("--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
-        return (*named, *small, *plain, *weights)
+        return (*model, *small, *plain, *weights)
 
     def environment(self, directory: str, tensor_parallel: int) -> Mapping[str, str]:
         return {

@@ -1,7 +1,7 @@
 """Drives an SGLang server over its own HTTP API, and knows how to start one behind our gate.
 
 It decides the order of SGLang's calls and which servers it can drive. It moves no weights: each order only makes the
-schedulers call our loader, and what came of it arrives over the workers' channel.
+schedulers call our loader, and the outcome arrives over the workers' channel.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MODES = (manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT, manager_pb2
 _SET_BY_NODES = {"--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"}
 
 _MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
-"""Our tags to SGLang's. Graphs are of use only to who computes, and that needs caches."""
+"""Our tags to SGLang's. Graphs are useful only for computing, which needs caches."""
 
 
 CAPABILITIES = Capabilities(
@@ -108,7 +108,7 @@ class SglangAdapter(HttpAdapter):
         self._loses_weights = False
 
     async def probe(self, seconds: float) -> EngineInfo:
-        """Asks for version, routes and layout. A server that was started without our wrapper is named."""
+        """Asks for version, routes and layout. A server without our wrapper is reported as not supported."""
         end = time.monotonic() + seconds
         try:
             state = await self._state(seconds)
@@ -121,17 +121,17 @@ class SglangAdapter(HttpAdapter):
         self._routes = frozenset(state["routes"])
         if missing := sorted(_NEEDED - self._routes):
             return EngineInfo("", 0, False, f"this server lacks {', '.join(missing)}")
-        told = await self._get("/server_info", end - time.monotonic())
-        version = str(told["version"])
+        info = await self._get("/server_info", end - time.monotonic())
+        version = str(info["version"])
         refusal = SUPPORTED.refusal(version)
-        if not refusal and LOADER not in (told.get("custom_weight_loader") or ()):
+        if not refusal and LOADER not in (info.get("custom_weight_loader") or ()):
             refusal = f"start it with `python -m {WRAPPER}`: it does not know our weight loader"
-        self._entries = int(told["tp_size"])
-        self._loses_weights = bool(told.get("enable_memory_saver")) and not told.get("enable_weights_cpu_backup")
-        # The first order loads torch. On a busy host that takes seconds, for which neither an update should wait nor
-        # the agent be silent: so it is loaded now, and never on the loop's thread.
+        self._entries = int(info["tp_size"])
+        self._loses_weights = bool(info.get("enable_memory_saver")) and not info.get("enable_weights_cpu_backup")
+        # The first order loads torch, which takes seconds on a busy host. It is loaded now, on another thread: so no
+        # update waits for that, and the agent's loop keeps running.
         await asyncio.to_thread(_entry, Instruction(Action.DISCARD))
-        world_size = self._entries * int(told["pp_size"])
+        world_size = self._entries * int(info["pp_size"])
         paused, asleep, untested = state["paused"], bool(state["released"]), SUPPORTED.untested(version)
         return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
 
@@ -142,15 +142,15 @@ class SglangAdapter(HttpAdapter):
         sampling = {"max_new_tokens": more, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         answer = (await self._client.call("POST", "/generate", seconds, body)).json()
-        told = answer["meta_info"]
-        prompt = tuple(float(each[0]) for each in told["input_token_logprobs"][1:])
-        chosen = told["output_token_logprobs"]
-        return Score(prompt, tuple(int(each[1]) for each in chosen), tuple(float(each[0]) for each in chosen))
+        meta_info = answer["meta_info"]
+        prompt = tuple(float(each[0]) for each in meta_info["input_token_logprobs"][1:])
+        output = meta_info["output_token_logprobs"]
+        return Score(prompt, tuple(int(each[1]) for each in output), tuple(float(each[0]) for each in output))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Stops the schedulers, and empties their caches unless `mode` keeps them.
 
-        Emptying is done before an update and not with it: a scheduler that refuses to, refuses before a byte changes.
+        Caches are emptied before an update and not with it: a scheduler that refuses to does so before a byte changes.
         """
         end = time.monotonic() + seconds
         mode = mode or self.capabilities.default_pause_mode
@@ -160,7 +160,7 @@ class SglangAdapter(HttpAdapter):
             await self._post("/pause_generation", seconds, mode="in_place")
             await self._get("/server_info", end - time.monotonic())  # answered by schedulers that have seen the pause
             return
-        # Also after an abort, which stops no scheduler: a request that came in while it ran must not compute.
+        # Also after an abort, which stops no scheduler: a request that came in during the abort must not compute.
         await self._retract(end)
 
     async def _retract(self, end: float) -> None:
@@ -174,7 +174,7 @@ class SglangAdapter(HttpAdapter):
             except EngineCallError as error:
                 if not error.answered or time.monotonic() > end - 1.0:
                     raise
-            # A request waits for its grammar to be compiled; it comes on while the scheduler runs.
+            # A request waits for the compilation of its grammar; it advances while the scheduler runs.
             await self._continue(end - time.monotonic())
             await asyncio.sleep(_FLUSH_AGAIN_SECONDS)
 
@@ -188,7 +188,7 @@ class SglangAdapter(HttpAdapter):
         await self._order_whenever(Instruction(Action.DISCARD), seconds)
 
     async def sleep(self, level: int, seconds: float) -> None:
-        """Ends the requests that are inside, and gives memory up; the engine stays paused until all is awake."""
+        """Ends running requests and has SGLang give memory up; the engine stays paused until all memory is awake."""
         end = time.monotonic() + seconds
         if level == 1 and self._loses_weights:
             raise EngineCallError(
@@ -202,8 +202,8 @@ class SglangAdapter(HttpAdapter):
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
         end = time.monotonic() + seconds
-        wanted = [theirs for ours in tags or _MEMORY for theirs in _MEMORY[ours]]
-        await self._post(RESUME_ROUTE, seconds, tags=wanted)
+        memory_tags = [theirs for ours in tags or _MEMORY for theirs in _MEMORY[ours]]
+        await self._post(RESUME_ROUTE, seconds, tags=memory_tags)
         if not (await self._state(end - time.monotonic()))["released"]:
             await self.resume(end - time.monotonic())
 
@@ -227,12 +227,12 @@ class SglangAdapter(HttpAdapter):
     async def _order(self, order: Instruction, paused: bool, seconds: float) -> None:
         """Makes every scheduler call our loader with `order`, inside a session where SGLang has them.
 
-        SGLang that is not paused would first wait for all running requests to end, and let no new one begin. So it is
-        paused in place meanwhile, which takes a step at most.
+        A running SGLang would first wait until all running requests have ended, and start no new ones. So it is paused
+        in place meanwhile, which takes at most one step.
         """
         end = time.monotonic() + seconds
         entry = await asyncio.to_thread(_entry, order)
-        async with contextlib.nullcontext() if paused else self._held(end), self._update_session(end):
+        async with contextlib.nullcontext() if paused else self._paused_in_place(end), self._update_session(end):
             await self._post(
                 "/update_weights_from_tensor",
                 end - time.monotonic(),
@@ -243,7 +243,7 @@ class SglangAdapter(HttpAdapter):
             )
 
     @contextlib.asynccontextmanager
-    async def _held(self, end: float) -> AsyncIterator[None]:
+    async def _paused_in_place(self, end: float) -> AsyncIterator[None]:
         try:
             await self._post("/pause_generation", end - time.monotonic(), mode="in_place")
             yield
@@ -252,8 +252,8 @@ class SglangAdapter(HttpAdapter):
 
     @contextlib.asynccontextmanager
     async def _update_session(self, end: float) -> AsyncIterator[None]:
-        """SGLang demands one since it has them. It is opened for the draft model, of which there is none: at its end
-        SGLang would process the served model's weights once more, and our half has done that already."""
+        """Opens an update session, which newer versions require. It is for the draft model, which does not exist: at
+        its end SGLang would process the served model's weights again, which our half has done already."""
         if _BEGIN not in self._routes:
             yield
             return
@@ -262,7 +262,7 @@ class SglangAdapter(HttpAdapter):
 
 
 def _entry(order: Instruction) -> str:
-    """`order` for one tensor parallel rank. Loads torch."""
+    """Encodes `order` for one tensor parallel rank. Loads torch."""
     return serialized(encode(order))
 
 
@@ -271,31 +271,31 @@ def create_adapter(settings: AdapterSettings) -> SglangAdapter:
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`arguments` is `python -m sglang.launch_server` or `sglang serve` with its options, or only the options (then of
-    this Python).
+    """Plans the start of SGLang's server. arguments: `python -m sglang.launch_server` or `sglang serve` with its
+    options, or only the options (then with this Python).
 
-    What the user gives is kept; host, port, model, loader and gate are added if missing.
+    The user's options are kept; host, port, model, loader and gate are added if missing.
     """
-    given = wrapped(arguments)
-    options = options_of(given)
+    command = wrapped(arguments)
+    options = options_of(command)
     check_options(options, {})
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    added, url = completed(options, "--model-path", model, port)
+    additions, url = completed(options, "--model-path", model, port)
     workers = worker_count(options)
     return LaunchPlan(
-        argv=tuple(server_arguments([*given, *added])),
+        argv=tuple(server_arguments([*command, *additions])),
         url=url,
         workers=workers,
         env={WORKERS_VARIABLE: str(workers)},
-        # On a CPU there is nothing to give up.
+        # On a CPU there is no memory to give up.
         sleep_argument="--enable-memory-saver" if has_nvidia_driver() else "",
     )
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
-    """The launch plan of one node's part. All run the same command; SGLang serves HTTP on node 0 only.
+    """Plans the start of one node's part. All nodes run the same command; SGLang serves HTTP only on node 0.
 
-    Raises ValueError for options that say where parts run, or a number of workers that nodes cannot share evenly.
+    Raises ValueError for options for where parts run, or if the nodes cannot share the workers evenly.
     """
     plan = launch_plan(arguments, port, model)
     part.check(plan.workers)

@@ -1,9 +1,9 @@
-"""What a model's layers look like when SGLang's own loader writes to them.
+"""Notes the form of a model's layers in which SGLang's own loader writes to them.
 
-After loading SGLang may repack a layer for its kernels, and then the form that its loader knows is gone. So each
-parameter's form is noted when the model has been made and nothing is loaded yet: a meta tensor with the same class and
-attributes (its `weight_loader` among them), which takes no memory. Also which tensors lie beside the parameters then:
-they cannot depend on weights.
+After loading SGLang may repack a layer for its kernels, and the form for its loader is lost. So each parameter's form
+is noted when the model exists and nothing is loaded yet: a meta tensor with the same class and attributes (such as its
+`weight_loader`), which takes no memory. Tensors beside the parameters are noted, too: those that exist at that time
+cannot depend on weights.
 
 Runs in the scheduler process, on its main thread, before SGLang loads weights.
 """
@@ -26,7 +26,7 @@ _BESIDE = "ckpt_engine_tensors_beside"
 
 
 def note_forms(model: nn.Module) -> None:
-    """Notes the forms of a model that was just made. Layers with parameters that have no shape yet are left out."""
+    """Notes the forms of a model that was just made. Skips layers with parameters that have no shape yet."""
     forms: dict[nn.Module, dict[str, Tensor]] = {}
     for layer in model.modules():
         own = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
@@ -42,31 +42,31 @@ def note_forms(model: nn.Module) -> None:
 
 
 def noted_forms(model: nn.Module) -> Forms | None:
-    """What `note_forms` noted of this model; None if it was made before anybody could."""
-    found: Forms | None = model.__dict__.get(_FORMS)
-    return found
+    """The forms that `note_forms` noted of this model; None if the model was made before our hooks were in place."""
+    forms: Forms | None = model.__dict__.get(_FORMS)
+    return forms
 
 
 def was_there(model: nn.Module, layer: nn.Module, name: str) -> bool:
-    """Whether the tensor that is `layer`'s attribute `name` now was so already when the model was made."""
+    """Whether `layer`'s attribute `name` is the same tensor as when the model was made."""
     noted = model.__dict__.get(_BESIDE, {}).get((layer, name))
     return noted is not None and noted() is vars(layer)[name]
 
 
 def materialized(form: Tensor, device: torch.device) -> Tensor:
-    """A parameter of this form with memory on `device`; what it holds is undefined."""
+    """Makes a parameter of this form with memory on `device`; its values are undefined."""
     return _like(form, device)
 
 
 def same_form(one: Tensor, other: Tensor) -> bool:
-    """Whether both have one shape, strides and dtype, and neither is of a class of tensor that packs its values."""
+    """Whether both have the same shape, strides and dtype, and neither is of a tensor class that packs its values."""
     if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
         return False
     return type(one.data) is Tensor and type(other.data) is Tensor
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where its memory begins; 0 if it has none of its own, as packed classes of tensors."""
+    """The address of its memory; 0 if it has none of its own, as tensors of packed classes."""
     if type(tensor.data) is not Tensor:
         return 0
     return int(tensor.untyped_storage().data_ptr())
@@ -75,10 +75,10 @@ def storage_address(tensor: Tensor) -> int:
 def _like(parameter: Tensor, device: torch.device | str) -> Tensor:
     data = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device=device)
     kind: Any = type(parameter)
-    made: Tensor
+    twin: Tensor
     if kind is nn.Parameter:
-        made = nn.Parameter(data, requires_grad=False)
+        twin = nn.Parameter(data, requires_grad=False)
     else:
-        made = torch.Tensor._make_subclass(kind, data, False)
-    made.__dict__.update(parameter.__dict__)
-    return made
+        twin = torch.Tensor._make_subclass(kind, data, False)
+    twin.__dict__.update(parameter.__dict__)
+    return twin

@@ -1,7 +1,7 @@
 """The gate with SGLang's routes, which `launch.py` puts around SGLang's own application.
 
-It also remembers what SGLang does not tell: whether generation is paused, and which memory is given up. SGLang's
-schedulers die of being asked to give up, or to take back, the same memory twice; the gate takes such parts out.
+It also keeps state that SGLang does not report: whether generation is paused, and which memory is given up. SGLang's
+schedulers die if they are asked twice to give up, or to take back, the same memory; the gate removes such tags.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from typing import Any, ClassVar
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.words.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
-from ckpt_engine.words.routes import listed
+from ckpt_engine.gate.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
 """Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""
@@ -35,7 +35,7 @@ _RENAMED = frozenset(
 
 
 class SglangGate(Gate):
-    """See Gate. A test lists the routes of a real server; what is new there must be judged by somebody."""
+    """See Gate. A test compares this with the routes of a real server, so that new routes are classified by people."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -155,14 +155,15 @@ class SglangGate(Gate):
         self._released: set[str] = set()
 
     async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """SGLang answers `/health` without computing a token only if its path is just that: under a root path it would
-        compute one, and so fail while generation is paused. So the root path is taken away here."""
+        """Removes the root path: only at the path `/health` SGLang answers without computing a token. Under a root path
+        it would compute one, and so fail while generation is paused."""
         if route == HEALTH_ROUTE:
             scope = {**scope, "root_path": "", "path": HEALTH_ROUTE, "raw_path": HEALTH_ROUTE.encode()}
         await super().open(route, scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """SGLang answers, except for what it must not be asked twice. Calls come one at a time, from the agent."""
+        """Passes a call on to SGLang, without parts that it must not be asked for twice. Calls come one at a time, from
+        the agent."""
         path = route.rstrip("/")
         scope = _with_key(path, scope)
         if path == STATE_ROUTE:
@@ -179,27 +180,27 @@ class SglangGate(Gate):
 
     async def _memory(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            wanted = set(load_json(await _body(receive) or b"{}").get("tags") or MEMORY)
+            tags = set(load_json(await _body(receive) or b"{}").get("tags") or MEMORY)
         except (ValueError, AttributeError, TypeError) as error:
             await answer_json(send, 400, {"detail": f"{path} takes a JSON object with a list of tags: {error}"})
             return
-        wanted = wanted - self._released if path == RELEASE_ROUTE else wanted & self._released
-        if not wanted:
+        tags = tags - self._released if path == RELEASE_ROUTE else tags & self._released
+        if not tags:
             await answer_json(send, 200, None)
             return
-        body = json.dumps({"tags": [tag for tag in MEMORY if tag in wanted]}).encode()
+        body = json.dumps({"tags": [tag for tag in MEMORY if tag in tags]}).encode()
         headers = [
             (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")
         ]
         headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
         if await _passed(super().control, path, {**scope, "headers": headers}, _receive(body, receive), send):
-            self._released = self._released | wanted if path == RELEASE_ROUTE else self._released - wanted
+            self._released = self._released | tags if path == RELEASE_ROUTE else self._released - tags
 
 
 def _with_key(path: str, scope: Scope) -> Scope:
-    """The token is all that an agent has; where the server asks for a key of its own, it gets that one.
+    """Adds the server's own API key, if it has one: the agent has only our token.
 
-    SGLang notes at an endpoint whether it takes the administrators' key, if there is one, or the users'.
+    SGLang notes at an endpoint whether it needs the administrators' key, if there is one, or the users'.
     """
     app: Any = scope.get("app")
     arguments: Any = getattr(app, "server_args", None)
@@ -214,7 +215,7 @@ def _with_key(path: str, scope: Scope) -> Scope:
 
 
 async def _passed(control: Any, route: str, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Whether the answer was a good one."""
+    """Passes a call on. Returns whether the answer was a success."""
     status = 0
 
     async def watched(message: Message) -> None:
@@ -228,18 +229,18 @@ async def _passed(control: Any, route: str, scope: Scope, receive: Receive, send
 
 
 async def _body(receive: Receive) -> bytes:
-    found = b""
+    body = b""
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return found
-        found += bytes(message.get("body", b""))
+            return body
+        body += bytes(message.get("body", b""))
         if not message.get("more_body", False):
-            return found
+            return body
 
 
 def _receive(body: bytes, after: Receive) -> Receive:
-    """A request with `body`; then what the client does."""
+    """A `receive` that returns `body`, and then the client's further messages."""
     first = True
 
     async def receive() -> Message:

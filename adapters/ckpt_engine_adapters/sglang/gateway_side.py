@@ -1,4 +1,4 @@
-"""What the gateway knows of SGLang: its dialect, and how it counts its requests."""
+"""SGLang for the gateway: its dialect, and how to read its load."""
 
 from __future__ import annotations
 

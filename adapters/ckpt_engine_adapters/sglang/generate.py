@@ -76,20 +76,20 @@ class Generate(Dialect):
     def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
         if body.get("input_ids") is None and ("text" in body or "input_embeds" in body):
             return None
-        given = dialect.prompts(body.get("input_ids"), "input_ids")
-        if given is None:
+        prompts = dialect.prompts(body.get("input_ids"), "input_ids")
+        if prompts is None:
             raise bad_request("input_ids: a list of token ids; texts are `text`")
         nested = isinstance(body["input_ids"][0], list)
         singles, reasons, session = [], [], ""
-        for index, prompt in enumerate(given):
-            fields = {name: _of_prompt(name, value, index, len(given), nested) for name, value in body.items()}
+        for index, prompt in enumerate(prompts):
+            fields = {name: _of_prompt(name, value, index, len(prompts), nested) for name, value in body.items()}
             params = dialect.an_object(fields.get("sampling_params"), "sampling_params")
             reasons += [judge(fields, FIELDS), judge(params, SAMPLING, "sampling_params.")]
             session = session or str(fields.get("session_id") or fields.get("routing_key") or fields.get("rid") or "")
             singles += _samples(prompt, fields, params)
         if len(singles) > dialect.SAMPLES:
             raise bad_request(f"{len(singles)} samples, {dialect.SAMPLES} are the most of one request")
-        if len(singles) % len(given):
+        if len(singles) % len(prompts):
             raise bad_request("sampling_params.n must be the same for all prompts")
         return ParsedRequest(
             body,
@@ -101,7 +101,7 @@ class Generate(Dialect):
         )
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
-        single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
+        single, offset, first = stitch.single, len(stitch.tokens), not stitch.started
         params = travelling(single.sampling, SAMPLING, first)
         params["max_new_tokens"] = stitch.remaining
         if single.min_tokens:
@@ -118,7 +118,7 @@ class Generate(Dialect):
             raise MalformedError("an event of /generate has no meta_info")
         output = dialect.output_tokens(event.get("output_ids") or [])
         total = meta.get("completion_tokens")
-        # Servers differ in whether an event repeats the tokens before it, so what is new is counted from the end.
+        # Servers differ in whether an event repeats the tokens before it, so new tokens are counted from the end.
         new = (total if isinstance(total, int) else len(output)) - stitch.leg.count
         if new < 0 or new > len(output):
             raise MalformedError(f"{total} tokens so far, {stitch.leg.count} had come, and the event has {len(output)}")
@@ -140,8 +140,8 @@ class Generate(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, {"type": kind, ("matched" if kind == STOP else "length"): detail})
 
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
-        answer = self._answer(number, stitch, over)
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
+        answer = self._answer(number, stitch, finished)
         return {**answer, "index": number} if self._listed else answer
 
     def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
@@ -153,20 +153,20 @@ class Generate(Dialect):
 
     @property
     def _listed(self) -> bool:
-        return len(self.asked.singles) > 1 or isinstance(self.asked.body["input_ids"][0], list)
+        return len(self.request.singles) > 1 or isinstance(self.request.body["input_ids"][0], list)
 
-    def _answer(self, number: int, stitch: Stitch, over: bool) -> dict[str, Any]:
+    def _answer(self, number: int, stitch: Stitch, finished: bool) -> dict[str, Any]:
         single = stitch.single
-        spans = stitch.spans() if over or all(leg.labels for leg in stitch.legs if leg.count) else []
+        spans = stitch.spans() if finished or all(leg.labels for leg in stitch.legs if leg.count) else []
         exact = bool(spans) and all(span.exact for span in spans)
-        known = [span.highest.version for span in spans if span.highest]
+        versions = [span.highest.version for span in spans if span.highest]
         meta: dict[str, Any] = {
             "id": self._identifier(number),
-            "finish_reason": stitch.finish.said if over and stitch.finish else None,
+            "finish_reason": stitch.finish.reason if finished and stitch.finish else None,
             "prompt_tokens": len(single.prompt),
             "completion_tokens": len(stitch.tokens),
             "cached_tokens": 0,
-            "weight_version": str(known[-1]) if known else "default",
+            "weight_version": str(versions[-1]) if versions else "default",
             **stitch.about,
         }
         if exact:
@@ -180,21 +180,19 @@ class Generate(Dialect):
             names = stitch.records[0].keys() if stitch.records else ("output_token_logprobs",)
             meta |= {name: [record[name] for record in stitch.records] for name in names}
             meta["output_token_logprobs_length"] = len(stitch.records)
-        if over:
+        if finished:
             meta["ckpt_engine"] = self.about_versions(stitch)
         prompt = {"prompt_token_ids": list(single.prompt)} if single.fields.get("return_prompt_token_ids") else {}
         return {"text": stitch.text, "output_ids": list(stitch.tokens), "meta_info": meta, **prompt}
 
     def _identifier(self, number: int) -> str:
-        given = self.asked.singles[number].fields.get("rid")
-        alone = len(self.asked.singles) == 1
-        return (
-            str(given) if given and alone else f"{given or self.identifier}_{number}" if not alone else self.identifier
-        )
+        rid = self.request.singles[number].fields.get("rid")
+        alone = len(self.request.singles) == 1
+        return str(rid) if rid and alone else f"{rid or self.identifier}_{number}" if not alone else self.identifier
 
 
 def _of_prompt(name: str, value: Any, index: int, prompts: int, nested: bool) -> Any:
-    """A field's value for one prompt: some may be lists with a value for each."""
+    """A field's value for one prompt; some fields may be lists with a value for each prompt."""
     if nested and name in _PER_PROMPT and isinstance(value, list):
         if len(value) != prompts:
             raise bad_request(f"{name}: {len(value)} for {prompts} prompts")
@@ -232,11 +230,11 @@ def _records(meta: Mapping[str, Any], new: int) -> list[Any]:
 
 
 def _finish(reason: Any, count: int) -> Finish | None:
-    """count: tokens of the answer with those of this event; a leg counts its own."""
+    """The end of a sample. count: tokens of the whole answer by now; the leg's reason counts only its own."""
     if reason is None:
         return None
     if not isinstance(reason, dict) or "type" not in reason:
-        raise MalformedError(f"a finish_reason that is none: {reason!r}")
+        raise MalformedError(f"a malformed finish_reason: {reason!r}")
     kind = str(reason["type"])
     if "length" in reason:
         reason = {**reason, "length": count}

@@ -1,10 +1,9 @@
-"""The order that travels through SGLang's own weight route to our loader in each of its schedulers.
+"""The instruction that goes through SGLang's own weight route to our loader in each of its schedulers.
 
-SGLang carries only named tensors to a custom weight loader, so an order is one tensor of bytes: a small JSON object
-with what to do and the update's epoch. What to install, and from where, the worker asks its agent for; nothing here
-says so. Pure: shared by the driver, in the agent, and the loader, in the scheduler. torch is imported only to make or
-read the tensor, so that the driver can be imported without it.
-"""
+SGLang passes only named tensors to a custom weight loader, so an instruction is one tensor of bytes: a small JSON
+object with the action and the update's epoch. The worker asks its agent what to install, and from where. Pure: shared
+by the driver, in the agent, and the loader, in the scheduler. torch is imported only to make or read the tensor, so
+that the driver can be imported without it."""
 
 from __future__ import annotations
 
@@ -36,17 +35,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What the driver tells SGLang's workers to do, as the hook finds it among the weights.
-
-    epoch: of the update that INSTALL is for; 0 with all other actions.
-    """
+    """An instruction of the driver to SGLang's workers. epoch: of the update that INSTALL is for; else 0."""
 
     action: Action
     epoch: int = 0
 
 
 def encode(order: Instruction) -> list[tuple[str, Tensor]]:
-    """The named tensors of `order`: one CPU tensor, uint8, of one dimension."""
+    """Encodes `order` as named tensors: one CPU tensor, uint8, of one dimension."""
     import torch
 
     text = json.dumps({"action": order.action.value, "epoch": order.epoch}, separators=(",", ":"))
@@ -54,9 +50,9 @@ def encode(order: Instruction) -> list[tuple[str, Tensor]]:
 
 
 def decode(named_tensors: Sequence[tuple[str, Tensor]]) -> Instruction:
-    """What `encode` was given.
+    """Decodes an instruction.
 
-    Raises ValueError: this is no order, for instance because somebody else calls SGLang's weight route with weights.
+    Raises ValueError if it is none, for instance because another program calls SGLang's weight route with weights.
     """
     import torch
 
@@ -70,12 +66,12 @@ def decode(named_tensors: Sequence[tuple[str, Tensor]]) -> Instruction:
         )
     text = bytes(tensor.tolist())
     try:
-        found = load_json(text)
+        content = load_json(text)
     except ValueError as error:
         raise ValueError(f"an order is a JSON object: {error}") from error
-    if not isinstance(found, dict) or found.keys() != {"action", "epoch"}:
+    if not isinstance(content, dict) or content.keys() != {"action", "epoch"}:
         raise ValueError(f"an order has the keys action and epoch, not {text.decode(errors='replace')}")
-    action, epoch = found["action"], found["epoch"]
+    action, epoch = content["action"], content["epoch"]
     if action not in list(Action):
         raise ValueError(f"unknown action {action!r}; known are {', '.join(Action)}")
     if type(epoch) is not int or not 0 <= epoch < _EPOCHS:

@@ -1,4 +1,4 @@
-"""What the core needs to know about SGLang before it loads any other part of the adapter."""
+"""SGLang's EngineKind: the facts that our core needs before it loads the adapter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts SGLang's own server behind our gate: ``python -m ckpt_engine_adapters.sglang.launch`` and SGLang's options.
 
-Everything is SGLang's, processes and arguments included; the gate is put around its application before it starts, and
-each scheduler makes our worker once it has a model (`scheduler.py`).
+Processes and arguments are SGLang's. The gate is put around its application before it starts, and each scheduler makes
+our worker once it has a model (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.engine.command import Options
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,
@@ -24,8 +24,8 @@ from ckpt_engine_adapters.sglang.command import (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs until the server ends. Exits with a sentence if the arguments contradict what an update needs."""
-    # With it, /health is a request for a token: it takes a second, and fails while generation is paused.
+    """Runs until the server ends. Exits with a message if the arguments do not allow updates."""
+    # With this, /health asks for a token, which takes a second and fails while generation is paused.
     os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
     options = options_of(arguments)
     _check(options)
@@ -66,13 +66,13 @@ def _check(options: Options) -> None:
 
 
 def _resolved(settings: Any) -> Options:
-    """What SGLang made of its arguments, for the options that matter, as if it had been written on the command line."""
+    """The values that SGLang resolved for the options that matter, as if they were on the command line."""
     names = {name: name.removeprefix("--").replace("-", "_") for name in REFUSED}
     names["--pipeline-parallel-size"] = "pp_size"
     names["--data-parallel-size"] = "dp_size"
     names["--enable-dp-attention"] = "enable_dp_attention"
-    found = {name: getattr(settings, attribute, None) for name, attribute in names.items()}
-    return {name: (str(value),) for name, value in found.items() if value not in (None, False)}
+    values = {name: getattr(settings, attribute, None) for name, attribute in names.items()}
+    return {name: (str(value),) for name, value in values.items() if value not in (None, False)}
 
 
 if __name__ == "__main__":

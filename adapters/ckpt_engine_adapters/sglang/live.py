@@ -1,7 +1,7 @@
 """One layer of a running model while its loader's form stands in for it.
 
-Kernels and CUDA graphs know the layer's tensors by their addresses. So what post-processing makes of new weights is
-copied to where the old ones lie, whatever it is kept as: a parameter, a buffer or a plain attribute.
+Kernels and CUDA graphs have the addresses of the layer's tensors. So the results of post-processing new weights are
+copied into the old tensors, whether these are parameters, buffers or plain attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt_engine_adapters.sglang.forms import same_form
 
 
 class LiveLayer:
-    """A layer's tensors as they are when this is made. Used on the engine's thread."""
+    """A layer's tensors at the time of creation. Used on the engine's thread."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
@@ -25,7 +25,7 @@ class LiveLayer:
         self.device = next(tensor.device for tensor in self._parameters.values() if tensor is not None)
 
     def put_back(self) -> None:
-        """The layer has its own tensors again, with what they hold."""
+        """Puts the layer's own tensors back into it, with their values."""
         layer = self._layer
         for name in [name for name, value in vars(layer).items() if isinstance(value, Tensor)]:
             del layer.__dict__[name]
@@ -38,34 +38,34 @@ class LiveLayer:
         layer._non_persistent_buffers_set.update(self._non_persistent)
 
     def take_over(self) -> None:
-        """What the layer holds now is copied into its own tensors, which stand in it again.
+        """Copies the layer's present values into its own tensors, and puts these back into it.
 
-        Raises INTERNAL if it holds other tensors than before, or of another form; nothing is copied then.
+        Raises INTERNAL if the layer has other tensors than before, or of another form; nothing is copied then.
         """
         pairs: list[tuple[Tensor, Tensor]] = []
-        for own, made in (
+        for own, new in (
             (_tensors(self._parameters), _tensors(self._layer._parameters)),
             (_tensors(self._buffers), _tensors(self._layer._buffers)),
             (self._attributes, _tensors(vars(self._layer))),
         ):
-            for name in sorted(own.keys() | made.keys()):
-                if name not in own or name not in made or not same_form(own[name], made[name]):
+            for name in sorted(own.keys() | new.keys()):
+                if name not in own or name not in new or not same_form(own[name], new[name]):
                     raise internal(
-                        f"SGLang has made {_text(made.get(name))} of the new weights where it had made "
+                        f"SGLang has made {_text(new.get(name))} of the new weights where it had made "
                         f"{_text(own.get(name))} at start: tensor {name} of a {type(self._layer).__name__}",
                         [name],
                     )
-                pairs.append((own[name], made[name]))
+                pairs.append((own[name], new[name]))
         with torch.no_grad():
-            for own_tensor, made_tensor in pairs:
-                if own_tensor is not made_tensor:
-                    own_tensor.data.copy_(made_tensor.data)
+            for own_tensor, new_tensor in pairs:
+                if own_tensor is not new_tensor:
+                    own_tensor.data.copy_(new_tensor.data)
         self.put_back()
 
 
-def _tensors(named: object) -> dict[str, Tensor]:
-    assert isinstance(named, dict)
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+def _tensors(by_name: object) -> dict[str, Tensor]:
+    assert isinstance(by_name, dict)
+    return {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
 
 
 def _text(tensor: Tensor | None) -> str:

@@ -1,9 +1,9 @@
 """Our end inside an SGLang scheduler: the custom weight loader that SGLang calls, and the worker that it leads to.
 
-`attach` makes the worker when the scheduler has loaded its model, before the server answers anybody. SGLang then calls
+`attach` makes the worker when the scheduler has loaded its model, before the server answers requests. SGLang then calls
 `load` through its weight route, on each rank, on the scheduler's main thread between steps, with an `Instruction`:
 
-    prepare  -> record the loader against the agent's manifest; touches no weight
+    prepare  -> record the loader against the agent's manifest; changes no weight
     install  -> pull, verify, stamp the state word
     discard  -> say that this worker holds nothing, before its memory is released
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_engine.engine.attributes import Attributes
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.sglang.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.sglang.instruction import Action, decode
 from ckpt_engine_adapters.sglang.ranks import worker_rank
@@ -52,7 +52,7 @@ class _Attached:
         self.worker.install(epoch)
 
     def discard(self) -> None:
-        """The weights are about to go: the state word says so, and what SGLang does not keep is kept."""
+        """Prepares for the discarding of the weights: updates the state word, and saves what SGLang does not save."""
         self.worker.discard()
         self._attributes.keep()
 
@@ -69,10 +69,10 @@ _attached: _Attached | None = None
 
 
 def attach(runner: Any) -> None:
-    """Claims the worker's state word, so that the gate knows of it and stays closed.
+    """Claims the worker's state word, so that the gate stays closed until it has weights.
 
-    runner: SGLang's ModelRunner, with its model loaded; a draft model's runner is left alone. Does nothing in a server
-    that has no directory.
+    runner: SGLang's ModelRunner, with its model loaded; a draft model's runner is ignored. Does nothing in a server
+    without a directory.
     Raises OSError, ValueError: the directory or the slot cannot be used; the server does not start then.
     """
     global _attached
@@ -86,7 +86,7 @@ def attach(runner: Any) -> None:
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """What `--custom-weight-loader` names. Never raises."""
+    """Carries out an instruction. `--custom-weight-loader` names this function. Never raises."""
     try:
         order = decode(named_tensors)
         if _attached is None or _attached.model is not model:
@@ -104,7 +104,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def discard() -> None:
-    """The weights' memory is about to be released. Never raises."""
+    """Prepares for the release of the weights' memory. Never raises."""
     try:
         if _attached is not None:
             _attached.discard()

@@ -1,7 +1,7 @@
-"""Tensors in the form that SGLang's `/update_weights_from_tensor` takes. Runs in the agent; nothing is read here.
+"""Encodes tensors in the form of SGLang's `/update_weights_from_tensor`. Runs in the agent; nothing is decoded here.
 
-The form is a pickle, since the engine's API insists on one. It goes to an engine on this host behind its token, holds
-only an order of ours, and SGLang reads it through a list of what it allows. Nothing of ours ever loads a pickle.
+The form is a pickle, since the engine's API insists on one. It goes to an engine on this host behind its token and
+contains only our instruction; SGLang decodes it with an allow-list. Our own code never loads a pickle.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def serialized(named_tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """`named_tensors` (plain CPU tensors) for one tensor parallel rank."""
+    """Encodes `named_tensors` (plain CPU tensors) for one tensor parallel rank."""
     return base64.b64encode(pickle.dumps(list(named_tensors))).decode()

@@ -1,4 +1,4 @@
-"""Which of a server's workers a scheduler is. SGLang 0.5.16 keeps that with each runner, 0.5.23 with the process."""
+"""Finds which of a server's workers a scheduler is. SGLang 0.5.16 has that in each runner, 0.5.23 in the process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def worker_rank(runner: Any) -> tuple[int, int]:
-    """The rank among all workers of the server, and how many there are: data parallel replicas x pipeline x tensor.
+    """The rank among all workers of the server, and their number: data parallel replicas x pipeline x tensor.
 
     Under data parallel attention the groups are parts of one replica's tensor parallel ranks. runner: a ModelRunner.
     """

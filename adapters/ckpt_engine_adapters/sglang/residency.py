@@ -1,10 +1,9 @@
-"""Which layers of an SGLang model keep their weights as the loader writes them, so that copies go straight into them.
+"""Decides which layers of an SGLang model are resident: they keep weights as the loader writes them.
 
-Such layers are resident: no byte is copied twice, and what CUDA graphs have captured stays where it is. A layer that
-SGLang processes after loading is staged. A layer counts as resident only if nothing is known to touch its weights: it
-has no quantisation method, one that processes nothing, or one of those below, whose processing does nothing here (in
-0.5.16 and 0.5.23). Kinds are compared exactly, since a subclass may do more.
-"""
+Copies go straight into resident layers: no byte is copied twice, and the memory that CUDA graphs have captured stays. A
+layer that SGLang processes after loading is staged. A layer counts as resident only if it has no quantisation method,
+or one that processes nothing, or one of those below, which do nothing in this case (in 0.5.16 and 0.5.23). Classes are
+compared exactly, since a subclass may do more."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch import nn
 
 
 def processing_method(layer: nn.Module) -> Any:
-    """The layer's quantisation method if it brings loaded weights into another form, or may; None if not."""
+    """The layer's quantisation method if it transforms loaded weights, or may; None: it does not."""
     method: Any = getattr(layer, "quant_method", None)
     process = getattr(type(method), "process_weights_after_loading", None)
     if process is None or process is QuantizeMethodBase.process_weights_after_loading:
@@ -38,7 +37,7 @@ def _packed_for_amx(layer: nn.Module) -> bool:
 
 
 def _leaves_experts(layer: nn.Module, method: Any) -> bool:
-    """Experts stay as loaded for the Triton kernels, and on a CPU without AMX."""
+    """Whether experts stay as loaded: for the Triton kernels, and on a CPU without AMX."""
     return (
         not _packed_for_amx(layer)
         and not getattr(method, "use_flashinfer_trtllm_moe", False)

@@ -1,11 +1,11 @@
-"""What SGLang's memory calls need of us inside a scheduler: state words that are right, and calls that may be repeated.
+"""Guards SGLang's memory calls inside a scheduler: it keeps state words right, and makes the calls repeatable.
 
 Releasing the weights' memory discards them, unless there is no memory saver (then nothing is released, as on a CPU) or
-it keeps a copy on the host (`--enable-weights-cpu-backup`). The scheduler itself says that it holds nothing before that
-happens, in whatever order and from wherever the call comes. A tag that is released already, or not at all, is left
+it keeps a copy on the host (`--enable-weights-cpu-backup`). The scheduler itself marks that it holds nothing before
+that happens, for calls in any order and from anywhere. A tag that is released already, or was not released, is left
 out: SGLang would read released memory, or end with a KeyError.
 
-Both functions stand around SGLang's own and run on the scheduler's main thread.
+Both functions wrap SGLang's own and run on the scheduler's main thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around SchedulerWeightUpdaterManager.release_memory_occupation."""
+    """Wraps SchedulerWeightUpdaterManager.release_memory_occupation."""
     tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag not in manager.offload_tags]
     if not tags:
         return ReleaseMemoryOccupationReqOutput()
@@ -34,7 +34,7 @@ def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around SchedulerWeightUpdaterManager.resume_memory_occupation."""
+    """Wraps SchedulerWeightUpdaterManager.resume_memory_occupation."""
     tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag in manager.offload_tags]
     if not tags:
         return ResumeMemoryOccupationReqOutput()
@@ -48,10 +48,10 @@ def _with(request: Any, tags: list[str]) -> Any:
 
 
 def _loses_weights(manager: Any) -> bool:
-    """Whether releasing the weights discards them. Unknown counts as yes: only the words would be lost."""
+    """Whether releasing the weights discards them. Unknown counts as yes, which costs only the state words."""
     try:
         arguments = manager.tp_worker.model_runner.server_args
         return bool(arguments.enable_memory_saver) and not arguments.enable_weights_cpu_backup
     except Exception:
-        log.exception("ckpt-engine: nobody knows whether the weights are kept while their memory is released")
+        log.exception("ckpt-engine: it is unknown whether the weights are kept while their memory is released")
         return True

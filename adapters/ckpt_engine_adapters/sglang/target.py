@@ -1,13 +1,12 @@
-"""An SGLang model as something that weights are installed in.
+"""The LoadTarget of an SGLang model.
 
 It decides which layers are resident (our copies go straight into the live tensors) and which are staged (the loader's
 form exists for a moment, then SGLang's own post-processing makes the kernels' form of it, which is copied to where the
 kernels read). It does not decide what is loaded where; the recorded loader does.
 
-A layer is resident if nothing processes it after loading (residency.py): all that are not quantised, on CUDA and on a
-CPU without AMX. What a model computes of loaded weights with `post_load_weights` (MLA absorbs its projections) lies
-beside its parameters, as plain attributes, and is computed anew after each install; SGLang does that itself only for
-what its own loaders have loaded.
+A layer is resident if nothing processes it after loading (residency.py): all unquantised ones, on CUDA and on a CPU
+without AMX. Results of a model's `post_load_weights` (MLA absorbs its projections) are plain attributes beside its
+parameters. They are recomputed after each install; SGLang itself recomputes them only after its own loaders.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class SglangTarget:
     """See LoadTarget. Used on the scheduler's main thread."""
 
     def __init__(self, model: nn.Module, text_config: Any, refused: Sequence[str] = (), session: Any = None) -> None:
-        """text_config: of the checkpoint, as transformers has it. refused: why this server can take no update at all;
-        each reason refuses every one. session: what begins and ends SGLang's own updates of this model (`WeightUpdater`
-        of newer versions)."""
+        """text_config: of the checkpoint, from transformers. refused: reasons why this server takes no update; any one
+        refuses all. session: begins and ends SGLang's own updates of this model (`WeightUpdater` of newer versions)."""
         self._model = model
         self._session = session
         self._text_config = text_config
@@ -54,7 +52,7 @@ class SglangTarget:
             if processing_method(layer) is None:
                 self._refuse_changed(prefix, layer, form)
             elif form is None:
-                self._refused.append(f"the layer {prefix} is processed after loading, and nobody has seen it before")
+                self._refused.append(f"the layer {prefix} is processed after loading in an unknown way")
             else:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
@@ -70,12 +68,12 @@ class SglangTarget:
                 continue
             if name not in form or not same_form(parameter, form[name]):
                 self._refused.append(
-                    f"{prefix}.{name} is not in the form of SGLang's loader any more, and nobody knows what changed it"
+                    f"{prefix}.{name} is not in the form of SGLang's loader any more, and what changed it is unknown"
                 )
 
     def _refuse_post_load(self) -> None:
         if not hasattr(self._model, "post_load_weights"):
-            self._refused += [f"nobody computes {name} of new weights" for name in self._computed.tensors]
+            self._refused += [f"nothing recomputes {name} from new weights" for name in self._computed.tensors]
             return
         # The step reads what the loader writes, and a staged layer has that form only while it is loaded.
         for prefix, layer in self._staged_layers.items():
@@ -83,7 +81,7 @@ class SglangTarget:
                 self._refused.append(f"{prefix} is quantised, and the model computes more of its weights")
 
     def _refuse_shared(self) -> None:
-        """A staged layer's parameter that another layer has too would be processed in one, forgotten in the other."""
+        """Refuses a staged layer's parameter that another layer shares: it would be processed in one of them only."""
         owners: dict[int, str] = {}
         for prefix, layer in self._layers.items():
             for parameter in layer._parameters.values():
@@ -108,7 +106,8 @@ class SglangTarget:
 
     @contextmanager
     def _without_post_load(self) -> Iterator[None]:
-        """Some loaders end with the model's post-load step, which computes on values; `post_load` runs it in time."""
+        """Skips the model's post-load step, which some loaders end with: it computes on values, and `post_load` runs
+        it."""
         holders = [module for module in self._model.modules() if hasattr(module, "post_load_weights")]
         before = [(module, module.__dict__.get("post_load_weights")) for module in holders]
         try:
@@ -123,7 +122,7 @@ class SglangTarget:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Staged layers stand in the loader's form, as meta tensors; on leaving everything is as it was."""
+        """Puts staged layers into the loader's form, as meta tensors; on exit all are as before."""
         if self._refused:
             raise precondition(f"this server can take no update: {'; '.join(self._refused[:4])}")
         live = [LiveLayer(layer) for layer in self._staged_layers.values()]
@@ -140,13 +139,13 @@ class SglangTarget:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, module in self._model.named_modules():
             for name in module._non_persistent_buffers_set:
-                named = full_name(prefix, name)
-                if named not in self._derived and not name.endswith(_OF_WEIGHTS):
-                    found[named] = "a buffer that no checkpoint holds"
-        return found
+                buffer_name = full_name(prefix, name)
+                if buffer_name not in self._derived and not name.endswith(_OF_WEIGHTS):
+                    reasons[buffer_name] = "a buffer that no checkpoint holds"
+        return reasons
 
     def ignored(self, name: str) -> str | None:
         if "rotary_emb." in name:
@@ -163,8 +162,8 @@ class SglangTarget:
 
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
-        """Layers leave the live form one by one and return to it when they are finished; an exception puts back those
-        that did not, with old weights, so that the engine survives and a full update can follow."""
+        """Takes layers out of the live form one by one; each returns to it when it is finished. An exception puts the
+        others back with old weights, so that the engine survives and a full update can follow."""
         open_layers: dict[str, LiveLayer] = {}
         try:
             yield self._stage(open_layers)
@@ -176,8 +175,8 @@ class SglangTarget:
         for prefix, layer in self._staged_layers.items():
             live = LiveLayer(layer)
             open_layers[prefix] = live
-            made = _stand_in(layer, self._forms[prefix], live.device)
-            tensors = {full_name(prefix, name): tensor for name, tensor in made.items()}
+            parameters = _stand_in(layer, self._forms[prefix], live.device)
+            tensors = {full_name(prefix, name): tensor for name, tensor in parameters.items()}
             yield StagedLayer(tensors, partial(self._finish, prefix, open_layers))
 
     def _finish(self, prefix: str, open_layers: dict[str, LiveLayer]) -> None:
@@ -188,7 +187,7 @@ class SglangTarget:
         del open_layers[prefix]
 
     def reload(self, weights: Weights) -> None:
-        """As SGLang's begin, update and end of weights do, which all older versions are without."""
+        """Loads weights as SGLang's own begin, update and end calls do; older versions have only the update."""
         begin: Any = getattr(self._session, "begin_weight_update", None)
         if begin is not None:
             begin()
@@ -197,7 +196,7 @@ class SglangTarget:
             self._session.end_weight_update(run_post_load=False)
 
     def post_load(self) -> None:
-        """What the model computes of loaded weights and keeps beside its parameters."""
+        """Recomputes what the model derives from loaded weights and keeps beside its parameters."""
         compute: Any = getattr(self._model, "post_load_weights", None)
         if compute is not None:
             with torch.no_grad(), next(self._model.parameters()).device:
@@ -214,15 +213,15 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Gives the layer parameters in the loader's form, on `device`, instead of its own."""
-    made = {name: materialized(tensor, device) for name, tensor in form.items()}
+    """Replaces the layer's parameters by new ones in the loader's form, on `device`."""
+    parameters = {name: materialized(tensor, device) for name, tensor in form.items()}
     layer._parameters.clear()
-    layer._parameters.update(made)  # type: ignore[arg-type]
-    return made
+    layer._parameters.update(parameters)  # type: ignore[arg-type]
+    return parameters
 
 
 def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Buffers that no checkpoint holds and that show the memory of one of their layer's parameters."""
+    """Buffers that no checkpoint has and that are views of one of their layer's parameters."""
     for prefix, layer in model.named_modules():
         for name in layer._non_persistent_buffers_set:
             buffer = layer._buffers.get(name)

@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang that we drive, 0.5.16 and 0.5.23, as far as our half inside it sees it.
+"""Differences between the versions of SGLang that we drive, 0.5.16 and 0.5.23, for our half inside it.
 
 Importing it does not import SGLang.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def let_paused_scheduler_flush() -> None:
-    """Lets a scheduler that is paused empty its caches although requests wait, as SGLang 0.5.23 does by itself.
+    """Lets a paused scheduler empty its caches although requests wait, as SGLang 0.5.23 does by itself.
 
-    In 0.5.16 a retracted request, which waits without any cache, makes the scheduler refuse. Then old caches would meet
-    new weights. Called in a scheduler's process; may be called again, and does nothing where it is not needed.
+    In 0.5.16 a scheduler refuses that because of a retracted request, which has no cache; old caches would then be used
+    with new weights. Called in a scheduler's process; may be called again, and does nothing where it is not needed.
     """
     import inspect
 

@@ -1,4 +1,4 @@
-"""What a vLLM command line says, as far as we must know it. Pure; shared by the driver and the plugin."""
+"""Reads a vLLM command line, as far as we need it. Pure; shared by the driver and the plugin."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def options_of(command: Sequence[str]) -> Options:
 
 
 def model_of_serve(command: Sequence[str]) -> tuple[int, str] | None:
-    """Where `vllm serve` has its model, and which one it is, empty if there is none: None for another command."""
+    """Index and name of the model in a `vllm serve` command, with an empty name if it has none; None: another
+    command."""
     at = program_at(command)
     if [Path(word).name for word in command[at : at + 2]] != ["vllm", "serve"]:
         return None
@@ -50,5 +51,6 @@ def check_options(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def worker_count(options: Options) -> int:
-    """Workers that the options ask for: tensor x pipeline x data parallel. Raises ValueError: a size is no number."""
+    """The number of workers by the options: tensor x pipeline x data parallel. Raises ValueError if a size is no
+    number."""
     return prod(size(options, f"--{axis}-parallel-size") for axis in ("tensor", "pipeline", "data"))

@@ -25,18 +25,20 @@ class Completions(Dialect):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
-        given = dialect.prompts(body.get("prompt"), "prompt")
-        if given is None:
+        prompts = dialect.prompts(body.get("prompt"), "prompt")
+        if prompts is None:
             return None
         count, seed = dialect.samples(body.get("n"), "n"), dialect.seed_of(body.get("seed"), "seed")
         most = dialect.whole_number(body["max_tokens"], "max_tokens", None) if "max_tokens" in body else 16
         least = dialect.whole_number(body.get("min_tokens"), "min_tokens", 0) or 0
         stops = dialect.stop_ids(body.get("stop_token_ids"), "stop_token_ids")
         echo = dialect.truth(body.get("echo"), "echo")
-        if count * len(given) > dialect.SAMPLES:
-            raise bad_request(f"{count} samples of {len(given)} prompts; {dialect.SAMPLES} are the most of one request")
+        if count * len(prompts) > dialect.SAMPLES:
+            raise bad_request(
+                f"{count} samples of {len(prompts)} prompts; {dialect.SAMPLES} are the most of one request"
+            )
         singles, reasons = [], [judge(body, COMPLETIONS)]
-        for prompt in given:
+        for prompt in prompts:
             cut, why = dialect.truncated(prompt, body.get("truncate_prompt_tokens"), "truncate_prompt_tokens")
             reasons.append(why)
             for sample in range(count):
@@ -47,16 +49,16 @@ class Completions(Dialect):
             tuple(singles),
             dialect.truth(body.get("stream"), "stream"),
             "; ".join(dict.fromkeys(filter(None, reasons))),
-            # An echo is text unless ids are asked for, and only the engine knows the prompt's text.
+            # An echo is text unless ids are requested, and only the engine knows the prompt's text.
             not_streamed(body, COMPLETIONS) or (echo and not body.get("return_token_ids")),
             str(body.get("session_id") or body.get("user") or ""),
         )
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
         single, offset = stitch.single, len(stitch.tokens)
-        body = travelling(single.fields, COMPLETIONS, first=not stitch.begun)
+        body = travelling(single.fields, COMPLETIONS, first=not stitch.started)
         body |= {"prompt": [*single.prompt, *stitch.tokens], "max_tokens": stitch.remaining, "request_id": identifier}
-        body |= counted(single, single.fields, offset, not self.asked.not_resumable)
+        body |= counted(single, single.fields, offset, not self.request.not_resumable)
         return {**body, "stream": True, "return_token_ids": True}
 
     def piece(self, stitch: Stitch, event: Mapping[str, Any], labelled: bool) -> AnswerPiece:
@@ -69,14 +71,14 @@ class Completions(Dialect):
             return AnswerPiece(about=about)
         choice = choices[0]
         if choice.get("text") and choice.get("token_ids") is None:
-            said = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
-            raise RefusedError(502, ENGINE_REFUSED, said)
+            detail = f"{stitch.leg.replica} sends texts without token ids on this route, so they cannot be joined"
+            raise RefusedError(502, ENGINE_REFUSED, detail)
         tokens = dialect.output_tokens(choice.get("token_ids") or [])
         # vLLM's event with an echo has log-probabilities and text of both, but ids of the output alone.
-        echoes = stitch.single.echo and not stitch.begun and choice.get("prompt_token_ids") is not None
+        echoes = stitch.single.echo and not stitch.started and choice.get("prompt_token_ids") is not None
         echo = list(stitch.single.prompt) if echoes else []
         if stitch.single.max_tokens == 0:
-            tokens = []  # vLLM makes one all the same, and does not mention it otherwise
+            tokens = []  # vLLM makes one nevertheless, and reports it nowhere else
         records = _records(choice.get("logprobs"), len(echo) + len(tokens), _text_before(stitch))
         return AnswerPiece(
             tokens,
@@ -93,16 +95,16 @@ class Completions(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, kind, detail if kind == STOP else None)
 
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
-        first = len(stitch.tokens) == len(piece.tokens) and stitch.begun
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
+        first = len(stitch.tokens) == len(piece.tokens) and stitch.started
         records = [*piece.echo_records, *piece.records]
-        choice = self._choice(number, stitch, piece.tokens, records, piece.text, over)
-        if first and self.asked.body.get("return_token_ids"):
+        choice = self._choice(number, stitch, piece.tokens, records, piece.text, finished)
+        if first and self.request.body.get("return_token_ids"):
             choice["prompt_token_ids"] = list(stitch.single.prompt)
         return {**self._head(), "choices": [choice]}
 
     def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
-        options = self.asked.body.get("stream_options") or {}
+        options = self.request.body.get("stream_options") or {}
         return [{**self._head(), "choices": [], "usage": _usage(stitches)}] if options.get("include_usage") else []
 
     def whole(self, stitches: Sequence[Stitch]) -> Any:
@@ -110,14 +112,14 @@ class Completions(Dialect):
         for number, stitch in enumerate(stitches):
             records = [*stitch.echo_records, *stitch.records]
             choice = self._choice(number, stitch, list(stitch.tokens), records, stitch.text, True)
-            if self.asked.body.get("return_token_ids"):
+            if self.request.body.get("return_token_ids"):
                 choice["prompt_token_ids"] = list(stitch.single.prompt)
             choices.append(choice)
         return {**self._head(), "choices": choices, "usage": _usage(stitches)}
 
     def _head(self) -> dict[str, Any]:
         head = {"id": f"cmpl-{self.identifier}", "object": "text_completion", "created": self.created}
-        return {**head, "model": self.asked.body.get("model") or ""}
+        return {**head, "model": self.request.body.get("model") or ""}
 
     def _choice(
         self,
@@ -126,35 +128,34 @@ class Completions(Dialect):
         tokens: list[int],
         records: list[Any],
         text: str,
-        over: bool,
+        finished: bool,
     ) -> dict[str, Any]:
-        end = stitch.finish if over else None
+        end = stitch.finish if finished else None
         choice: dict[str, Any] = {
             "index": number,
             "text": text,
             "logprobs": None,
-            "finish_reason": end.said if end else None,
+            "finish_reason": end.reason if end else None,
             "stop_reason": end.stop_reason if end else None,
         }
-        if self.asked.body.get("logprobs") is not None:
+        if self.request.body.get("logprobs") is not None:
             lists = {name: [record[name] for record in records] for name in _LOGPROBS}
             choice["logprobs"] = {**lists, "text_offset": [record["text_offset"] for record in records]}
-        if self.asked.body.get("return_token_ids"):
+        if self.request.body.get("return_token_ids"):
             choice["token_ids"] = tokens
-        if over:
+        if finished:
             choice["ckpt_engine"] = self.about_versions(stitch)
         return choice
 
 
 def _text_before(stitch: Stitch) -> int:
-    """Characters of the answer so far, by which offsets count: those of an echo are its tokens'."""
+    """Characters of the answer so far, an echo included; text offsets continue from here."""
     last = stitch.echo_records[-1] if stitch.echo_records else None
     return len(stitch.text) + (last["text_offset"] + len(last["tokens"]) if last else 0)
 
 
 def _records(logprobs: Any, count: int, before: int) -> list[Any]:
-    """The records of `count` tokens. before: characters of the answer before this leg, which are added to text offsets,
-    since a leg counts from its own beginning."""
+    """A record for each token. before: characters of the answer so far, added to the leg's own text offsets."""
     if logprobs is None:
         return []
     lists = [logprobs.get(name) or [] for name in _LOGPROBS]
@@ -175,7 +176,7 @@ def _records(logprobs: Any, count: int, before: int) -> list[Any]:
 
 
 def _labels(stitch: Stitch, event: Mapping[str, Any], count: int) -> list[Label] | None:
-    """The versions of the leg's tokens by now, of an engine whose events are of one token each and name its version."""
+    """The labels of the leg's tokens by now, for an engine with one token and its version in each event."""
     label = (event.get("metadata") or {}).get("weight_version")
     if label is None or count > 1:
         return None
@@ -190,7 +191,7 @@ def _labels(stitch: Stitch, event: Mapping[str, Any], count: int) -> list[Label]
 
 
 def _usage(stitches: Sequence[Stitch]) -> dict[str, Any]:
-    """Each prompt counts once, however many samples it has."""
+    """Token counts of a request. Each prompt counts once, for any number of samples."""
     prompts = {id(stitch.single.prompt): len(stitch.single.prompt) for stitch in stitches}
     prompt, output = sum(prompts.values()), sum(len(stitch.tokens) for stitch in stitches)
     usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

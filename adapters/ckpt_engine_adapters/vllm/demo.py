@@ -19,10 +19,10 @@ class VllmServer(DemoServer):
     address_variables: ClassVar[tuple[str, ...]] = ("VLLM_HOST_IP",)
 
     def arguments(self, tensor_parallel: int) -> Sequence[str]:
-        named = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", str(tensor_parallel))
+        model = ("--served-model-name", task.MODEL_NAME, "--tensor-parallel-size", str(tensor_parallel))
         positions = str(task.MODEL["max_position_embeddings"])
         small = ("--enforce-eager", "--max-model-len", positions, "--gpu-memory-utilization", "0.3")
-        return (*named, *small, "--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
+        return (*model, *small, "--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init")
 
     def environment(self, directory: str, tensor_parallel: int) -> Mapping[str, str]:
         return {

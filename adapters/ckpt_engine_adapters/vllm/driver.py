@@ -1,7 +1,7 @@
 """Drives a vLLM server over its own HTTP API, and knows how to start one.
 
 It decides the order of vLLM's calls and which servers it can drive. It moves no weights: `/update_weights` only makes
-each worker call into `transfer_engine.py`, and what came of it arrives over the workers' channel.
+each worker call `transfer_engine.py`, and the outcome arrives over the workers' channel.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class VllmAdapter(HttpAdapter):
         return await self._client.call("POST", route, seconds, params=params)
 
     async def probe(self, seconds: float) -> EngineInfo:
-        """Asks for version, routes and world size. Development routes that are missing are named.
+        """Asks for version, routes and world size, and reports missing development routes.
 
-        `asleep` is also True while it is only paused: vLLM has one answer for both.
+        `asleep` is also True while the engine is only paused: vLLM has one answer for both.
         """
         self._resumed_as = None
         version = str((await self._get("/version", seconds))["version"])
@@ -124,7 +124,7 @@ class VllmAdapter(HttpAdapter):
         return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested, levels)
 
     async def _sleeps(self, seconds: float) -> bool:
-        """Whether it can sleep; a server with an older gate is believed to."""
+        """Asks whether the server can sleep; assumed of one with an older gate."""
         try:
             answer = await self._client.call("GET", ABILITIES_ROUTE, seconds)
         except EngineCallError as error:
@@ -145,8 +145,8 @@ class VllmAdapter(HttpAdapter):
             "detokenize": False,
         }
         choice = (await self._client.call("POST", "/v1/completions", seconds, body)).json()["choices"][0]
-        told = choice["prompt_logprobs"][1:]
-        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True))
+        scored = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in scored)
         return Score(prompt, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
@@ -159,9 +159,9 @@ class VllmAdapter(HttpAdapter):
             await self._ask("/pause", seconds, **options)  # a server with an older gate, or with another scheduler
 
     async def install(self, epoch: int, seconds: float) -> None:
-        """Runs the install in every worker, in vLLM's update session; the same calls open and close the workers'. The
-        gate makes all three at one call of ours, and then labels and resumes vLLM by itself if the weights are whole;
-        a server with an older gate gets them one by one."""
+        """Runs the install in every worker, within vLLM's update session, which takes three calls. The gate makes all
+        three for one call of ours, and then labels and resumes vLLM itself if the weights are whole. A server with an
+        older gate gets the calls one by one."""
         until = time.monotonic() + seconds
         then = "label" if _LABEL_ROUTE in self._routes else "resume"
         try:
@@ -177,7 +177,7 @@ class VllmAdapter(HttpAdapter):
             await self._post("/update_weights", until - time.monotonic(), update_info={"epoch": epoch})
 
     async def resume(self, seconds: float) -> None:
-        """Asks nothing if the gate has done it after the last install."""
+        """Resumes vLLM, unless the gate has done so after the last install."""
         if self._resumed_as is None:
             await self._post("/resume", seconds)
         self._resumed_as = None
@@ -195,8 +195,8 @@ class VllmAdapter(HttpAdapter):
             await self._ask("/wake_up", seconds)
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """Newer servers report a version with generated tokens; older ones have no route for it. The gate may have told
-        this one after the last install."""
+        """Labels vLLM with the version, for newer servers, which name it with generated tokens. Skipped if the gate has
+        done so after the last install."""
         label = version_label(identity)
         if _LABEL_ROUTE in self._routes and label != self._resumed_as:
             await self._post(_LABEL_ROUTE, seconds, new_version=label)
@@ -207,53 +207,53 @@ def create_adapter(settings: AdapterSettings) -> VllmAdapter:
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
-    """`arguments` is a whole command, such as `vllm serve MODEL`, or only vLLM's options (then this Python runs its
-    server module).
+    """Plans the start of vLLM's server. arguments: a whole command, such as `vllm serve MODEL`, or only vLLM's options
+    (then this Python runs its server module).
 
-    What the user gives is kept; host, port, the gate, the backend and the development routes are added if missing.
+    The user's options are kept; host, port, the gate, the backend and the development routes are added if missing.
     """
-    given = list(arguments)
-    if not given or given[0].startswith("-"):
-        given = [sys.executable, "-m", MODULE, *given]
-    options = options_of(given)
+    command = list(arguments)
+    if not command or command[0].startswith("-"):
+        command = [sys.executable, "-m", MODULE, *command]
+    options = options_of(command)
     check_options(options, os.environ)
     leave_to_nodes(options.keys() & _SET_BY_NODES)
-    if (serve := model_of_serve(given)) is not None and "--model" not in options:
-        at, named = serve
-        if model and named:
-            raise ValueError(f"two models: --model {model}, and {named} behind --; leave one of them out")
-        given[at:at] = [model] if model else []  # where `vllm serve` wants it
+    if (serve := model_of_serve(command)) is not None and "--model" not in options:
+        at, serve_model = serve
+        if model and serve_model:
+            raise ValueError(f"two models: --model {model}, and {serve_model} behind --; leave one of them out")
+        command[at:at] = [model] if model else []  # where `vllm serve` wants it
         model = ""
-    added, url = completed(options, "--model", model, port)
+    additions, url = completed(options, "--model", model, port)
     transfer = value(options, "--weight-transfer-config")
     if transfer:
         if load_json(transfer).get("backend") != "ckpt_engine":
             raise ValueError(f"--weight-transfer-config {transfer} must name the backend ckpt_engine, or be left out")
     else:
-        added += ["--weight-transfer-config", TRANSFER]
-    if MIDDLEWARE not in given:
-        added += ["--middleware", MIDDLEWARE]
+        additions += ["--weight-transfer-config", TRANSFER]
+    if MIDDLEWARE not in command:
+        additions += ["--middleware", MIDDLEWARE]
     workers = worker_count(options)
     return LaunchPlan(
-        argv=(*given, *added),
+        argv=(*command, *additions),
         url=url,
         workers=workers,
         env={"VLLM_SERVER_DEV_MODE": "1", WORKERS_VARIABLE: str(workers)},
-        # vLLM refuses the option on a CPU, where there is nothing to give up.
+        # vLLM refuses the option on a CPU, where there is no memory to give up.
         sleep_argument="--enable-sleep-mode" if has_nvidia_driver() else "",
     )
 
 
 def node_plan(arguments: Sequence[str], port: int, model: str, part: NodePart) -> LaunchPlan:
-    """The launch plan of one node's part: node 0 serves HTTP, the others run `headless.py` (or `vllm serve
-    --headless`, if that is the command that was given).
+    """Plans the start of one node's part: node 0 serves HTTP, the others run `headless.py` (or `vllm serve --headless`
+    for such a command).
 
-    Raises ValueError for options that say where parts run, that give nodes API servers of their own (no gate of ours
-    would see all workers there), or that no number of workers a node can fulfil.
+    Raises ValueError for options for where parts run, for options that start an API server on each node (whose gate
+    would not see all workers), and if the nodes cannot share the workers evenly.
     """
     plan = launch_plan(arguments, port, model)
-    if found := sorted(options_of(plan.argv).keys() & _OTHER_SERVERS):
-        raise ValueError(f"{', '.join(found)}: on several --nodes only node 0 may have an API server")
+    if options := sorted(options_of(plan.argv).keys() & _OTHER_SERVERS):
+        raise ValueError(f"{', '.join(options)}: on several --nodes only node 0 may have an API server")
     part.check(plan.workers)
     number, rank, port_there = map(str, (part.nodes, part.rank, part.port))
     where = ("--nnodes", number, "--node-rank", rank, "--master-addr", part.address, "--master-port", port_there)

@@ -1,5 +1,5 @@
-"""The fields of requests in vLLM's dialects, with what becomes of each when a request is resumed. Pure; what the kinds
-mean is gateway/resumability.py's to say."""
+"""The fields of requests in vLLM's dialects, and how resumed legs treat each. Pure; gateway/resumability.py defines the
+kinds."""
 
 from __future__ import annotations
 
@@ -76,22 +76,24 @@ INFERENCE_SAMPLING: Table = {**_VLLM_SAMPLING, **rules(FieldKind.OURS, "output_k
 
 
 def finish_of(reason: Any, stop_reason: Any) -> Finish | None:
-    """The end of a sample, in the words of vLLM's routes; None: it goes on."""
+    """The end of a sample, by the fields of vLLM's routes; None: it has not ended."""
     if reason is None:
         return None
     kind = {"abort": ABORT, "error": ERROR}.get(str(reason), str(reason))
     return Finish(kind, reason, stop_reason)
 
 
-def counted(single: Single, given: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
-    """What a leg is asked that begins after `offset` tokens, where both dialects say the same: how many tokens it makes
-    at least, and its seed. given: where the caller's own fields of these names stand. A prompt that only the engine can
-    truncate is truncated by the one leg that there is, so not if the request is resumable."""
-    asked: dict[str, Any] = {}
+def counted(single: Single, fields: Mapping[str, Any], offset: int, resumable: bool) -> dict[str, Any]:
+    """The common fields of both dialects for a leg that begins after `offset` tokens: minimum tokens, and seed.
+
+    fields: of the caller's request, where these stand. truncate_prompt_tokens is passed on only if the request is not
+    resumable, so that its only leg has the engine truncate the prompt.
+    """
+    leg_fields: dict[str, Any] = {}
     if single.min_tokens:
-        asked["min_tokens"] = max(0, single.min_tokens - offset)
+        leg_fields["min_tokens"] = max(0, single.min_tokens - offset)
     if single.seed is not None:
-        asked["seed"] = leg_seed(single.seed, offset)
-    if "truncate_prompt_tokens" in given and not resumable:
-        asked["truncate_prompt_tokens"] = given["truncate_prompt_tokens"]
-    return asked
+        leg_fields["seed"] = leg_seed(single.seed, offset)
+    if "truncate_prompt_tokens" in fields and not resumable:
+        leg_fields["truncate_prompt_tokens"] = fields["truncate_prompt_tokens"]
+    return leg_fields

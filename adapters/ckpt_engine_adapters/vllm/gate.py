@@ -1,10 +1,10 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
-It also has routes of its own. One says what vLLM does not: whether this server can sleep. The others are there since no
-token is generated meanwhile. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, to
-let the last answers out first, and an update needs none of that. The other makes an update's three calls of the
-workers, for which vLLM has three routes, and resumes vLLM under its new label once all state words say that the weights
-are whole, for which it has two more.
+It also adds routes. One reports what vLLM does not: whether this server can sleep. The other two shorten the time
+without tokens. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, so that the last
+answers are sent first, which an update does not need. The other makes an update's three calls to the workers, for which
+vLLM has three routes; once all state words say that the weights are whole, it resumes vLLM under its new label, for
+which vLLM has two more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from ckpt_engine.core.labels import version_label
-from ckpt_engine.words.gate import Gate, Receive, Scope, Send, answer_json
-from ckpt_engine.words.state import admission
+from ckpt_engine.gate.gate import Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.page import admission
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ nothing; null: this vLLM keeps its settings elsewhere."""
 
 
 class VllmGate(Gate):
-    """See Gate. A test lists the routes of a real server; what is new there must be judged by somebody."""
+    """See Gate. A test compares this with the routes of a real server, so that new routes are classified by people."""
 
     open_routes: ClassVar[frozenset[str]] = frozenset(
         {
@@ -139,53 +139,53 @@ class VllmGate(Gate):
     )
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Our own routes; else vLLM's."""
+        """Answers our own routes; vLLM answers the others."""
         engine: Any = getattr(scope["app"].state, "engine_client", None)
-        wanted = parse_qs(scope["query_string"].decode())
+        query = parse_qs(scope["query_string"].decode())
         if route == PAUSE_ROUTE:
-            await _pause(engine, wanted, send)
+            await _pause(engine, query, send)
         elif route == INSTALL_ROUTE:
-            await self._install(engine, wanted, send)
+            await self._install(engine, query, send)
         elif route == ABILITIES_ROUTE:
             await answer_json(send, 200, {"sleeps": _sleeps(engine)})
         else:
             await super().control(route, scope, receive, send)
 
-    async def _install(self, engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+    async def _install(self, engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
         """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
         call = getattr(engine, "collective_rpc", None)
         if call is None:
             await answer_json(send, 404, {"detail": "this vLLM calls its workers elsewhere: use /update_weights"})
             return
-        # Sent at once: engines carry calls out in their order. A session that an agent left open when it died refuses
-        # to begin again, and serves all the same; an update that failed has closed it, and then there is nothing to
-        # finish.
-        epoch = int(wanted["epoch"][0])
+        # All three are sent at once, since engines carry calls out in order. A session that a dead agent left open
+        # refuses to start again, and works nevertheless. A failed update has closed the session, so that there is
+        # nothing to finish.
+        epoch = int(query["epoch"][0])
         update = {"update_info": {"epoch": epoch}}
         calls = (call("start_weight_update"), call("update_weights", kwargs=update), call("finish_weight_update"))
-        begun, updated, ended = (asyncio.ensure_future(each) for each in calls)
-        await asyncio.wait((updated,))
+        start_call, update_call, finish_call = (asyncio.ensure_future(each) for each in calls)
+        await asyncio.wait((update_call,))
         label = None
-        if updated.exception() is None:
-            label = await self._resume(engine, epoch, wanted.get("then", [""])[0])
-        await asyncio.gather(begun, ended, return_exceptions=True)
-        failed = [each.exception() for each in (updated, begun)]
-        if failed[0] is None:
+        if update_call.exception() is None:
+            label = await self._resume(engine, epoch, query.get("then", [""])[0])
+        await asyncio.gather(start_call, finish_call, return_exceptions=True)
+        errors = [each.exception() for each in (update_call, start_call)]
+        if errors[0] is None:
             await answer_json(send, 200, {"status": "installed", "resumed_as": label})
         else:
-            told = [f"{type(error).__name__}: {error}" for error in failed if error is not None]
-            await answer_json(send, 500, {"detail": "; ".join(told)})
+            messages = [f"{type(error).__name__}: {error}" for error in errors if error is not None]
+            await answer_json(send, 500, {"detail": "; ".join(messages)})
 
     async def _resume(self, engine: Any, epoch: int, then: str) -> str | None:
-        """Resumes if the agent would (machines/agent/install.py), and then tells the label; None if it is to see for
-        itself. vLLM's session may be open still: what is asked here is carried out after its end."""
+        """Labels and resumes vLLM if the agent would (machines/agent/install.py). Returns the label; None: the agent is
+        to decide. vLLM's session may still be open: these calls are carried out after its end."""
         words = self._page.read()
-        found = admission(words, self._page.marked())
-        if not found.open or found.identity is None or any(word.epoch != epoch for word in words):
+        state = admission(words, self._page.marked())
+        if not state.open or state.identity is None or any(word.epoch != epoch for word in words):
             return None
         if then not in _METHODS or not all(hasattr(engine, method) for method in _METHODS[then]):
             return None
-        label = version_label(found.identity)
+        label = version_label(state.identity)
         try:
             if then == "label":
                 await engine.update_weight_version(label)
@@ -197,22 +197,22 @@ class VllmGate(Gate):
 
 
 def _sleeps(engine: Any) -> bool | None:
-    """On a CPU there is nothing to give up, and vLLM takes the calls all the same."""
+    """Whether this server can sleep; None: unknown. On a CPU it can: vLLM accepts the calls, without memory to free."""
     settings = getattr(engine, "vllm_config", None)
     enabled = getattr(getattr(settings, "model_config", None), "enable_sleep_mode", None)
     device = getattr(getattr(settings, "device_config", None), "device_type", None)
     return None if enabled is None or device is None else bool(enabled) or device == "cpu"
 
 
-async def _pause(engine: Any, wanted: Mapping[str, list[str]], send: Send) -> None:
+async def _pause(engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
     """Pauses the scheduler as `AsyncLLM.pause_generation` does, without its sleep."""
     stop = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
     clear = getattr(getattr(engine, "renderer", None), "clear_mm_cache_async", None)
     if stop is None or clear is None:
         await answer_json(send, 404, {"detail": "this vLLM keeps its scheduler elsewhere: use /pause"})
         return
-    clear_cache = wanted.get("clear_cache", ["true"])[0] != "false"
+    clear_cache = query.get("clear_cache", ["true"])[0] != "false"
     if clear_cache:
         await clear()
-    await stop(mode=wanted["mode"][0], clear_cache=clear_cache)
+    await stop(mode=query["mode"][0], clear_cache=clear_cache)
     await answer_json(send, 200, {"status": "paused"})

@@ -1,4 +1,4 @@
-"""What the gateway knows of vLLM: its dialects, and how it counts its requests."""
+"""vLLM for the gateway: its dialects, and how to read its load."""
 
 from __future__ import annotations
 

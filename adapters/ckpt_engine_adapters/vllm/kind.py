@@ -1,4 +1,4 @@
-"""What the core needs to know about vLLM before it loads any other part of the adapter."""
+"""vLLM's EngineKind: the facts that our core needs before it loads the adapter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What vLLM calls when it loads its plugins (entry point group `vllm.general_plugins`), in each of its processes.
+"""Our vLLM plugin (entry point group `vllm.general_plugins`), which vLLM loads in each of its processes.
 
-It makes our weight transfer backend known under the name "ckpt_engine"; it does not choose it: that is the user's
-`--weight-transfer-config '{"backend":"ckpt_engine"}'`.
+It registers our weight transfer backend under the name "ckpt_engine". It does not choose the backend: that is the
+user's `--weight-transfer-config '{"backend":"ckpt_engine"}'`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, options_of, worker_count
 
 BACKEND = "ckpt_engine"
@@ -23,8 +23,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "ckpt_engine_adapters.vllm.transfer_engine", "CkptEngineWeightTransfer"
         )
-    # A server that was started by hand has nobody to make its directory. The first process to load plugins is the
-    # API server's; every other one inherits its environment.
+    # A server that was started by hand has no directory yet. The first process that loads plugins is the API server's;
+    # all others inherit its environment.
     if ENVIRONMENT not in os.environ and any(BACKEND in argument for argument in sys.argv):
         os.environ[ENVIRONMENT] = str(EngineDirectory.create().path)
         os.environ[WORKERS_VARIABLE] = str(worker_count(options_of(sys.argv)))

@@ -1,9 +1,9 @@
-"""Which layers of a vLLM model keep their weights as the loader writes them, so that copies go straight into them.
+"""Decides which layers of a vLLM model are resident: they keep weights as the loader writes them.
 
-Such layers are resident: no byte is copied twice, and what CUDA graphs have captured stays where it is. All others that
-vLLM processes after loading are staged. A layer counts as resident only if nothing is known to touch its weights: it
-has no quantisation method, or one of those below on CUDA, where their post-processing does nothing (in 0.26 and 0.32;
-on a CPU oneDNN repacks the same layers). Kinds are compared exactly, since a subclass may do more.
+Copies go straight into resident layers: no byte is copied twice, and the memory that CUDA graphs have captured stays. A
+layer that vLLM processes after loading is staged. A layer counts as resident only if it has no quantisation method, or
+one of those below on CUDA, where their post-processing does nothing (in 0.26 and 0.32; on a CPU oneDNN repacks the same
+layers). Classes are compared exactly, since a subclass may do more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNCHANGED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def is_processed(layer: nn.Module) -> bool:
-    """Whether vLLM brings this layer's weights into another form, or another place, than its loader writes."""
+    """Whether vLLM changes the form or the place of this layer's weights after its loader."""
     if is_deferred_attention_layer(layer):
         return False
     method: Any = getattr(layer, "quant_method", None)
@@ -44,10 +44,10 @@ def is_processed(layer: nn.Module) -> bool:
 
 
 def derives(layer: nn.Module) -> bool:
-    """Whether an attention layer makes something of loaded weights, so that it has to be processed after each install.
+    """Whether an attention layer derives tensors from loaded weights, so that it must be processed after each install.
 
-    Ordinary ones only set scales that no checkpoint holds to what they were since vLLM started: four kernels a layer
-    that would take as long as a tenth of the model's copy.
+    Processing ordinary ones would only set scales that no checkpoint has to the values that they have already: four
+    kernels a layer, which take a tenth of the time of the model's copy.
     """
     if not is_deferred_attention_layer(layer):
         return False

@@ -1,7 +1,7 @@
-"""What vLLM's sleep level 2 needs of us inside a worker: state words that are right.
+"""Keeps state words right over vLLM's sleep level 2, inside a worker.
 
-`guard_sleep` makes the worker itself say that it holds nothing before its memory goes, in whatever order and from
-wherever a call to sleep comes.
+`guard_sleep` makes the worker itself mark that it holds nothing before its memory is discarded, for calls to sleep in
+any order and from anywhere.
 
 Runs in the worker, on its main thread; nothing here raises.
 """

@@ -1,18 +1,17 @@
-"""A vLLM model as something that weights are installed in.
+"""The LoadTarget of a vLLM model.
 
 It decides which layers are resident (our copies go straight into the live tensors) and which are staged (the loader's
 form exists for a moment, then vLLM's own post-processing brings it to its kernels), with vLLM's layerwise reloading
 (`vllm.model_executor.model_loader.reload`) as the tool: that module remembers each layer in the loader's form as meta
 tensors. It does not decide what is loaded where; the recorded loader does.
 
-A layer is resident if nothing processes it after loading (residency.py): on CUDA those are all that are not quantised,
-but experts. Linear layers on a CPU are staged: oneDNN repacks them and leaves empty parameters behind. A layer that
-shares another one's parameter (a tied output head) is neither: its bytes arrive through the owner, and what is packed
-of them is made anew.
+A layer is resident if nothing processes it after loading (residency.py): on CUDA all unquantised ones but experts.
+Linear layers on a CPU are staged: oneDNN repacks them and leaves empty parameters. A layer that shares another one's
+parameter (a tied output head) is neither: its bytes arrive through the owner, and its packed copy is made again.
 
-Buffers that no checkpoint holds are constant, unless they are made of weights: those that vLLM has left out of the
-loader's form since they showed a parameter's memory, and those that are called weights. They are followed where it is
-known how (the convolution of Mamba), and refuse an update otherwise.
+Buffers that no checkpoint has are constant, unless they are made of weights: those that vLLM has left out of the
+loader's form because they were views of a parameter, and those with names of weights. They are kept right where it is
+known how (the convolution of Mamba); any other refuses an update.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class VllmTarget:
     context."""
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "") -> None:
-        """draft: the name of a second model in this server. Since it cannot be updated, it makes every update fail."""
+        """draft: name of the server's second model, which would not be updated; it refuses every update."""
         self._model = model
         self._draft = draft
         self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer, StageMissingLayer))
@@ -77,17 +76,17 @@ class VllmTarget:
                 for name in layer._parameters.keys() - loaded.keys():
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
-    def _follow(self, layer: nn.Module, name: str, named: str) -> None:
-        """Notes how a buffer that is computed from weights follows an update, if that is known."""
+    def _follow(self, layer: nn.Module, name: str, full: str) -> None:
+        """Finds how a buffer that is made of weights is kept right, if that is known."""
         buffer = layer._buffers[name]
         assert buffer is not None
         shared = [owner for owner, each in layer.named_parameters() if _share(each, buffer)]
         convolution: Any = getattr(layer, "conv1d", None)
         if shared:
-            self._derived[named] = f"shows the memory of {shared[0]}"
+            self._derived[full] = f"shows the memory of {shared[0]}"
         elif name == "conv_weights" and convolution in self._staged_layers.values():
             self._mirrors.setdefault(convolution, []).append((layer, name))
-            self._derived[named] = "a copy of conv1d.weight as it is loaded"
+            self._derived[full] = "a copy of conv1d.weight as it is loaded"
 
     @property
     def root(self) -> nn.Module:
@@ -102,13 +101,13 @@ class VllmTarget:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Staged layers stand in the loader's form, as meta tensors; on leaving everything is as it was."""
+        """Puts staged layers into the loader's form, as meta tensors; on exit all are as before."""
         if self._draft:
             raise precondition(
                 f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
                 "it without one"
             )
-        kept = {prefix: _take(layer) for prefix, layer in self._layers.items()}
+        live_tensors = {prefix: _take(layer) for prefix, layer in self._layers.items()}
         try:
             for layer in self._staged_layers.values():
                 restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
@@ -117,21 +116,21 @@ class VllmTarget:
             with stray_tensors_kept(self._model):
                 yield
         finally:
-            for prefix, tensors in kept.items():
+            for prefix, tensors in live_tensors.items():
                 _put(self._layers[prefix], tensors)
 
     def derived(self) -> Mapping[str, str]:
         return self._derived
 
     def constant(self) -> Mapping[str, str]:
-        found = {}
+        reasons = {}
         for prefix, layer in self._model.named_modules():
             names = {name for name in layer._non_persistent_buffers_set if (prefix, name) not in self._made_of_weights}
             if is_deferred_attention_layer(layer):
                 names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
             for name in names:
-                found[full_name(prefix, name)] = "a buffer that no checkpoint holds"
-        return found
+                reasons[full_name(prefix, name)] = "a buffer that no checkpoint holds"
+        return reasons
 
     def ignored(self, name: str) -> str | None:
         config = self._model_config.hf_text_config
@@ -153,8 +152,8 @@ class VllmTarget:
 
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
-        """Layers leave the live form when it is entered and return to it one by one; an exception puts the rest back
-        as they were, with old or torn weights, so that the engine survives and a full update can follow."""
+        """Takes all staged layers out of the live form; they return to it one by one. An exception puts the rest back,
+        with old or torn weights, so that the engine survives and a full update can follow."""
         try:
             for layer in self._staged_layers.values():
                 _begin(layer)
@@ -182,7 +181,7 @@ class VllmTarget:
         _finish(layer)
 
     def reload(self, weights: Weights) -> None:
-        """As vLLM's `reload_weights` does with an iterator."""
+        """Loads weights as vLLM's `reload_weights` does with an iterator."""
         layerwise.initialize_layerwise_reload(self._model)
         try:
             self._model.load_weights(weights)  # type: ignore[operator]
@@ -190,13 +189,13 @@ class VllmTarget:
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
 
     def post_load(self) -> None:
-        """What is made of other layers' weights: a tied output head's packed copy, then attention layers (MLA absorbs
-        its projections), which come last in vLLM too."""
+        """Makes what depends on other layers' weights: a tied output head's packed copy, then attention layers (MLA
+        absorbs its projections), which come last in vLLM too."""
         for layer in dict.fromkeys(layer for layer, *_ in self._tied):
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(layer)
-        # On the device that vLLM loads on: some kinds make tensors without saying where.
+        # On the device on which vLLM loads: some layers make tensors without naming one.
         with next(self._model.parameters()).device:
             for attention in self._deriving:
                 process: Any = attention.process_weights_after_loading
@@ -204,9 +203,9 @@ class VllmTarget:
 
 
 def _buffers_of_weights(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """(layer's name, buffer's name) of buffers that no checkpoint holds and that are not constant.
+    """(layer's name, buffer's name) of buffers that no checkpoint has and that are not constant.
 
-    vLLM notes the loader's form of every buffer before it loads, except of those that show a parameter's memory.
+    vLLM notes the loader's form of every buffer before it loads, except of views of a parameter.
     """
     for prefix, layer in layers.items():
         noted = layerwise.get_layerwise_info(layer).restore_metadata[1]
@@ -249,10 +248,10 @@ def _begin(layer: nn.Module) -> None:
 
 
 def _finish(layer: nn.Module) -> None:
-    """vLLM's own post-processing of one layer, and its tensors back in the memory that kernels know."""
+    """Runs vLLM's own post-processing of one layer, and copies its tensors back to the memory that kernels use."""
     method: Any = getattr(layer, "quant_method", None)
     if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
-        # With a kernel at hand vLLM 0.32 leaves out the packing that experts need on a CPU, and serves nonsense.
+        # If a kernel exists already, vLLM 0.32 skips the packing that experts need on a CPU, and serves nonsense.
         method.moe_kernel = None
     layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
 

@@ -1,11 +1,11 @@
 """Our end inside a vLLM worker: the weight transfer engine that vLLM drives through its HTTP routes.
 
-It turns vLLM's four calls into `EngineWorker.prepare()` and `EngineWorker.install()`. It decides nothing about
-weights and never raises once it stands: an exception here would leave other ranks of the engine wedged
+It turns vLLM's four calls into `EngineWorker.prepare()` and `EngineWorker.install()`. It decides nothing about weights
+and never raises after its construction: an exception would leave other ranks of the engine waiting
 (`gpu_worker.update_weights` clears its flag on the raising rank only), so failures go to the agent instead.
 
-    /init_weight_transfer_engine  -> prepare: record the loader against the agent's manifest; touches no weight
-                                     with {"discard": true}: say that this worker holds nothing, before /sleep?level=2
+    /init_weight_transfer_engine  -> prepare: record the loader against the agent's manifest; changes no weight
+                                     with {"discard": true}: mark that this worker holds nothing, before /sleep?level=2
     /start_weight_update          -> nothing; vLLM only notes that a session is open
     /update_weights               -> install: pull, verify, stamp the state word
     /finish_weight_update         -> nothing; the install has already put the layers back together
@@ -28,8 +28,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ckpt_engine.engine.attributes import Attributes
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
@@ -39,7 +39,7 @@ _WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 def _draft_model(vllm_config: VllmConfig) -> str:
-    """Names the server's draft model; an empty string if it has none."""
+    """The name of the server's draft model; empty: it has none."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
         return ""
@@ -59,21 +59,21 @@ def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What `/init_weight_transfer_engine` carries. discard: hold nothing from now on; else ask the agent."""
+    """The body of `/init_weight_transfer_engine`. discard: hold nothing from now on; else ask the agent."""
 
     discard: bool = False
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What `/update_weights` carries. epoch: the update that the agent has an order for."""
+    """The body of `/update_weights`. epoch: of the update that the agent has an order for."""
 
     epoch: int = 0
 
 
 class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker's engine. vLLM makes it after the model has been loaded, on the worker's main thread, and calls it
-    there between steps."""
+    """One worker's weight transfer engine. vLLM makes it after the model has been loaded, on the worker's main thread,
+    and calls it there between steps."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -82,7 +82,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
-        """Claims the worker's state word, so that the gate knows of it and stays closed.
+        """Claims the worker's state word, so that the gate stays closed until it has weights.
 
         Raises:
             RuntimeError: the engine has no directory: it was started without an agent and without our middleware.
@@ -104,7 +104,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         guard_sleep(_discard)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Records the loader against the manifest that the agent has an order for, or says that it holds nothing."""
+        """Records the loader against the manifest of the agent's order, or marks that the worker holds nothing."""
         if init_info.discard:
             self.discard()
             return
@@ -112,19 +112,19 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._worker.prepare()
 
     def start_weight_update(self) -> None:
-        """Nothing: what an install needs it begins itself, after it has validated everything."""
+        """Does nothing: an install starts what it needs itself, after its checks."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Installs the version that the agent has an order for, in vLLM's config context, which 0.26 leaves to us."""
+        """Installs the version of the agent's order, in vLLM's config context, which 0.26 leaves to us."""
         self._attributes.put_back()
         with set_current_vllm_config(self._vllm_config):
             self._worker.install(update_info.epoch)
 
     def finish_weight_update(self) -> None:
-        """Nothing: see start_weight_update."""
+        """Does nothing: see start_weight_update."""
 
     def discard(self) -> None:
-        """The weights are about to go: the state word says so, and what vLLM does not keep over level 2 is kept."""
+        """Prepares for the discarding of the weights: updates the state word, and saves what vLLM does not save."""
         self._worker.discard()
         self._attributes.keep()
 
@@ -134,12 +134,12 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
-        """Not a way to send weights with ckpt-engine: vLLM's base class has declared it abstract in some versions."""
+        """Raises: not used with ckpt-engine. vLLM's base class has declared it abstract in some versions."""
         raise NotImplementedError("trainers publish through ckpt_engine.Trainer")
 
 
 def _discard(worker: Any) -> None:
-    """For a vLLM worker that is about to discard its memory."""
+    """Prepares a vLLM worker for the discarding of its memory."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, CkptEngineWeightTransfer):
         engine.discard()

@@ -1,6 +1,6 @@
-"""What differs between the versions of vLLM that we drive, 0.26 to 0.32, as far as our half inside a worker sees it.
+"""Differences between the versions of vLLM that we drive, 0.26 to 0.32, for our half inside a worker.
 
-Everything else that we import and call is in both.
+Everything else that we import and call is the same in both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _DEFERRED = (attention.Attention, attention.MLAAttention, attention.MMEncoderAtt
 
 
 def is_deferred_attention_layer(layer: nn.Module) -> bool:
-    """Whether vLLM processes this layer after all others, since it makes something of their weights.
+    """Whether vLLM processes this layer after all others, since it derives tensors from their weights.
 
-    vLLM 0.32 says it itself; 0.26 has the three kinds of layers in its loader.
+    vLLM 0.32 reports it; 0.26 names the three kinds of layers in its loader.
     """
     if _KNOWS is not None:
         return bool(_KNOWS(layer))

@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 
 from ckpt_engine.core.sleeping import KV_CACHE, WEIGHTS, Sleeping
+from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold
 
 HEADER, SLOT = 256, 256
 

@@ -1,7 +1,7 @@
-"""The requests that a gate keeps while an install runs: their bodies, their clients, and whose turn it is.
+"""The requests that a gate holds while an install runs: their bodies, their clients, and their turns.
 
-One task looks at the page every few milliseconds while anybody waits; nothing runs while nobody does. Everything is
-used on the API server's event loop.
+While any request waits, one task reads the page every few milliseconds. Everything is used on the API server's event
+loop.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ckpt_engine.words.holding import GateDecision, Queue, RequestTicket
-from ckpt_engine.words.reader import StateReader
+from ckpt_engine.gate.holding import GateDecision, Queue, RequestTicket
+from ckpt_engine.gate.reader import StateReader
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -20,19 +20,18 @@ POLL_SECONDS = 0.005
 
 
 class HeldRequest:
-    """A request whose wait is over. receive: for the application; it gets what was read meanwhile, and then the rest.
-
-    decision: None: the client has gone.
-    """
+    """A request that has stopped waiting."""
 
     def __init__(
         self, decision: GateDecision | None, body: list[Message], reading: asyncio.Future[Message] | None
     ) -> None:
-        self.decision = decision
+        self.decision = decision  # None: the client has disconnected
         self._body = body
         self._reading = reading
 
     def receive(self, after: Receive) -> Receive:
+        """A `receive` for the application: it returns the messages that were read meanwhile, then the rest."""
+
         async def receive() -> Message:
             if self._body:
                 return self._body.pop(0)
@@ -42,23 +41,23 @@ class HeldRequest:
         return receive
 
     def close(self) -> None:
-        """Nobody asks for the rest any more."""
+        """Drops the rest of the body."""
         self._body.clear()
         if self._reading is not None:
             self._reading.cancel()
 
 
 class _HeldBody:
-    """What of a request's body has come while it waits. reading: the next message, not yet looked at."""
+    """The part of a request's body that has come while it waits."""
 
     def __init__(self, receive: Receive) -> None:
         self.messages: list[Message] = []
-        self.size = 0
+        self.size = 0  # bytes
         self._receive = receive
-        self.reading: asyncio.Future[Message] = asyncio.ensure_future(receive())
+        self.reading: asyncio.Future[Message] = asyncio.ensure_future(receive())  # the next message
 
     async def next(self) -> Message:
-        """The next message. Cancelling this call loses none: `reading` goes on."""
+        """Waits for the next message. Cancelling this call loses none: `reading` continues."""
         await asyncio.wait((self.reading,))
         message = self.reading.result()
         if message["type"] == "http.request":
@@ -69,7 +68,7 @@ class _HeldBody:
 
 
 class WaitingRoom:
-    """The requests that wait at one gate, and the task that lets them go on."""
+    """The requests that wait at one gate, and the task that calls them."""
 
     def __init__(self, state: StateReader) -> None:
         self.queue = Queue()
@@ -78,8 +77,8 @@ class WaitingRoom:
         self._calling: asyncio.Task[None] | None = None
 
     async def wait(self, ticket: RequestTicket, receive: Receive) -> HeldRequest:
-        """Waits until it is the ticket's turn, or its client has gone. Reads the request's body: a server tells that
-        the client has gone only to who has read what came before."""
+        """Waits for the ticket's turn, or until its client disconnects. Reads the request's body meanwhile: a server
+        reports a disconnect only after the messages before it were read."""
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         if self._calling is None or self._calling.done():
             self._calling = asyncio.create_task(self._call())
@@ -87,8 +86,7 @@ class WaitingRoom:
         reader = asyncio.create_task(self._read(ticket, body, turn))
         decision: GateDecision | None = None
         try:
-            # Nothing else is awaited here, from the first moment on: so those whose turns come together wake in order,
-            # also one that has come just now.
+            # Nothing else is awaited in this method: so requests that are called together wake in order.
             decision = await turn
         finally:
             self.queue.leave(ticket)
@@ -99,12 +97,12 @@ class WaitingRoom:
         return HeldRequest(decision, body.messages, body.reading)
 
     async def _read(self, ticket: RequestTicket, body: _HeldBody, turn: asyncio.Future[GateDecision | None]) -> None:
-        """Ends the ticket's wait when its client has gone, its body is too much, or reading fails."""
+        """Ends the ticket's wait if its client disconnects, its body is too large, or reading fails."""
         try:
             while (await body.next())["type"] == "http.request":
-                refused = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
-                if refused is not None:
-                    _tell(turn, refused)
+                refusal = self.queue.grow(ticket, body.size, self._state.decision(), self._state.limits)
+                if refusal is not None:
+                    _tell(turn, refusal)
                     return
             _tell(turn, None)
         except Exception as error:  # the request fails with it
@@ -114,19 +112,19 @@ class WaitingRoom:
             self.queue.leave(ticket)
 
     async def _call(self) -> None:
-        """Calls those whose turn it is, until nobody waits."""
+        """Calls requests as their turns come, until none waits."""
         try:
             while self.queue:
                 decision = self._state.decision()
-                for ticket, told in self.queue.turn(decision, self._state.clock(), self._state.limits):
-                    _tell(self._turns[ticket], told)
+                for ticket, answer in self.queue.turn(decision, self._state.clock(), self._state.limits):
+                    _tell(self._turns[ticket], answer)
                 await asyncio.sleep(POLL_SECONDS)
-        except Exception as error:  # nobody shall wait for a task that has ended: each request fails with it
+        except Exception as error:  # no request may wait for a task that has ended: each fails with its error
             for turn in self._turns.values():
                 if not turn.done():
                     turn.set_exception(error)
 
 
 def _tell(turn: asyncio.Future[GateDecision | None], decision: GateDecision | None) -> None:
-    if not turn.done():  # it may have been told already, or its task has been cancelled
+    if not turn.done():  # it may have a decision already, or its task was cancelled
         turn.set_result(decision)

@@ -15,8 +15,8 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.words.directory import EngineDirectory
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 
 root = Path(sys.argv[1])
 

@@ -1,7 +1,7 @@
-"""Counters of the requests that a gate refused or held, which the agent reads: one small file for each API process.
+"""Counters of the requests that a gate refused and held, in a file that the agent reads: one for each API process.
 
-The process that owns the file is its only writer, so that no lock is needed; the agent adds up what it finds. A file
-outlives its process, so that counters never fall while the engine's directory is there.
+The owning process is the file's only writer, so no lock is needed; the agent adds up all files. A file outlives its
+process, so that counters never fall as long as the engine's directory exists.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_engine.gate.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.host.reserve import reserve
-from ckpt_engine.words.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
 
 REASONS = (ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING)
-"""Why a gate refuses, in the order of the file's numbers. New ones go to the end."""
+"""Reasons of a gate's refusals, in the order of the file's numbers. Append new ones."""
 
 _FILE = struct.Struct("<QQQQd32Q")  # pid, its start time, waiting now, kept so far, their seconds, refusals by reason
 _WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
@@ -26,16 +26,16 @@ _WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
 
 @dataclass
 class Counts:
-    """What gates counted: of one API process, or the sum over all of an engine."""
+    """Counters of the requests at an engine's gate."""
 
     held: int = 0  # requests that wait now
-    held_total: int = 0  # requests that have ever waited
-    held_seconds: float = 0.0  # how long those waited, together
-    refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))  # by reason
+    held_total: int = 0  # requests that have waited
+    held_seconds: float = 0.0  # that all of them have waited
+    refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
 
 class GateCounts:
-    """The counters of this process, written to its file. Used on the API server's event loop."""
+    """The counters of this process, for writing. Used on the API server's event loop."""
 
     def __init__(self, directory: Path) -> None:
         """Raises CkptEngineError if there is no room for the file."""
@@ -52,19 +52,19 @@ class GateCounts:
         self._write()
 
     def refused(self, reason: str) -> None:
-        """Counts a request that was refused; a reason without a place in the file is not counted."""
+        """Counts a refused request; a reason without a place in the file is not counted."""
         if reason in REASONS:
             self._values[_REFUSED + REASONS.index(reason)] += 1
             self._write()
 
     def waits(self) -> None:
-        """Counts a request that begins to wait."""
+        """Counts a request that starts to wait."""
         self._values[_WAITING] += 1
         self._values[_KEPT] += 1
         self._write()
 
     def waited(self, seconds: float) -> None:
-        """Counts a request that waits no longer."""
+        """Counts a request that has stopped waiting, after `seconds`."""
         self._values[_WAITING] -= 1
         self._values[_SECONDS] += seconds
         self._write()
@@ -73,18 +73,18 @@ class GateCounts:
         _FILE.pack_into(self._map, 0, *self._values)
 
 
-def counted(directory: Path) -> Counts:
-    """The sum over all API processes of this engine. Any thread. A file that is being written may be read half old and
-    half new."""
-    found = Counts()
+def total_counts(directory: Path) -> Counts:
+    """Adds up the counters of all API processes of this engine. On any thread; a file that is being written may be read
+    half old and half new."""
+    total = Counts()
     for values in _files(directory):
         if process_start_time(values[0]) == values[1]:
-            found.held += values[_WAITING]
-        found.held_total += values[_KEPT]
-        found.held_seconds += values[_SECONDS]
+            total.held += values[_WAITING]
+        total.held_total += values[_KEPT]
+        total.held_seconds += values[_SECONDS]
         for reason, number in zip(REASONS, values[_REFUSED:], strict=False):
-            found.refusals[reason] += number
-    return found
+            total.refusals[reason] += number
+    return total
 
 
 def _files(directory: Path) -> Iterable[tuple[int, ...]]:
@@ -92,6 +92,6 @@ def _files(directory: Path) -> Iterable[tuple[int, ...]]:
         try:
             content = path.read_bytes()
         except OSError:
-            continue  # the directory is being removed
+            continue  # the directory is being deleted
         if len(content) >= _FILE.size:
             yield _FILE.unpack_from(content)

@@ -7,15 +7,15 @@ import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
 from starlette.routing import Mount
 
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.gate import ROUTES_ROUTE, Gate
+from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed, route_of
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.gate import ROUTES_ROUTE, Gate
-from ckpt_engine.words.routes import EngineRoutes, RouteAccess, listed, route_of
-from ckpt_engine.words.state import EnginePage
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
 from ckpt_engine_adapters.vllm.gate import VllmGate
-from tests.words.server import serve
+from tests.gate.server import serve
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=12, root=b"\x05" * 32)
 CONTROL = ("/pause", "/below/pause", "/each/7/pause", "/mounted/pause", "/included/pause")
@@ -125,7 +125,7 @@ def test_a_route_that_nobody_classified_is_for_the_agent_only(directory, reached
     with serve(application(reached)) as url, httpx.Client(base_url=url) as client:
         refused = client.post("/new_one")
         assert refused.status_code == 403
-        assert "/new_one is no route that this replica's gate knows" in refused.json()["detail"]
+        assert "does not know the route /new_one" in refused.json()["detail"]
         assert reached == []
         given = {"x-ckpt-engine-token": directory.token()}
         assert client.post("/new_one", headers=given).status_code == 200

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.words.directory import EngineDirectory, default_root
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import EngineDirectory, default_root
+from ckpt_engine.gate.page import EnginePage
 
 
 def mode(path):
@@ -47,7 +47,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
 def test_one_agent_at_a_time_and_the_lock_dies_with_its_holder(tmp_path):
     directory = EngineDirectory.create(tmp_path)
     script = (
-        "import sys, time; from pathlib import Path; from ckpt_engine.words.directory import EngineDirectory;"
+        "import sys, time; from pathlib import Path; from ckpt_engine.gate.directory import EngineDirectory;"
         "EngineDirectory(Path(sys.argv[1])).lock(); print('locked', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(directory.path)], stdout=subprocess.PIPE, text=True)

@@ -1,10 +1,11 @@
 """The gate: ASGI middleware in an engine's API server that lets a request in only while the weights are whole.
 
-It reads the engine's page at every request: the workers' state words, and what the agent says of the engine (asleep,
-weights of its own, an update that goes on, its own lease if it keeps one). While an update goes on it keeps requests
-and lets them in afterwards, in their order. It does not stop requests that are already inside; the engine's pause does.
-It keeps the engine's control routes for the agent, which knows the token in the engine's directory; the agent's own
-requests for tokens (a self-check of the engine, before the first update) pass in every state.
+At every request it reads the engine's page: the workers' state words, and the agent's marks (asleep, own weights, a
+running update, its lease). During an update it holds requests and lets them in afterwards, in order. It does not stop
+requests that are already inside; the engine's pause does.
+
+Control routes need the token in the engine's directory, which the agent has. With the token the agent's own requests
+for tokens (a self-check before the first update) pass in every state.
 
 An adapter subclasses it with the routes of its engine. Any framework that takes ``Class(app)`` can use it.
 """
@@ -20,13 +21,13 @@ from urllib.parse import parse_qs
 
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.openai_errors import error_object
-from ckpt_engine.words.counts import GateCounts
-from ckpt_engine.words.directory import TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.holding import DecisionKind, GateDecision
-from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.routes import EngineRoutes, RouteAccess, listed
-from ckpt_engine.words.state import Admission, EnginePage
-from ckpt_engine.words.waiting import WaitingRoom
+from ckpt_engine.gate.counts import GateCounts
+from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.holding import DecisionKind, GateDecision
+from ckpt_engine.gate.page import Admission, EnginePage
+from ckpt_engine.gate.reader import StateReader
+from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed
+from ckpt_engine.gate.waiting import WaitingRoom
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -36,13 +37,13 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ADMITTED_VERSION_HEADER = b"x-ckpt-engine-admitted-version"
 ADMITTED_ROOT_HEADER = b"x-ckpt-engine-admitted-root"
-"""What the workers held when the request was let in. Its tokens may be of a later version: a request that waits, or
-whose body comes slowly, is computed with what is there then. Only the body can say which version made them."""
+"""The version that the workers held when the request was let in. Its tokens may be of a later one, if it waits or its
+body comes slowly. Only the body can say which version made them."""
 
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
-"""For load balancers and probes, from anywhere: 200 while requests are let in or kept, 503 with the reason while they
-would be refused. With `?strict=1` it is 200 only while they are let in."""
+"""For load balancers and probes, from anywhere: 200 while requests are let in or held, 503 with the reason while they
+are refused. With `?strict=1` it is 200 only while they are let in."""
 ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 
@@ -50,23 +51,22 @@ _TOKEN_HEADER = TOKEN_HEADER.encode()
 
 
 class Gate:
-    """Lets requests in while all workers are clean with one root and the engine is awake, keeps them during an update,
-    and answers 503 otherwise. Tells with each answer under which version its request was let in. An engine that is
-    marked as having weights of its own is open while it is awake, and names none.
+    """Lets requests in while all workers are clean with one root and the engine is awake, holds them during an update,
+    and answers 503 otherwise. Each answer's headers name the version under which its request was let in. An engine
+    that is marked as having its own weights is open while it is awake, and its answers name no version.
 
-    Raises at construction (so that the server does not start) when the engine's directory cannot be opened, or its
-    token is none. How routes are written is said in routes.py; one in none of the three sets is refused without the
-    token, like a control route.
+    Raises at construction (so that the server does not start) if the engine's directory or its token cannot be used.
+    routes.py says how routes are written; a route in none of the three sets needs the token, like a control route.
     """
 
     open_routes: ClassVar[frozenset[str]] = frozenset({"/health"})
-    """Routes that say nothing of the weights, answered in any state."""
+    """Routes with answers that do not depend on the weights, open in any state."""
 
     generation_routes: ClassVar[frozenset[str]] = frozenset()
-    """Routes that generate or say something of the weights, answered while these are whole."""
+    """Routes that generate, or answer something about the weights: open while these are whole."""
 
     control_routes: ClassVar[frozenset[str]] = frozenset()
-    """Routes that change the engine or what it computes with: refused without the token."""
+    """Routes that change the engine or what it computes with: they need the token."""
 
     def __init__(self, app: Application) -> None:
         directory = EngineDirectory.from_environment()
@@ -92,7 +92,7 @@ class Gate:
             raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
         route, access = self._routes.of_request(scope)
         if access is RouteAccess.GATED and self._has_token(scope):
-            await self._app(scope, receive, send)  # the agent's own question, also while the gate is closed to others
+            await self._app(scope, receive, send)  # the agent's own request, also while the gate is closed to others
         elif access is RouteAccess.GATED:
             decision = self._state.decision()
             if decision.kind is DecisionKind.ADMIT and self._waiting.empty:
@@ -115,14 +115,13 @@ class Gate:
             await self.control(route, scope, receive, send)
 
     async def open(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on a request for a route that answers in any state. The engine answers; route: as for `control`."""
+        """Passes on a request for an open route. The engine answers; route: as for `control`."""
         await self._app(scope, receive, send)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on a request for a control route that showed the token. The engine answers; adapters may have routes
-        of their own here.
+        """Passes on a request for a control route with the token. The engine answers; adapters may add routes here.
 
-        route: the path without the root path that the server may have been given.
+        route: the path without the server's root path.
         """
         await self._app(scope, receive, send)
 
@@ -131,7 +130,8 @@ class Gate:
         await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
 
     async def _keep(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until its turn comes, or there is nothing to wait for. A WebSocket is refused: it is a client's to dial."""
+        """Holds a request until its turn comes, or there is nothing to wait for. A WebSocket is refused: its client
+        must dial again."""
         if scope["type"] == "websocket":
             await self._refuse(decision, scope, send)
             return
@@ -141,30 +141,30 @@ class Gate:
             return
         self._counts.waits()
         try:
-            held = await self._room.wait(answer, receive)
+            request = await self._room.wait(answer, receive)
         finally:
             self._counts.waited(self._state.clock() - answer.arrived)
         try:
-            if held.decision is None:
+            if request.decision is None:
                 return  # the client has gone
-            if held.decision.kind is DecisionKind.ADMIT:
-                await self._let_in(held.decision, scope, held.receive(receive), send)
+            if request.decision.kind is DecisionKind.ADMIT:
+                await self._let_in(request.decision, scope, request.receive(receive), send)
             else:
-                await self._refuse(held.decision, scope, send)
+                await self._refuse(request.decision, scope, send)
         finally:
-            held.close()
+            request.close()
 
-    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, asked: bool = False) -> None:
-        """asked: by a probe, which is no request for tokens."""
-        if not asked:
+    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, probe: bool = False) -> None:
+        """Refuses a request. probe: it is not a request for tokens, and is not counted."""
+        if not probe:
             self._counts.refused(decision.reason)
-        left = math.ceil(decision.until - self._state.clock())
+        remaining = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
-        await _refuse(scope, send, 503, detail, decision.reason, left if left > 0 else None)
+        await _refuse(scope, send, 503, detail, decision.reason, remaining if remaining > 0 else None)
 
     def _has_token(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
-        return hmac.compare_digest(given, self._token)
+        token = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
+        return hmac.compare_digest(token, self._token)
 
     async def _ready(self, scope: Scope, send: Send) -> None:
         decision = self._state.decision()
@@ -178,7 +178,7 @@ class Gate:
         elif keeps and strict in ("", "0", "false"):
             await answer_json(send, 200, {"ready": True, "open": False, "version": None})
         else:
-            await self._refuse(decision, scope, send, asked=True)
+            await self._refuse(decision, scope, send, probe=True)
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
@@ -222,21 +222,21 @@ def _agents_only(route: str, access: RouteAccess) -> str:
     if access is RouteAccess.CONTROL:
         return f"{route} is for this replica's agent only"
     return (
-        f"{route} is no route that this replica's gate knows. It may be one that changes the engine, so it is for the "
-        "replica's agent only, until the gate's class for this engine says what it does"
+        f"this replica's gate does not know the route {route}. It may change the engine, so only the replica's agent "
+        "may use it until the gate's class for this engine lists it"
     )
 
 
 def _announced(scope: Scope) -> int:
-    """Bytes of the body as the client says; 0: it does not."""
-    said = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    return int(said) if said.isdigit() else 0
+    """Bytes of the body by the client's Content-Length; 0: there is none."""
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    return int(length) if length.isdigit() else 0
 
 
 async def _refuse(
     scope: Scope, send: Send, status: int, detail: str, reason: str, retry_after: int | None = None
 ) -> None:
-    """reason: the same for programs."""
+    """Sends a refusal. detail: for people. reason: for programs."""
     if scope["type"] == "websocket":
         code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
         await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
@@ -255,7 +255,7 @@ async def _refuse(
 
 
 async def answer_json(send: Send, status: int, body: object) -> None:
-    """A whole answer."""
+    """Sends a whole answer of JSON."""
     await _answer(send, status, b"application/json", json.dumps(body).encode(), [])
 
 

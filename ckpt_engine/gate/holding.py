@@ -1,7 +1,7 @@
-"""What becomes of a request: let in, kept until the weights are whole again, or refused with a reason. Pure.
+"""Decides about each request: let it in, hold it until the weights are whole again, or refuse it with a reason. Pure.
 
-`decide` judges the engine by what its page says. `Queue` keeps the requests that wait: in the order of arrival, bounded
-in number and bytes, none longer than it may. Who reads the page and who speaks HTTP is elsewhere (gate.py).
+`decide` judges the engine by its page. `Queue` holds the requests that wait: in the order of arrival, and bounded in
+number, bytes and time. It does not read the page (reader.py) or speak HTTP (gate.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ckpt_engine.words.state import DIRTY, NONE, Admission, EngineMark, HoldLimits, RequestHold, WorkerWord, admission
+from ckpt_engine.gate.page import DIRTY, NONE, Admission, EngineMark, HoldLimits, RequestHold, WorkerWord, admission
 
 BATCH = 32
-"""Requests that are let in at once when the gate opens; the next ones follow a moment later."""
+"""How many requests are let in at once when the gate opens; the next ones follow a moment later."""
 
 ALONE = "alone"
 ASLEEP = "asleep"
@@ -23,8 +23,8 @@ FULL = "hold_full"
 NO_WEIGHTS = "no_weights"
 QUARANTINED = "quarantined"
 UPDATING = "updating"
-"""Why a request is refused, for programs: `reason` in the body of a 503. hold_full and updating pass by themselves:
-too many requests wait already; a request has waited as long as it may."""
+"""Why a request is refused, for programs: `reason` in the body of a 503. Two of them pass by themselves: hold_full (too
+many requests wait already) and updating (the request has waited as long as it may)."""
 
 
 class DecisionKind(Enum):
@@ -35,26 +35,22 @@ class DecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """What the gate does with one request, and why.
-
-    reason: for programs, detail: for people; both empty when it is let in. until: monotonic seconds; the end of the
-    update for which it waits or is refused, 0.0: there is nothing to wait for. verdict: of the weights.
-    """
+    """What the gate does with one request, and why."""
 
     kind: DecisionKind
-    reason: str
-    detail: str
-    until: float
-    verdict: Admission
+    reason: str  # for programs; empty when it is let in
+    detail: str  # for people; empty when it is let in
+    until: float  # latest end of the running update, monotonic seconds; 0.0: none runs
+    verdict: Admission  # of the weights
 
 
 def decide(
     words: Sequence[WorkerWord], mark: EngineMark, hold: RequestHold, now: float, alone: bool = False
 ) -> GateDecision:
-    """What the gate does with a request that comes at `now` (monotonic seconds). alone: see `EnginePage.alone`.
+    """Decides about a request that comes at `now` (monotonic seconds). alone: see `EnginePage.alone`.
 
-    While an update goes on requests are kept, whatever the words say: half a version, none yet, or an old one of an
-    engine that is about to be paused. Its time is over at the deadline that the agent wrote down, also without it.
+    During an update requests are held whatever the words say: half a version, none yet, or an old one of an engine that
+    is about to be paused. That ends at the deadline that the agent wrote, even if the agent is dead.
     """
     verdict = admission(words, mark, alone)
     if alone:
@@ -65,23 +61,23 @@ def decide(
             DecisionKind.HOLD, UPDATING, f"its weights are being updated (epoch {hold.epoch})", hold.until, verdict
         )
     if verdict.open and hold.closed:
-        said = f"its engine has not resumed since the update of epoch {hold.epoch}; its agent asks it again"
-        return GateDecision(DecisionKind.REFUSE, QUARANTINED, said, 0.0, verdict)
+        detail = f"its engine has not resumed since the update of epoch {hold.epoch}; its agent asks it again"
+        return GateDecision(DecisionKind.REFUSE, QUARANTINED, detail, 0.0, verdict)
     if verdict.open:
         return GateDecision(DecisionKind.ADMIT, "", "", 0.0, verdict)
     return GateDecision(DecisionKind.REFUSE, *_why_closed(words, mark, dead, verdict), 0.0, verdict)
 
 
 def _why_closed(words: Sequence[WorkerWord], mark: EngineMark, dead: bool, verdict: Admission) -> tuple[str, str]:
-    """Reason and detail. Nobody updates the engine now."""
+    """Reason and detail of a refusal while no update runs."""
     if mark.sleeping:
         return ASLEEP, verdict.reason
     if dead:
         return DEAD_WORKER, verdict.reason
     torn = next((word for word in words if word.state == DIRTY), None)
     if torn is not None and not mark.own_weights:
-        said = f"worker {torn.rank} was left half updated by epoch {torn.epoch}"
-        return QUARANTINED, f"{said}; the next update, or a new start of the engine, brings whole weights"
+        detail = f"worker {torn.rank} was left half updated by epoch {torn.epoch}"
+        return QUARANTINED, f"{detail}; the next update, or a restart of the engine, brings whole weights"
     if not words or any(not word.boot_id or word.state == NONE for word in words):
         return NO_WEIGHTS, verdict.reason
     return QUARANTINED, verdict.reason
@@ -89,36 +85,36 @@ def _why_closed(words: Sequence[WorkerWord], mark: EngineMark, dead: bool, verdi
 
 @dataclass(slots=True, eq=False)
 class RequestTicket:
-    """One request that waits. arrived: monotonic seconds. size: bytes of its body, as announced or as received."""
+    """One request that waits."""
 
-    arrived: float
-    size: int
+    arrived: float  # monotonic seconds
+    size: int  # bytes of its body, announced or received, whichever is more
 
 
 class Queue:
-    """The requests that wait, the oldest first, and those that have been called and are still on their way in."""
+    """The requests that wait, oldest first, and those that were called and are not inside yet."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[RequestTicket, None] = OrderedDict()
-        self._called: set[RequestTicket] = set()
+        self._entering: set[RequestTicket] = set()
         self.bytes = 0
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of requests that wait."""
         return len(self._waiting)
 
     @property
     def empty(self) -> bool:
-        """Whether a request that comes now would overtake nobody."""
-        return not self._waiting and not self._called
+        """Whether a request that comes now would overtake no other."""
+        return not self._waiting and not self._entering
 
     def full(self, limits: HoldLimits) -> bool:
-        """Whether not even a request without a body would find a place."""
+        """Whether there is no place even for a request without a body."""
         return len(self) >= limits.requests or self.bytes > limits.bytes
 
     def arrive(self, decision: GateDecision, size: int, now: float, limits: HoldLimits) -> GateDecision | RequestTicket:
-        """Takes a request in: a decision to let it in or refuse it at once, or a ticket. Nobody overtakes those that
-        wait."""
+        """Adds a request and returns its ticket, or decides at once to let it in or refuse it. It overtakes no request
+        that waits."""
         if decision.kind is DecisionKind.REFUSE or (decision.kind is DecisionKind.ADMIT and self.empty):
             return decision
         if decision.kind is DecisionKind.HOLD and limits.seconds <= 0:
@@ -133,7 +129,8 @@ class Queue:
         return ticket
 
     def grow(self, ticket: RequestTicket, size: int, decision: GateDecision, limits: HoldLimits) -> GateDecision | None:
-        """`size` bytes of its body are here. A refusal if that is more than was announced, and too much."""
+        """Notes that `size` bytes of its body have come. Returns a refusal if these are more than announced, and too
+        many."""
         if ticket not in self._waiting or size <= ticket.size:
             return None
         if self.bytes + size - ticket.size > limits.bytes:
@@ -143,31 +140,30 @@ class Queue:
         return None
 
     def leave(self, ticket: RequestTicket) -> None:
-        """Takes a ticket out, which waits no longer for whatever reason; its place is free. Does nothing if it has left
-        already."""
-        self._called.discard(ticket)
+        """Removes a ticket and frees its place. Does nothing if it was removed already."""
+        self._entering.discard(ticket)
         self._free(ticket)
 
     def turn(self, decision: GateDecision, now: float, limits: HoldLimits) -> list[tuple[RequestTicket, GateDecision]]:
-        """The tickets that wait no longer, in order, and what becomes of each. Call it every few milliseconds.
+        """Calls the tickets that stop waiting now, in order, each with its decision. Call it every few milliseconds.
 
-        Their places are free; each is on its way in until it leaves.
+        Their places are free. Each counts as not inside yet until it leaves.
         """
-        told: list[tuple[RequestTicket, GateDecision]] = []
+        turns: list[tuple[RequestTicket, GateDecision]] = []
         while self._waiting:
             ticket = next(iter(self._waiting))
             answer = decision
-            if decision.kind is DecisionKind.ADMIT and len(told) >= BATCH:
+            if decision.kind is DecisionKind.ADMIT and len(turns) >= BATCH:
                 break
             if decision.kind is DecisionKind.HOLD:
                 if now < ticket.arrived + limits.seconds:
                     break
-                said = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
-                answer = _refused(decision, UPDATING, said)
+                detail = f"{decision.detail}, and this request has waited {limits.seconds:g} s for it"
+                answer = _refused(decision, UPDATING, detail)
             self._free(ticket)
-            self._called.add(ticket)
-            told.append((ticket, answer))
-        return told
+            self._entering.add(ticket)
+            turns.append((ticket, answer))
+        return turns
 
     def _free(self, ticket: RequestTicket) -> None:
         if ticket in self._waiting:
@@ -175,8 +171,8 @@ class Queue:
             self.bytes -= ticket.size
 
     def _too_large(self, decision: GateDecision, limits: HoldLimits) -> GateDecision:
-        said = f"the requests that wait for the end of an update may have {limits.bytes} bytes together, and this one"
-        return _refused(decision, FULL, f"{said} is too much ({self.bytes} bytes wait)")
+        limit = f"the bodies of requests that wait for the end of an update may have {limits.bytes} bytes together"
+        return _refused(decision, FULL, f"{limit}; with {self.bytes} bytes waiting, this one is too large")
 
 
 def _refused(decision: GateDecision, reason: str, detail: str) -> GateDecision:

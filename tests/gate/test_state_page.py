@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.gate.page import CLEAN, DIRTY, NONE, EnginePage, verdict
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.state import CLEAN, DIRTY, NONE, EnginePage, verdict
 
 
 def identity(version: int, byte: int | None = None) -> weights_pb2.Identity:

@@ -16,14 +16,14 @@ from fastapi import FastAPI
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.core.sleeping import KV_CACHE, Sleeping
 from ckpt_engine.engine.adapter import AdapterSettings
+from ckpt_engine.gate.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.gate import Receive, Scope, Send
+from ckpt_engine.gate.page import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.gate import Receive, Scope, Send
-from ckpt_engine.words.state import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine_adapters.vllm.command import check_options, options_of
 from ckpt_engine_adapters.vllm.driver import VllmAdapter
 from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
-from tests.words.server import serve
+from tests.gate.server import serve
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=7, root=bytes(32))
 LABEL = version_label(IDENTITY)

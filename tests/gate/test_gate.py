@@ -10,12 +10,12 @@ from fastapi import FastAPI, WebSocket
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.gate import Gate
+from ckpt_engine.gate.page import EngineMark, EnginePage
+from ckpt_engine.gate.reader import StateReader
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.gate import Gate
-from ckpt_engine.words.reader import StateReader
-from ckpt_engine.words.state import EngineMark, EnginePage
-from tests.words.server import serve
+from tests.gate.server import serve
 
 
 class SmallGate(Gate):
@@ -126,9 +126,9 @@ def test_a_dead_worker_is_noticed_within_a_tenth_of_a_second(tmp_path):
 CLEAN_WORKER = """
 import sys, time
 from pathlib import Path
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.v1 import weights_pb2
-from tests.words.server import serve
+from tests.gate.server import serve
 EnginePage(Path(sys.argv[1])).claim(0, 1).clean(1, weights_pb2.Identity(lineage="run", version=1, root=bytes(32)))
 print("clean", flush=True)
 time.sleep(60)
@@ -146,7 +146,7 @@ def test_an_agent_that_promised_to_be_there_and_is_not_closes_the_gate(engine, o
     page.lease(time.monotonic() - 0.001)
     refused = client.post("/generate")
     assert refused.status_code == 503
-    assert "its agent is gone, or stands still" in refused.json()["detail"]
+    assert "lease has expired" in refused.json()["detail"]
     assert not client.get("/ckpt_engine/info").json()["open"]
     page.lease(0)
     assert client.post("/generate").status_code == 200, "an agent that promises nothing may be away"

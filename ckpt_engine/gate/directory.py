@@ -1,7 +1,7 @@
 """The runtime directory of one engine: where its workers, its gate and its agent meet.
 
-This module decides the layout, the permissions and who may be the agent. It does not start or stop anything.
-Everything in it belongs to one user (0700), and every start of an engine gets a new directory, so nothing of an
+This module decides the layout, the permissions and which process is the agent. It does not start or stop anything.
+Everything in it belongs to one user (0700). Every start of an engine gets a new directory, so that nothing of an
 earlier engine can be mistaken for this one's.
 """
 
@@ -20,24 +20,24 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.host.reserve import room_for
 
 ENVIRONMENT = "CKPT_ENGINE_DIRECTORY"
-"""Tells a launched engine where its directory is."""
+"""Variable that tells a launched engine where its directory is."""
 
 TOKEN_HEADER = "x-ckpt-engine-token"
-"""Header with which the agent shows the directory's token to the engine's gate."""
+"""Header in which the agent sends the directory's token to the engine's gate."""
 
 _SOCKET_PATH_BYTES = 107  # sun_path of unix(7) is 108 bytes with its final zero
 _STALE_SECONDS = 3600.0
 _TOKEN_CHARACTERS = 32
 _TOKEN_BYTES = 64
 _NUMBER_BYTES = 20
-"""At most, of a pid or a count of agents."""
+"""Most bytes of a pid or a count of agents."""
 
 
 def default_root() -> Path:
-    """Where engine directories lie: below XDG_RUNTIME_DIR, else below /tmp, in a folder of this user alone.
+    """The folder of engine directories, for this user only: below XDG_RUNTIME_DIR, or else below /tmp.
 
     Raises:
-        CkptEngineError: the folder is there and belongs to somebody else or is open to others.
+        CkptEngineError: the folder exists and belongs to another user, or others have access to it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     root = Path(base) / "ckpt-engine" if base and os.path.isdir(base) else Path(f"/tmp/ckpt-engine-{os.getuid()}")
@@ -49,11 +49,11 @@ def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise precondition(
                 f"{path} must be a directory of user {os.getuid()} with mode 0700, "
-                f"but it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; "
+                f"but it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; "
                 "remove it or set XDG_RUNTIME_DIR to a private directory"
             ) from None
 
@@ -77,12 +77,12 @@ class EngineDirectory:
 
     @classmethod
     def create(cls, root: Path | None = None) -> EngineDirectory:
-        """A new directory with a page and a token, below ``root`` (default: :func:`default_root`).
+        """Creates a new directory with a page and a token, below ``root`` (default: :func:`default_root`).
 
         Raises:
-            CkptEngineError: there is no room for it; then nothing is left of it.
+            CkptEngineError: there is no room for it; nothing of it remains.
         """
-        from ckpt_engine.words.state import EnginePage
+        from ckpt_engine.gate.page import EnginePage
 
         root = default_root() if root is None else root
         _remove_stale(root)
@@ -111,16 +111,16 @@ class EngineDirectory:
         return f"ipc://{self.socket}"
 
     def token(self) -> str:
-        """The secret that lets the agent, and nobody else, use the engine's control routes.
+        """The secret that only the agent has, for the engine's control routes.
 
         Raises:
-            CkptEngineError: the file holds less than 32 characters, so whoever can guess would be let in.
+            CkptEngineError: the file holds less than 32 characters, so that the token could be guessed.
         """
         token = self._token_path.read_text().strip()
         if len(token) < _TOKEN_CHARACTERS:
             raise precondition(
                 f"{self._token_path} holds a token of {len(token)} characters, and {_TOKEN_CHARACTERS} are needed: "
-                "start the engine anew with another directory, or write a long random one there before it starts"
+                "restart the engine with another directory, or write a long random token there before it starts"
             )
         return token
 
@@ -157,7 +157,7 @@ class EngineDirectory:
             self._lock_descriptor = None
 
     def next_agent_epoch(self) -> int:
-        """Counts the agents of this engine, from 1. Call it once a start, with the lock held.
+        """Numbers the agents of this engine, from 1. Call it once per start, with the lock held.
 
         Raises:
             CkptEngineError: there is no room for the count.
@@ -179,8 +179,8 @@ class EngineDirectory:
 
 
 def _remove_stale(root: Path) -> None:
-    """Deletes directories that killed agents left: old ones whose lock is free and whose workers are dead. Those whose
-    page is of another version of ckpt-engine stay: nothing here can tell whether their workers live."""
+    """Deletes old directories of killed agents: their lock is free and their workers are dead. A directory with a page
+    of another version of ckpt-engine stays: the page cannot be read, and the workers may live."""
     for path in root.iterdir():
         try:
             if not (path / "token").exists() or time.time() - path.stat().st_mtime < _STALE_SECONDS:
@@ -200,7 +200,7 @@ def _remove_stale(root: Path) -> None:
 
 
 def _is_in_use(directory: EngineDirectory) -> bool:
-    from ckpt_engine.words.state import EnginePage
+    from ckpt_engine.gate.page import EnginePage
 
     try:
         page = EnginePage(directory.page)

@@ -1,9 +1,9 @@
-"""Which routes of an engine's HTTP API anybody may ask for, and when. Pure.
+"""Access to the routes of an engine's HTTP API. Pure.
 
-Each engine's adapter sorts the routes of its engine into three classes. What nobody has sorted is of a fourth one, so
-that a new version of an engine cannot bring a way around the agent.
+An engine's adapter sorts the engine's routes into three classes. A route in none of them needs the agent's token, so
+that a new version of an engine cannot add a way around the agent.
 
-A route is written as frameworks write it: `/health`; with a final slash all below it (`/dumper/`); `{name}` stands for
+Routes are written as in frameworks: `/health`; with a final slash also all below it (`/dumper/`); `{name}` stands for
 one segment and `{name:path}` for any rest (`/v1/responses/{response_id}/cancel`).
 """
 
@@ -18,16 +18,12 @@ _PLACE = re.compile(r"\{\w+(:path)?\}")
 
 
 class RouteAccess(Enum):
-    """Who may use a route, and when.
+    """When a route may be used."""
 
-    open: says nothing of the weights, answered in any state. gated: generates, or says something of the weights.
-    control: changes the engine, or what it computes with; only with the token. unknown: likewise.
-    """
-
-    OPEN = "open"
-    GATED = "gated"
-    CONTROL = "control"
-    UNKNOWN = "unknown"
+    OPEN = "open"  # in any state: its answers do not depend on the weights
+    GATED = "gated"  # while the weights are whole: its answers depend on them
+    CONTROL = "control"  # only with the token: it changes the engine, or what it computes with
+    UNKNOWN = "unknown"  # only with the token: no class has it
 
 
 class _Set:
@@ -46,19 +42,19 @@ class _Set:
 
 
 class EngineRoutes:
-    """The classes of one engine's routes. A path that fits routes of two classes is of the strictest."""
+    """The classes of one engine's routes. A path that matches routes of two classes has the stricter one."""
 
-    def __init__(self, opened: Collection[str], gated: Collection[str], control: Collection[str]) -> None:
+    def __init__(self, open_routes: Collection[str], gated: Collection[str], control: Collection[str]) -> None:
         self._sets = (
             _Set(control, RouteAccess.CONTROL),
             _Set(gated, RouteAccess.GATED),
-            _Set(opened, RouteAccess.OPEN),
+            _Set(open_routes, RouteAccess.OPEN),
         )
-        self._known = {path: self._judge(path) for each in self._sets for path in each.exact}
+        self._cache = {path: self._judge(path) for each in self._sets for path in each.exact}
 
     def of(self, path: str) -> RouteAccess:
-        """The class of a path without the root path. A trailing slash says nothing: frameworks redirect there."""
-        return self._known.get(path) or self._judge(path)
+        """The class of a path without the root path. A trailing slash is ignored: frameworks redirect it."""
+        return self._cache.get(path) or self._judge(path)
 
     def _judge(self, path: str) -> RouteAccess:
         return next((each.access for each in self._sets if each.has(path)), RouteAccess.UNKNOWN)
@@ -66,8 +62,8 @@ class EngineRoutes:
     def of_request(self, scope: Mapping[str, Any]) -> tuple[str, RouteAccess]:
         """Route and class of an ASGI request.
 
-        The framework routes after it has taken the root path away, and older ones do not: what is a control route in
-        either reading is one.
+        Newer frameworks route by the path without the root path, older ones by the whole path: a request is for a
+        control route if either of them is.
         """
         path: str = scope["path"]
         route = route_of(scope)
@@ -89,13 +85,13 @@ def route_of(scope: Mapping[str, Any]) -> str:
 
 
 def listed(application: Any) -> Iterator[str]:
-    """Every route of a Starlette or FastAPI application, those of mounted ones and included routers too."""
+    """Lists every route of a Starlette or FastAPI application, also of mounted applications and included routers."""
     yield from _listed(getattr(application, "routes", ()), "")
 
 
 def _listed(routes: Any, before: str) -> Iterator[str]:
     for route in routes:
-        included = getattr(route, "effective_candidates", None)  # FastAPI's, of a router that was included
+        included = getattr(route, "effective_candidates", None)  # FastAPI has it for an included router
         if included is not None:
             yield from _listed(included(), before)
             continue

@@ -16,12 +16,12 @@ import pytest
 from fastapi import FastAPI, Request
 
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.gate import waiting
+from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.gate import Gate
+from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, WorkerSlot
 from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words import waiting
-from ckpt_engine.words.directory import ENVIRONMENT, EngineDirectory
-from ckpt_engine.words.gate import Gate
-from ckpt_engine.words.state import EngineMark, EnginePage, HoldLimits, RequestHold, WorkerSlot
-from tests.words.server import serve
+from tests.gate.server import serve
 
 LIMITS = HoldLimits(100.0, 50, 200_000)
 

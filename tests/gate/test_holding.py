@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ckpt_engine.core.sleeping import Sleeping
-from ckpt_engine.v1 import weights_pb2
-from ckpt_engine.words.holding import BATCH, DecisionKind, GateDecision, Queue, RequestTicket, decide
-from ckpt_engine.words.state import (
+from ckpt_engine.gate.holding import BATCH, DecisionKind, GateDecision, Queue, RequestTicket, decide
+from ckpt_engine.gate.page import (
     CLEAN,
     DIRTY,
     NONE,
@@ -21,6 +20,7 @@ from ckpt_engine.words.state import (
     RequestHold,
     WorkerWord,
 )
+from ckpt_engine.v1 import weights_pb2
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=3, root=bytes(32))
 CLEAN_WORD = WorkerWord(0, b"boot", 1, True, CLEAN, 4, IDENTITY)

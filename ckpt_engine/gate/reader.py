@@ -1,24 +1,24 @@
-"""Reads an engine's page for whoever must know at every request: the gate, and the reference engine at every step."""
+"""Reads an engine's page often and cheaply: for the gate at every request, for the reference engine at every step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from ckpt_engine.words.holding import GateDecision, decide
-from ckpt_engine.words.state import Admission, EnginePage, HoldLimits, RequestHold
+from ckpt_engine.gate.holding import GateDecision, decide
+from ckpt_engine.gate.page import Admission, EnginePage, HoldLimits, RequestHold
 
 _LIVENESS_SECONDS = 0.05
 
 
 class StateReader:
-    """Decides at the cost of comparing a few hundred bytes while nothing changes.
+    """The gate's decision by the page; while the page does not change, it only compares a few hundred bytes.
 
-    Whether workers live is asked of the kernel at most every 50 ms. clock: monotonic seconds, the same for all
-    processes of the host. Used on the API server's event loop.
+    It asks the kernel at most every 50 ms whether the workers live. Used on the API server's event loop.
     """
 
     def __init__(self, page: EnginePage, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: monotonic seconds, the same for all processes of the host."""
         self.clock = clock
         self.hold = RequestHold()
         self.limits = HoldLimits()
@@ -28,7 +28,7 @@ class StateReader:
         self._decision: GateDecision | None = None
 
     def decision(self) -> GateDecision:
-        """What `decide` says of the page as it is now."""
+        """The decision (`decide`) by the page as it is now."""
         now = self.clock()
         raw = self._page.raw()
         decision = self._decision
@@ -44,5 +44,5 @@ class StateReader:
         return decision
 
     def verdict(self) -> Admission:
-        """Whether the weights are whole; an update that goes on plays no part."""
+        """Whether the weights are whole, regardless of a running update."""
         return self.decision().verdict

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from ckpt_engine.words.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
-from ckpt_engine.words.state import EnginePage
+from ckpt_engine.gate.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
 
 

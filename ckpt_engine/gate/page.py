@@ -1,12 +1,11 @@
 """The shared page of state words: what each worker of one engine holds.
 
-This module decides how a state word is laid out, written without ever being read torn, and judged
-(:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
+This module decides how a state word is laid out, how it is written so that no reader takes a torn one for whole, and
+what all words together mean (:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
 
-The page is a file that the workers, the gate in the API server and the agent map. Slot ``rank`` belongs to the
-worker of that rank alone, and the engine's mark and lease to the agent, so there is one writer a place. A word carries
-a checksum: a reader that meets a word being written reads again, and a word left half-written by a killed worker reads
-as dirty.
+The page is a file that the workers, the gate in the API server and the agent map. Each place has one writer: slot
+``rank`` the worker of that rank, the engine's mark, hold and lease the agent. A word has a checksum. A reader that
+meets a word in the middle of a write reads again; a word that a killed worker left half-written reads as dirty.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _READS_BEFORE_TORN = 100
 
 @dataclass(frozen=True, slots=True)
 class WorkerWord:
-    """What one worker's slot says. ``identity`` is set only when ``state`` is CLEAN."""
+    """The content of one worker's slot. ``identity`` is set only when ``state`` is CLEAN."""
 
     rank: int
     boot_id: bytes
@@ -64,7 +63,7 @@ class WorkerWord:
     identity: weights_pb2.Identity | None
 
     def status(self) -> manager_pb2.WorkerStatus:
-        """The same as a message for the manager; a dead worker holds nothing."""
+        """The word as a message for the manager; a dead worker holds nothing."""
         state = self.state if self.alive else NONE
         identity = self.identity if self.alive else None
         return manager_pb2.WorkerStatus(
@@ -74,28 +73,28 @@ class WorkerWord:
 
 @dataclass(frozen=True, slots=True)
 class EngineMark:
-    """What the agent wrote about the whole engine. It stays valid after the agent has ended."""
+    """The agent's mark on the engine as a whole; it outlives the agent."""
 
-    own_weights: bool = False  # it serves weights that it loaded itself, which no update changes (mode colocated)
+    own_weights: bool = False  # it serves weights that it loaded itself and no update touches (mode colocated)
     sleeping: Sleeping = AWAKE
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHold:
-    """What the agent wrote about the running update. It stays valid after the agent has ended."""
+    """The agent's note of a running update; it outlives the agent."""
 
     epoch: int = 0  # of the update; 0: none runs
-    until: float = 0.0  # the update's deadline, in monotonic seconds of this host
-    closed: bool = False  # the update is over, but the engine does not compute although its weights are whole
+    until: float = 0.0  # the update's deadline, monotonic seconds of this host
+    closed: bool = False  # the update has ended, and the engine does not compute although its weights are whole
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLimits:
-    """How long and how much the gate holds during an update."""
+    """Limits of the requests that the gate holds during an update."""
 
-    seconds: float = 30.0  # for which a request is held; 0: it is refused at once
-    requests: int = 4096  # held at the same time
-    bytes: int = 256 * 2**20  # of the bodies of all held requests
+    seconds: float = 30.0  # of one request; 0: none is held
+    requests: int = 4096  # of all together
+    bytes: int = 256 * 2**20  # of all bodies together
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +102,26 @@ class Admission:
     """Whether an engine may answer requests."""
 
     open: bool
-    reason: str  # why not; empty if open
-    identity: weights_pb2.Identity | None  # the version that it answers with; None: its own weights, or closed
+    reason: str  # why not; empty: it may
+    identity: weights_pb2.Identity | None  # the version that it would answer with; None: its own weights
 
 
 def admission(words: Sequence[WorkerWord], mark: EngineMark, alone: bool = False) -> Admission:
-    """The gate's decision: that of `verdict`, but closed while the engine sleeps or is `alone`. Pure.
+    """The gate's rule: like `verdict`, and closed while any of the engine's memory is given up. Pure.
 
-    alone: the engine is to close without its agent, and the agent's lease has expired; see `EnginePage.alone`.
+    alone: the agent's lease has expired; see `EnginePage.alone`.
     """
     if alone:
-        return Admission(False, "its agent is gone, or stands still, and was told to --close-when-alone", None)
+        return Admission(False, "its agent's lease has expired (--close-when-alone): see whether the agent runs", None)
     if mark.sleeping:
         return Admission(False, f"it is {mark.sleeping.describe()}", None)
     return verdict(words, mark.own_weights)
 
 
 def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Admission:
-    """Open if the weights are whole: there is a worker, and all are alive and clean with one identity. Pure.
+    """Whether the weights are whole: there are workers, and all are alive and clean with one identity. Pure.
 
-    own_weights: the engine serves its own weights; those are whole unless a worker is dead or half updated.
+    own_weights: the engine has its own, which are whole as long as no worker is dead or half updated.
     """
     if own_weights:
         for word in words:
@@ -150,8 +149,8 @@ def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Admission
 
 
 class WorkerSlot:
-    """The writing end of one worker's state word. Used by that worker's process only, from any one thread; of a worker
-    on another host, by the agent that leads."""
+    """One worker's state word, for writing. Used by that worker's process only, from any one thread; for a worker on
+    another host by the leading agent."""
 
     def __init__(self, page: EnginePage, rank: int, boot_id: bytes) -> None:
         self._page = page
@@ -165,24 +164,24 @@ class WorkerSlot:
         self.none()
 
     def none(self) -> None:
-        """The worker holds no version of ours: it has just started, or its weights were discarded."""
+        """Writes that the worker holds no version: it has just started, or its weights were discarded."""
         self._write(NONE, self.epoch, None)
 
     def dirty(self, epoch: int) -> None:
-        """An install of ``epoch`` is about to write its first byte."""
+        """Writes that an install of ``epoch`` is about to write its first byte."""
         self._write(DIRTY, epoch, None)
 
     def clean(self, epoch: int, identity: weights_pb2.Identity) -> None:
-        """Every byte of ``identity`` has been installed and verified by ``epoch``.
+        """Writes that every byte of ``identity`` was installed and verified by ``epoch``.
 
         Raises:
             ValueError: the lineage is too long or the root is not 32 bytes; the slot stays as it was.
         """
         self._write(CLEAN, epoch, identity)
 
-    def gone(self) -> None:
-        """Writes, of a worker on another host of which nothing is heard, that it is dead and holds nothing. Called by
-        the agent that leads."""
+    def dead(self) -> None:
+        """Writes that the worker is dead and holds nothing: a worker on another host that is not heard any more. Called
+        by the leading agent."""
         self._write(NONE, self.epoch, None, start_time=0)
 
     def _write(
@@ -209,7 +208,7 @@ class EnginePage:
     """One engine's page, mapped. Any process of the host may read; workers write through :class:`WorkerSlot`."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the page at ``path``, making it if it is not there: a page of zeros says that no worker started.
+        """Opens the page at ``path``, and creates it if needed: a page of zeros means that no worker has started.
 
         Raises:
             CkptEngineError: there is no room for it.
@@ -234,15 +233,15 @@ class EnginePage:
         """
         if not 0 <= rank < world_size <= MAX_WORKERS:
             raise ValueError(f"rank {rank} of {world_size} workers does not fit a page of {MAX_WORKERS} slots")
-        known = self.world_size()
-        if known not in (0, world_size):
-            raise ValueError(f"worker {rank} says there are {world_size} workers, others said {known}")
+        size = self.world_size()
+        if size not in (0, world_size):
+            raise ValueError(f"worker {rank} says there are {world_size} workers, others said {size}")
         slot = WorkerSlot(self, rank, os.urandom(16))
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _LAYOUT, world_size)
         return slot
 
     def world_size(self) -> int:
-        """How many workers the engine has; 0 as long as none has claimed its slot."""
+        """The number of the engine's workers; 0 until one has claimed its slot."""
         magic, layout, workers = _HEADER.unpack_from(self._map, 0)
         if magic == bytes(8):
             return 0
@@ -251,40 +250,40 @@ class EnginePage:
         return int(workers)
 
     def mark(self, mark: EngineMark) -> None:
-        """Writes the engine's mark, four bytes. The agent's alone; the gate sees it at its next request."""
+        """Writes the engine's mark, four bytes. Only the agent writes it; the gate reads it at its next request."""
         sleeping = mark.sleeping
         flags = _OWN_WEIGHTS * mark.own_weights | _ROUSING * sleeping.rousing
         tags = sum(_TAG_BITS[tag] for tag in sleeping.tags)
         self._map[_MARK_OFFSET : _MARK_OFFSET + _MARK.size] = _MARK.pack(flags, sleeping.level, tags, 0)
 
     def marked(self) -> EngineMark:
-        """The engine's mark; a page without one says awake, and weights that updates bring."""
+        """Reads the engine's mark; a page without one means awake, with weights from updates."""
         flags, level, bits, _ = _MARK.unpack_from(self._map, _MARK_OFFSET)
         tags = frozenset(tag for tag, bit in _TAG_BITS.items() if bits & bit)
         sleeping = Sleeping(level, tags, bool(flags & _ROUSING)) if tags else AWAKE
         return EngineMark(bool(flags & _OWN_WEIGHTS), sleeping)
 
     def lease(self, until: float) -> None:
-        """Says until when the engine's agent counts as there. The agent's alone.
+        """Writes the agent's lease. Only the agent writes it.
 
-        until: seconds of `time.monotonic`, which processes of one host share; 0: for ever, also when it has died.
+        until: seconds of `time.monotonic`, which processes of one host share; 0: for ever, even when the agent is dead.
         """
         self._map[_LEASE_OFFSET : _LEASE_OFFSET + _LEASE.size] = _LEASE.pack(until)
 
     def alone(self, now: float) -> bool:
-        """Whether the agent's lease is over; never if it has none. now: seconds of `time.monotonic`."""
+        """Whether the agent's lease has expired; false if it has none. now: seconds of `time.monotonic`."""
         (until,) = _LEASE.unpack_from(self._map, _LEASE_OFFSET)
         return bool(until) and now > until
 
     def hold(self, hold: RequestHold, limits: HoldLimits) -> None:
-        """Writes what the gate shall do with requests during an update. The agent's alone, like the mark."""
+        """Writes how the gate is to treat requests during an update. Only the agent writes it, like the mark."""
         words = (hold.epoch, hold.until, hold.closed, limits.seconds, limits.requests, limits.bytes)
         record = _HOLD.pack(*words)
         record += _CHECK.pack(zlib.crc32(record))
         self._map[_HOLD_OFFSET : _HOLD_OFFSET + len(record)] = record
 
     def held(self) -> tuple[RequestHold, HoldLimits]:
-        """What was written last; no update and the usual limits if that is nothing, or was left half-written."""
+        """Reads the last hold; no update and the default limits if there is none, or a half-written one."""
         for _ in range(_READS_BEFORE_TORN):
             record = self._map[_HOLD_OFFSET : _HOLD_OFFSET + _HOLD.size + _CHECK.size]
             if zlib.crc32(record[: _HOLD.size]) == _CHECK.unpack(record[_HOLD.size :])[0]:
@@ -295,7 +294,7 @@ class EnginePage:
         return RequestHold(), HoldLimits()
 
     def raw(self) -> bytes:
-        """The used part of the page as it is, possibly torn: equal bytes mean that nothing changed."""
+        """The used part of the page, possibly torn: equal bytes mean that nothing changed."""
         return self._map[: _HEADER_BYTES + self.world_size() * _SLOT_BYTES]
 
     def write_slot(self, rank: int, word: bytes) -> None:
@@ -304,7 +303,7 @@ class EnginePage:
         self._map[start : start + len(word) + _CHECK.size] = word + _CHECK.pack(zlib.crc32(word))
 
     def read(self) -> list[WorkerWord]:
-        """Every worker's word, by rank. A slot that was never claimed has an empty boot id."""
+        """Reads every worker's word, by rank. A slot that was never claimed has an empty boot id."""
         return [self._read_slot(rank) for rank in range(self.world_size())]
 
     def _read_slot(self, rank: int) -> WorkerWord:
@@ -317,7 +316,7 @@ class EnginePage:
             if not any(slot):
                 return WorkerWord(rank, b"", 0, False, NONE, 0, None)
             if attempt > 10:
-                time.sleep(0.0001)  # the writer has lost its processor in the middle of a copy of 200 bytes
+                time.sleep(0.0001)  # the writer was preempted in the middle of a copy of 200 bytes
         torn = _unpack(rank, word)
         return WorkerWord(rank, torn.boot_id, torn.pid, torn.alive, DIRTY, torn.epoch, None)
 
