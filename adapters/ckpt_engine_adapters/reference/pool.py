@@ -167,7 +167,7 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class NodeMeeting:
-    """How one node's workers meet the others. address, port: of the process group's store, on node 0."""
+    """How the workers of one node find those of the other nodes."""
 
     nodes: int  # how many there are
     node_rank: int  # of this node
