@@ -11,7 +11,7 @@ import grpc
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, SERVER_NAME, TOKEN_FILE
+from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE
 from ckpt_engine.v1 import weights_pb2
 
 Problem = weights_pb2.Problem
@@ -74,8 +74,8 @@ _BY_TEXT = (
     (
         "failed to connect",
         Problem.UNAVAILABLE,
-        "the connection was closed before anything was said over it: the manager has just ended, or it serves TLS; "
-        f"then set {AUTHORITY}",
+        "the connection was closed before anything was said over it: the manager has just ended, or it serves TLS "
+        f"(then set {AUTHORITY}) or asks callers for a certificate (then set {CERTIFICATE} and {KEY} as well)",
     ),
     (
         "header with status: 5",

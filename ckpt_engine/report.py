@@ -188,7 +188,9 @@ class RelayReport:
 
     def __str__(self) -> str:
         held = self.problem or f"{human_bytes(self.nbytes)} in {self.seconds:.2f} s"
-        source = f" from {', '.join(self.upstream)}" if self.upstream else ""
+        relays = [each for each in self.nbytes_from if each.startswith("relay ")]
+        sources = sorted({*self.upstream, *relays})
+        source = f" from {', '.join(sources)}" if sources else ""
         return f"{self.name}: {held}{source}, for {', '.join((*self.replicas, *self.relays))}"
 
 
@@ -306,7 +308,7 @@ class UpdateReport:
         """Two lines: the result; and each replica that does not serve the version, why, and what to do. Of many it
         gives the count and names the first three; `details` has all."""
         if self.dry_run:
-            return f"{_whole(self)}\n{_exceptions(self) or _one_line(self.prefetch) or 'all of them can take it'}"
+            return f"{_whole(self)}\n{_exceptions(self) or 'all of them can take it; report.details (-v) has edges'}"
         if self.held:
             relays = some([relay.name for relay in self.relays if not relay.problem], _SHOWN) or "no relay"
             return f"{_whole(self)}\nheld by {relays}; `ckpt-engine status` shows how the installs go on"

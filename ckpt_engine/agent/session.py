@@ -91,6 +91,7 @@ class ReplicaAgent:
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
         self._wait_reason = self._printed_reason = ""  # why no weights come, by the manager, and as printed last
+        self._welcome_peer: events.Peer | None = None  # of the last Welcome
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions = Questions(self._feed, self._deadlines.worker_reply)
@@ -245,7 +246,10 @@ class ReplicaAgent:
             return
         if isinstance(body, manager_pb2.Install):
             self._wait_reason = self._printed_reason = ""
-        if line := narration.received_line(body):
+        repetition = isinstance(body, manager_pb2.Welcome) and peer == self._welcome_peer  # the answer to a fuller hello
+        if isinstance(body, manager_pb2.Welcome):
+            self._welcome_peer = peer
+        if not repetition and (line := narration.received_line(body)):
             self.say(line)
         self._feed(events.Message(peer, body))
 

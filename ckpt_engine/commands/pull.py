@@ -15,6 +15,7 @@ from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.extras import require
+from ckpt_engine.report import human_bytes
 
 
 def pull(
@@ -61,4 +62,4 @@ class _ProgressLines:
         tenths = done * 10 // max(total, 1)
         if tenths > self._tenths and not self._quiet:
             self._tenths = tenths
-            typer.echo(f"{tenths * 10} % of {total} bytes", err=True)
+            typer.echo(f"{tenths * 10} % of {human_bytes(total)}", err=True)

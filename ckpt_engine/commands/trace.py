@@ -143,7 +143,8 @@ def _summary(
         errors.setdefault(by, []).append((error, process))
     for by, found in errors.items():
         worst, process = max(found)
-        lines.append(f"clocks of {len(found)} by {by}: ± {worst * 1e3:.2f} ms at most ({process})")
+        clocks = f"{len(found)} clock{'s' * (len(found) != 1)}"
+        lines.append(f"{clocks} aligned, each by {by}: ± {worst * 1e3:.2f} ms at most ({process})")
     lines.append(f"{'stage':<10}{'took':>10}{'predicted':>11}  because")
     for each in stages:
         took = "-" if each.fact is None else f"{each.fact * 1e3:.1f} ms"

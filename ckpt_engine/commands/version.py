@@ -23,7 +23,8 @@ def list_versions(
 ) -> None:
     """Show each version that a relay or another holder has, or a replica serves: the newest of a run first.
 
-    What is held can be gone back to (`ckpt-engine rollback`) and read (`ckpt-engine pull`).
+    What is held can be gone back to (`ckpt-engine rollback`) and read (`ckpt-engine pull`). A lineage's latest version
+    can also be read from its own source, if `ckpt-engine lineage list` names one.
     """
     found = ask_manager(manager, lambda client: client.versions(lineage), "its status")
     if json_output:

@@ -222,8 +222,8 @@ def _agents_only(route: str, access: RouteAccess) -> str:
     if access is RouteAccess.CONTROL:
         return f"{route} is for this replica's agent only"
     return (
-        f"this replica's gate does not know the route {route}. It may change the engine, so only the replica's agent "
-        "may use it until the gate's class for this engine lists it"
+        f"this replica's gate does not know the route {route}. The engine may lack it, or it may change the engine, so "
+        "only the replica's agent may use it until the gate's class for this engine lists it"
     )
 
 

@@ -191,6 +191,17 @@ class VersionWant:
         """Whether it accepts every version."""
         return self.version is None and self.min_version is None and self.max_lag is None
 
+    def describe(self) -> str:
+        """The version that it asks for, in words; empty: any."""
+        parts = []
+        if self.version is not None:
+            parts.append(f"version {self.version}")
+        if self.min_version is not None:
+            parts.append(f"version {self.min_version} or a later one")
+        if self.max_lag is not None:
+            parts.append(f"a version at most {self.max_lag} behind the last")
+        return " and ".join(parts) + (f" of lineage {self.lineage!r}" if parts and self.lineage else "")
+
     def against(self, span: Span) -> RefusedError | None:
         """The refusal if a span's tokens may be of a version that the request does not accept. A span that is not exact
         is judged by the lowest and the highest version that the replica can have held."""

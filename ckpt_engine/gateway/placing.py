@@ -89,7 +89,8 @@ class Placing:
         if now >= patience.end:
             why = self.fleet.why_unplaced(want, now)
             reason = refusals.NO_REPLICA if want.any_version else refusals.VERSION_NOT_YET
-            detail = f"no replica could serve this request for {patience.seconds:g} s: {why}"
+            wish = f", which asks for {want.describe()}," if want.describe() else ""
+            detail = f"no replica could serve this request{wish} for {patience.seconds:g} s: {why}"
             raise RefusedError(503, reason, detail, {"retry-after": "1"})
 
     @contextlib.contextmanager

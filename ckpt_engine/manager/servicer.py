@@ -91,9 +91,12 @@ class ManagerServicer(
         peer, outbox = self._shell.open_session(kind, envelope, hello)
         label, values = _log_fields(hello)
         log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.name)
+        left = False  # whether it said goodbye
 
         def on_message(message: ProtobufMessage) -> None:
+            nonlocal left
             body = unpack(message)
+            left = left or isinstance(body, manager_pb2.Goodbye)
             if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
                 # Only the first name was checked against the grant. The machine compares the rank.
                 outbox.close(invalid("one session speaks for one member, under one name").problem)
@@ -105,7 +108,10 @@ class ManagerServicer(
         try:
             reason = await carry(context, outbox, on_message, self._deadlines.write)
         finally:
-            reason = outbox.problem.message if outbox.problem is not None else reason
+            if outbox.problem is not None:
+                reason = outbox.problem.message
+            elif left:
+                reason = "it said goodbye"
             log.info(f"session ended peer=%s {label} reason=%r", peer, *values, reason)
             self._shell.end_session(peer, reason)
 
@@ -326,7 +332,7 @@ def _log_fields(hello: ProtobufMessage) -> tuple[str, tuple[object, ...]]:
     """The format and the values that name a session's member in the log."""
     if isinstance(hello, manager_pb2.TrainerHello):
         return "lineage=%r rank=%d world_size=%d", (hello.lineage, hello.rank, hello.world_size)
-    return "replica=%r", (_name_of(hello),)
+    return ("holder=%r" if isinstance(hello, manager_pb2.HolderHello) else "replica=%r"), (_name_of(hello),)
 
 
 def _log_results(done: str, response: ProtobufMessage, caller: Caller) -> None:

@@ -128,7 +128,7 @@ def read_directory(path: Path, check: Callable[[Path], object] | None = None) ->
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise not_found(f"{path} holds no safetensors files")
+        raise not_found(f"{path} holds no safetensors files: name the directory with a checkpoint's *.safetensors")
     if check is not None:
         for file in files:
             check(file)

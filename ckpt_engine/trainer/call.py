@@ -98,7 +98,7 @@ class CallInFlight:
                         on_progress(item.progress)
                 case _CallEnd(error):
                     if isinstance(error, CkptEngineError):
-                        raise CkptEngineError(refusal or error.problem) from error
+                        raise CkptEngineError(refusal or error.problem) from None  # the words are the same
                     if error is not None:
                         raise internal(f"the call ended unexpectedly: {type(error).__name__}: {error}") from error
                     if report is None:

@@ -194,7 +194,7 @@ def test_clients_that_speak_no_tls_hear_of_it(run: Run, secured: str, monkeypatc
     monkeypatch.delenv(TOKEN_FILE)
     result = run("status", "--manager", secured)
     assert result.exit_code == 1
-    assert f"or it serves TLS; then set {AUTHORITY}" in result.stderr
+    assert f"or it serves TLS (then set {AUTHORITY})" in result.stderr
 
 
 def test_another_authority_ends_at_once(secured: str, tmp_path: Path) -> None:

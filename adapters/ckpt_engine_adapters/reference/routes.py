@@ -93,7 +93,8 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def refused(_request: Request, error: RequestValidationError) -> Response:
         messages = (
-            ": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"]))) for each in error.errors()
+            ": ".join(filter(None, (".".join(map(str, each["loc"][1:])), each["msg"].removeprefix("Value error, "))))
+            for each in error.errors()
         )
         return problem(422, "; ".join(messages))
 

@@ -212,7 +212,8 @@ def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> m
         newest = [str(each.identity) for _, each in sorted(readable.items())[-MOST_NAMED:]]
         raise not_found(
             f"no readable source holds {what}{of}; can be read: {', '.join(newest) or 'none'}. Relays keep the last "
-            "two versions; a trainer keeps one readable that it published with snapshot=True, or from a directory"
+            "two versions that they were filled with; a trainer keeps one readable that it published with "
+            "snapshot=True, or from a directory"
         )
     return manager_pb2.LocateVersionResponse(
         identity=version.identity.message(), record=version.record, tables=version.tables

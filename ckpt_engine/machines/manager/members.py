@@ -316,8 +316,9 @@ class Members:
         """The replica of this name. Raises NOT_FOUND, naming the known ones."""
         replica = self.replicas.get(name)
         if replica is None:
-            names = ", ".join(sorted(self.replicas)) or "none is known"
-            raise not_found(f"there is no replica {name!r} ({names})", replica=name)
+            names = ", ".join(sorted(self.replicas))
+            known = f"known are: {names}" if names else "none is known"
+            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
         return replica
 
     def receivers(self) -> list[Replica]:

@@ -161,10 +161,13 @@ class Recipients:
             self.leave_out(replica.name, body.problem)
         else:
             manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
-            other = (
-                f"lineage {self._goal.lineage!r} publishes another model than this engine can load: start it with that"
-            )
-            problem = with_words(body.problem, other)
+            problem = body.problem
+            if not problem.kept:  # its dtypes fit
+                lineage = self._goal.lineage
+                other = (
+                    f"lineage {lineage!r} publishes another model than this engine can load: start the engine with it"
+                )
+                problem = with_words(problem, other)
             self._leave_out_unfit(replica.name, Unfit(problem, replica.boot_ids(), manifest))
 
     def says(self, name: str) -> str:

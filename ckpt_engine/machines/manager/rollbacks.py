@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, not_found, precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
@@ -168,7 +169,8 @@ class Rollbacks:
         if not matches:
             if request.lineage:
                 known_lineage(lineages(self.state), request.lineage)
-            raise not_found(f"nothing that is connected holds {what}: {_listed(held)}")
+            relays = [holder.source for holder in self.state.members.connected_holders()]
+            raise not_found(f"nothing that is connected holds {what}: {_listed(held) or _none_held(relays)}")
         by_lineage = {identity.lineage: identity for _, identity in matches if self.state.versions.knows(identity)}
         if not by_lineage:
             raise precondition(
@@ -215,7 +217,16 @@ def _listed(held: list[tuple[str, Version]]) -> str:
     ]
     if len(lines) > MOST_NAMED:
         lines = [*lines[:MOST_NAMED], f"and {len(lines) - MOST_NAMED} more versions are held"]
-    return "; ".join(lines) or (
-        "no holder of versions is connected (`ckpt-engine relay`); `ckpt-engine update --checkpoint` brings what a "
-        "directory holds, under the next version"
-    )
+    return "; ".join(lines)
+
+
+def _none_held(holders: list[str]) -> str:
+    """Why nothing is held, and what to do, for people."""
+    why = "no holder of versions is connected (`ckpt-engine relay`)"
+    if holders:
+        verb = "is connected and holds" if len(holders) == 1 else "are connected and hold"
+        why = (
+            f"{some(holders, MOST_NAMED)} {verb} no version yet: an update fills relays if replicas need them, and "
+            "always with prefetch 'always'"
+        )
+    return f"{why}; `ckpt-engine update --checkpoint` brings what a directory holds, under the next version"

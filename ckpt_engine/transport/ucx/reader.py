@@ -91,7 +91,9 @@ def availability() -> Availability:
         return Availability(False, "NIXL is not installed: pip install 'ckpt-engine[relay-ucx]'")
     devices = ucx_devices()
     if not devices:
-        return Availability(False, f"{package} is installed; a relay uses it with --ucx-devices ({DEVICES})")
+        return Availability(
+            False, f"not switched on: {package} is installed, and a relay uses it with --ucx-devices ({DEVICES})"
+        )
     return Availability(True, f"{package}, {', '.join(devices) if devices[0] else 'all devices that UCX finds'}")
 
 
