@@ -26,7 +26,7 @@ def received_line(body: Message) -> str:
                 f"wake up{tags}" if body.wake else f"sleep at level {body.level or 1}"
             )
         case manager_pb2.Abandon():
-            return f"update {body.fence.epoch}: abandoned by the manager: {body.reason}"
+            return f"update of epoch {body.fence.epoch}: abandoned by the manager: {body.reason}"
         case _:
             return ""
 
@@ -62,7 +62,7 @@ def sent_line(body: Message) -> str:
 
 
 def _outcome(outcome: manager_pb2.ReplicaOutcome) -> str:
-    parts = [f"update {outcome.fence.epoch}: {_OUTCOMES.get(outcome.outcome, 'unknown')}"]
+    parts = [f"update of epoch {outcome.fence.epoch}: {_OUTCOMES.get(outcome.outcome, 'unknown')}"]
     if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
         parts[0] += f" (version {outcome.after.version})"
     parts.append(human_bytes(outcome.bytes))

@@ -58,7 +58,9 @@ class Access:
             raise unauthenticated("this manager asks for a token: set CKPT_ENGINE_TOKEN_FILE, or send it as a bearer")
         caller = self._tokens.caller(authorization[len(BEARER) :].strip())
         if caller is None:
-            raise unauthenticated("the token is none of this manager's")
+            raise unauthenticated(
+                "the token is none of this manager's: show another, or add its SHA-256 to the tokens file"
+            )
         return caller
 
 

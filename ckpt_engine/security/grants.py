@@ -122,6 +122,8 @@ class Tokens:
                 entry = (number, bytes.fromhex(digest), tuple(Grant.parse(grant) for grant in grants.split(",")))
             except (ValueError, CkptEngineError) as error:
                 why = f": {error}" if isinstance(error, CkptEngineError) else ""
+                if len(words) != 2:
+                    why = f": it has {len(words)} words, not two (no spaces between grants)"
                 raise invalid(f"line {number} of the tokens file is not GRANT[,GRANT] SHA256{why}") from None
             if len(entry[1]) != hashlib.sha256().digest_size:
                 raise invalid(f"line {number} of the tokens file: the digest has {len(entry[1])} bytes, SHA-256 has 32")

@@ -84,7 +84,9 @@ async def test_an_update_from_prepare_to_outcome(manager: PlainManager, start: S
     assert outcome.bytes == len(b"plan")
     assert 0 < outcome.pause_seconds <= outcome.sync_seconds
     await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
-    assert any(line.startswith("update 1: new weights, serving (version 3), 4 B, pause ") for line in agent.lines)
+    assert any(
+        line.startswith("update of epoch 1: new weights, serving (version 3), 4 B, pause ") for line in agent.lines
+    )
 
     # Again with the same blobs: they are not fetched a second time, and nothing is recorded anew.
     gets = manager.blob_gets

@@ -84,11 +84,11 @@ def test_lines_for_people() -> None:
         pause_seconds=0.0314,
         sync_seconds=1.5,
     )
-    assert sent_line(outcome) == "update 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
+    assert sent_line(outcome) == "update of epoch 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
     closed = manager_pb2.ReplicaOutcome(
         fence=fence, outcome=manager_pb2.OUTCOME_QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )
-    assert sent_line(closed) == "update 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
+    assert sent_line(closed) == "update of epoch 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
     assert sent_line(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == (
         "prepared, 1 worker"
     )

@@ -46,7 +46,7 @@ async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
     assert "do not trust the version that the engine itself names" in outcome.label_problem
     assert "version 3 of run" in outcome.label_problem
     assert "no label today" in outcome.label_problem
-    assert any(line.startswith("update 1: ") and "do not trust" in line for line in agent.lines)
+    assert any(line.startswith("update of epoch 1: ") and "do not trust" in line for line in agent.lines)
     beats = manager_pb2.ReplicaHeartbeat
     await manager.until(lambda: bool(manager.all(beats)[-1].label_problem))
     assert manager.all(beats)[-1].serving

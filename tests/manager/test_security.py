@@ -318,6 +318,7 @@ async def test_settings_that_cannot_protect_are_refused(
     ("line", "complaint"),
     [
         ("replica/one", "line 2 of the tokens file is not GRANT"),
+        ("viewer, operator 00", "it has 3 words, not two"),
         ("king 00", "'king' is no grant"),
         ("replica 00", "'replica' is no grant"),
         ("viewer 00ff", "the digest has 2 bytes"),
