@@ -97,9 +97,9 @@ def owner_of(number: int) -> str:
             with contextlib.suppress(OSError):  # it has ended, or it is another user's
                 if any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir()):
                     words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    said = " ".join(words).strip()
-                    cut = f"{said[:_WORDS_SHOWN]}…" if len(said) > _WORDS_SHOWN else said
-                    return f"{cut} (pid {process.name})"
+                    command = " ".join(words).strip()
+                    ellipsis = "…" if len(command) > _WORDS_SHOWN else ""
+                    return f"{command[:_WORDS_SHOWN]}{ellipsis} (pid {process.name})"
     return "another program"
 
 

@@ -246,9 +246,9 @@ class ReplicaAgent:
             return
         if isinstance(body, manager_pb2.Install):
             self._wait_reason = self._printed_reason = ""
-        repetition = isinstance(body, manager_pb2.Welcome) and peer == self._welcome_peer  # the answer to a fuller hello
+        repetition = False  # a Welcome is also the answer to a fuller hello of the same session
         if isinstance(body, manager_pb2.Welcome):
-            self._welcome_peer = peer
+            repetition, self._welcome_peer = peer == self._welcome_peer, peer
         if not repetition and (line := narration.received_line(body)):
             self.say(line)
         self._feed(events.Message(peer, body))

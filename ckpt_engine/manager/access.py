@@ -59,7 +59,7 @@ class Access:
         caller = self._tokens.caller(authorization[len(BEARER) :].strip())
         if caller is None:
             raise unauthenticated(
-                "the token is none of this manager's: show another, or add its SHA-256 to the tokens file"
+                "the token is none of this manager's: show another one, or add its digest to the tokens file"
             )
         return caller
 

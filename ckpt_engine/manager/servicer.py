@@ -91,12 +91,12 @@ class ManagerServicer(
         peer, outbox = self._shell.open_session(kind, envelope, hello)
         label, values = _log_fields(hello)
         log.info(f"session opened peer=%s {label} address=%s caller=%r", peer, *values, context.peer(), caller.name)
-        left = False  # whether it said goodbye
+        goodbye = False  # whether it came
 
         def on_message(message: ProtobufMessage) -> None:
-            nonlocal left
+            nonlocal goodbye
             body = unpack(message)
-            left = left or isinstance(body, manager_pb2.Goodbye)
+            goodbye = goodbye or isinstance(body, manager_pb2.Goodbye)
             if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
                 # Only the first name was checked against the grant. The machine compares the rank.
                 outbox.close(invalid("one session speaks for one member, under one name").problem)
@@ -110,7 +110,7 @@ class ManagerServicer(
         finally:
             if outbox.problem is not None:
                 reason = outbox.problem.message
-            elif left:
+            elif goodbye:
                 reason = "it said goodbye"
             log.info(f"session ended peer=%s {label} reason=%r", peer, *values, reason)
             self._shell.end_session(peer, reason)

@@ -210,7 +210,7 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
     dtypes = " or ".join(sorted({f'"{want}"' for _, want in pairs}))
     refusal = invalid(
         f"{len(casts)} tensor{'' if len(casts) == 1 else 's'} published in other dtypes than the model's: "
-        f"{'; '.join(mismatches)}. Publish with dtype={dtypes}, or start the engine with the dtype that is published",
+        f"{'; '.join(mismatches)}. Publish with dtype={dtypes}, or start the engine with the published dtype",
         tensors=[name for name, _, _ in casts],
     )
     refusal.problem.kept.update(kept_dtypes(casts))

@@ -84,7 +84,9 @@ def test_lines_for_people() -> None:
         pause_seconds=0.0314,
         sync_seconds=1.5,
     )
-    assert sent_line(outcome) == "update of epoch 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
+    assert (
+        sent_line(outcome) == "update of epoch 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
+    )
     closed = manager_pb2.ReplicaOutcome(
         fence=fence, outcome=manager_pb2.OUTCOME_QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )

@@ -228,7 +228,7 @@ def test_other_dtypes_are_refused_with_what_to_do() -> None:
     assert problem.message == (
         "2 tensors published in other dtypes than the model's: float32, and the model keeps bfloat16: "
         'embed_tokens.weight, layers.0.conv1d. Publish with dtype="bfloat16", or start the engine with '
-        "the dtype that is published"
+        "the published dtype"
     )
     for spec in described.tensors[:2]:
         spec.dtype = "float16"

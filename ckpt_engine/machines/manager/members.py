@@ -317,8 +317,8 @@ class Members:
         replica = self.replicas.get(name)
         if replica is None:
             names = ", ".join(sorted(self.replicas))
-            known = f"known are: {names}" if names else "none is known"
-            raise not_found(f"there is no replica {name!r} ({known})", replica=name)
+            hint = f"known are: {names}" if names else "none is known"
+            raise not_found(f"there is no replica {name!r} ({hint})", replica=name)
         return replica
 
     def receivers(self) -> list[Replica]:

@@ -165,7 +165,7 @@ class Recipients:
             if not problem.kept:  # its dtypes fit
                 lineage = self._goal.lineage
                 other = (
-                    f"lineage {lineage!r} publishes another model than this engine can load: start the engine with it"
+                    f"lineage {lineage!r} publishes a model that this engine cannot load: start the engine with that"
                 )
                 problem = with_words(problem, other)
             self._leave_out_unfit(replica.name, Unfit(problem, replica.boot_ids(), manifest))

@@ -169,8 +169,8 @@ class Rollbacks:
         if not matches:
             if request.lineage:
                 known_lineage(lineages(self.state), request.lineage)
-            relays = [holder.source for holder in self.state.members.connected_holders()]
-            raise not_found(f"nothing that is connected holds {what}: {_listed(held) or _none_held(relays)}")
+            holders = [holder.source for holder in self.state.members.connected_holders()]
+            raise not_found(f"nothing that is connected holds {what}: {_listed(held) or _none_held(holders)}")
         by_lineage = {identity.lineage: identity for _, identity in matches if self.state.versions.knows(identity)}
         if not by_lineage:
             raise precondition(
