@@ -130,7 +130,11 @@ def test_a_call_and_an_attempt_look_at_one_version_and_come_to_an_end(story: Sto
 def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
     agent, _, (first, second) = two_versions(story)
     refused(story.roll_back(first.version), Problem.NOT_FOUND, "nothing that is connected holds version 0", "no holder")
-    holder = holder_of(story, first)
+    holder = story.join_holder()
+    story.wait(0.5)
+    refused(story.roll_back(first.version), Problem.NOT_FOUND, "is connected and holds no version yet")
+    holder.hold(first)
+    story.wait(0.5)
     refused(
         story.roll_back(7, "run"),
         Problem.NOT_FOUND,
