@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("framework")
-            needs = "verl" if item.path.stem.startswith("test_verl") else "TRL"
+            needs = "verl" if item.path.stem.startswith(("test_verl", "test_ray")) else "TRL"  # which brings Ray
             variable = f"CKPT_ENGINE_{needs.upper()}_PYTHON"
             if variable not in os.environ:
                 item.add_marker(pytest.mark.skip(reason=f"{variable} names no Python that has {needs}"))
