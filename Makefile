@@ -43,9 +43,10 @@ test-engines: $(INSTALLED)
 	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )slow" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)
 
-# Real training frameworks, with replicas of the reference engine and of vLLM.
+# Real training frameworks, with replicas of the reference engine and of vLLM. PART=slow: Ray of several nodes, which die.
 test-frameworks: $(INSTALLED)
-	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest tests/frameworks --timeout=1200 $(ARGS)
+	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
+	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest tests/frameworks -m "$(if $(PART),,not )slow" --timeout=1200 $(ARGS)
 
 # Repetitions, most of a million simulated events, and real engines by way of relays. PART=ci: without the engines, and
 # without what takes very long or repeats what another test asks (marked `hours`).
@@ -55,6 +56,7 @@ test-slow: $(INSTALLED)
 	$(if $(filter-out ci,$(PART)),$(error PART=$(PART): there is PART=ci, and all of it without PART))
 	$(BIN)/python -m pytest -m "$(SLOW)" --timeout=1800 $(HERE_ONLY) $(call FILES_AT_A_TIME,6) $(ARGS)
 	$(if $(PART),,$(MAKE) test-engines PART=slow ENGINES="$(filter-out routers,$(ENGINES))")
+	$(if $(PART),,$(MAKE) test-frameworks PART=slow)
 
 # A million damaged messages for everything that reads what another process sent (docs/security.md).
 fuzz: $(INSTALLED)

@@ -20,6 +20,9 @@ from tests.tiny_model import make_tiny_qwen3
 
 MARK = "ckpt-engine: "
 
+in_the_story = pytest.mark.slow
+"""Of all tests that look at it: it takes two minutes."""
+
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
@@ -68,6 +71,7 @@ def test_without_ray_it_says_what_to_install() -> None:
     assert "pip install 'ckpt-engine[ray]'" in ended.stderr
 
 
+@in_the_story
 @pytest.mark.parametrize(
     ("attempt", "words"),
     [
@@ -91,6 +95,7 @@ def test_what_cannot_be_is_refused(story: dict[str, dict[str, Any]], attempt: st
     assert refused["left"] == []
 
 
+@in_the_story
 def test_an_update_of_a_training_actor_reaches_two_nodes(story: dict[str, dict[str, Any]]) -> None:
     """Two replicas on two raylets, a relay on each, and the weights are what the gateway answers with."""
     update = story["update"]
@@ -100,6 +105,7 @@ def test_an_update_of_a_training_actor_reaches_two_nodes(story: dict[str, dict[s
     assert update["answers"] == [update["expected"]] * 4
 
 
+@in_the_story
 def test_a_replica_is_added_and_one_is_taken_away(story: dict[str, dict[str, Any]]) -> None:
     """On a node that has come since; and what it took is free again, and its agent has said goodbye."""
     scaled = story["scale"]
@@ -109,6 +115,7 @@ def test_a_replica_is_added_and_one_is_taken_away(story: dict[str, dict[str, Any
     assert [name.rpartition(":")[2] for name in scaled["groups"]] == ["replica-0", "replica-1"]
 
 
+@in_the_story
 def test_a_node_dies_in_an_update(story: dict[str, dict[str, Any]]) -> None:
     """The update tells each outcome; the replica comes back on another node, and is brought to the version."""
     killed = story["node"]
@@ -121,6 +128,7 @@ def test_a_node_dies_in_an_update(story: dict[str, dict[str, Any]]) -> None:
     assert killed["answers"] == [killed["expected"]] * 4
 
 
+@in_the_story
 def test_a_manager_comes_back_at_its_address(story: dict[str, dict[str, Any]]) -> None:
     """Its process was killed, then its actor; each time it knew its replicas again."""
     assert len({*story["manager process"]["keepers"]}) == 1, "its actor has started it again"
@@ -129,6 +137,7 @@ def test_a_manager_comes_back_at_its_address(story: dict[str, dict[str, Any]]) -
     assert len({*story["manager actor"]["clusters"]}) == 1, "another ledger"
 
 
+@in_the_story
 def test_a_supervisor_that_was_killed_has_all_of_it_again(story: dict[str, dict[str, Any]]) -> None:
     again = story["supervisor"]
     assert again["replicas"] == 1, "as it was scaled"
@@ -136,17 +145,20 @@ def test_a_supervisor_that_was_killed_has_all_of_it_again(story: dict[str, dict[
     assert len(again["groups"]) == 1, "one placement group is of before"
 
 
+@in_the_story
 def test_closing_leaves_nothing(story: dict[str, dict[str, Any]]) -> None:
     closed = story["close"]
     assert (closed["left"], closed["actors"], closed["groups"], closed["files"]) == ([], [], [], [])
 
 
+@in_the_story
 def test_it_ends_with_its_program(story: dict[str, dict[str, Any]]) -> None:
     ended = story["program"]
     assert len(ended["there"]) > 4
     assert ended["left"] == []
 
 
+@in_the_story
 def test_detached_it_stays_until_it_is_closed(story: dict[str, dict[str, Any]]) -> None:
     stayed = story["detached program"]
     assert {*stayed["stayed"]} == {"running"}
@@ -154,6 +166,7 @@ def test_detached_it_stays_until_it_is_closed(story: dict[str, dict[str, Any]]) 
     assert stayed["left"] == []
 
 
+@in_the_story
 def test_the_example_runs(story: dict[str, dict[str, Any]]) -> None:
     printed = story["example"]["printed"]
     assert [f"after step {step}: [5, 6, 7, 8" in printed for step in range(3)] == [True] * 3
