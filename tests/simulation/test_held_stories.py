@@ -85,7 +85,7 @@ def test_a_relay_that_has_just_come_back_is_said_to_be_away_with_what_to_do(stor
     relay.stop_for(60.0)
     story.wait(story.deadlines.lease + 1.0)
     words = f"relay {relay.name} had a session with this manager and has none now"
-    refused(story.trained(group, until=HELD), Problem.FAILED_PRECONDITION, words, "dials again within")
+    refused(story.trained(group, until=HELD), Problem.FAILED_PRECONDITION, words, "connects within")
 
 
 def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_relays(story: Story) -> None:

@@ -314,7 +314,7 @@ def test_progress_names_who_is_left_out(story: Story) -> None:
     story.update(group)
     assert story.cluster.manager is not None
     said = {progress.replica: progress.message for progress in story.cluster.manager.progress if progress.replica}
-    assert said[misfit.name].startswith("left out: this engine cannot load model B; lineage 'run B' publishes another")
+    assert said[misfit.name].startswith("left out: this engine cannot load model B; lineage 'run B' publishes a model")
 
 
 @pytest.mark.parametrize("phase", ["preparing", "installing"])

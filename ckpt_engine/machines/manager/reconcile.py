@@ -261,13 +261,14 @@ class LateReplicas:
     def next_goal(self, may: Callable[[Goal], bool], now: float) -> Goal | None:
         """The goal of the next attempt, to be begun at once; None: there is none now. may: whether a goal may begin, as
         far as its caller knows."""
-        updates, coming = self.turns.updates, [each.goal for each in self.turns.coming()]
+        updates = self.turns.updates
+        pools = {update.goal.pool for update in updates.running if not update.goal.is_attempt}
+        if self.state.ledger_problem is not None or pools.issuperset(self.state.versions.pools.values()):
+            return None  # after nearly every event of an update
+        coming = [each.goal for each in self.turns.coming()]
         in_progress = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
         attempts = Counter(in_progress.values())
-        pools = {update.goal.pool for update in updates.all() if not update.goal.is_attempt}
         pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
-        if self.state.ledger_problem is not None or set(self.state.versions.pools.values()) <= pools:
-            return None
 
         def busy(replica: Replica) -> bool:
             return replica.pool in pools or replica.name in in_progress
