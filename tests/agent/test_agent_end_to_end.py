@@ -205,7 +205,8 @@ def test_an_update_reaches_the_engine(world: World) -> None:
     assert report.message.verified
     world.check_tokens()
     assert world.agent is not None
-    assert world.agent.said(f"update {report.message.fence.epoch}: new weights, serving (version {world.version})")
+    epoch = report.message.fence.epoch
+    assert world.agent.said(f"update of epoch {epoch}: new weights, serving (version {world.version})")
 
 
 @pytest.mark.slow

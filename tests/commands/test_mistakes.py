@@ -343,9 +343,9 @@ def test_every_variable_of_a_command_is_documented() -> None:
 def test_the_base_leaves_out_what_is_large() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     base = {re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]}
-    assert not base & {"torch", "numba", "transformers"}
+    assert not base & {"torch", "numba", "transformers", "ray"}
     extras_there = project["optional-dependencies"]
-    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "verl", "dev"}
+    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "verl", "ray", "dev"}
     for extra in set(extras_there) - {"dev"}:
         assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
 

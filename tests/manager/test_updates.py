@@ -350,7 +350,7 @@ async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(stub: 
         assert not problem.kept, "they are too many for the status of a call"
         assert dict(events[-1].refusal.kept) == kept[0] | kept[1]
         assert events[-1].refusal.message == problem.message
-        assert problem.message.startswith("published in float32; ")
+        assert problem.message.startswith("published in float32")
         assert fits.installed == []
     else:
         await trainer.seal()
@@ -359,7 +359,7 @@ async def test_ranks_that_have_sealed_nothing_are_told_what_replicas_keep(stub: 
         outcomes = {each.replica: each for each in events[-1].report.replicas}
         assert outcomes["fits"].outcome == manager_pb2.OUTCOME_NEW_SERVING
         for replica in less:
-            assert outcomes[replica.name].problem.message.startswith("published in float32; ")
+            assert outcomes[replica.name].problem.message.startswith("published in float32")
             assert not outcomes[replica.name].problem.kept
         status = await stub.GetStatus(manager_pb2.GetStatusRequest())
         assert not any(each.unfit.kept for each in status.replicas)
