@@ -119,7 +119,8 @@ def test_large_models_and_many_hosts_are_within_their_bounds(hosts: int, size: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "size", "seeds"), [(16, 16, 40), (64, 16, 40), (200, 16, 20), (1024, 16, 6), (256, 1000, 3)]
+    ("hosts", "size", "seeds"),
+    [(16, 16, 40), (64, 16, 40), (200, 16, 20), (1024, 16, 6), pytest.param(256, 1000, 3, marks=pytest.mark.hours)],
 )
 def test_faults_in_large_runs_cost_the_others_less_than_a_third(hosts: int, size: int, seeds: int) -> None:
     for seed in range(seeds):

@@ -109,6 +109,7 @@ def endured_with_a_relay(
 
 
 @pytest.mark.slow
+@pytest.mark.hours
 @pytest.mark.timeout(900)
 def test_twenty_updates_by_way_of_a_relay_with_random_kills_and_calls_that_overlap(
     tmp_path: Path, models: tuple[Path, Path, Expected]

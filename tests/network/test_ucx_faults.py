@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -60,11 +61,15 @@ def failed(ticket: UcxTicket) -> CkptEngineError:
 
 
 def hasty(owner: Other, reader: Relay) -> UcxLink:
-    """A link that waits for nothing long."""
+    """A link that waits for nothing long. On a busy machine the owner is not always in time to connect."""
     reader.fetcher, patient = UcxFetcher(0.3), reader.fetcher
-    link = reader.linked(owner.offered())
-    reader.fetcher = patient
-    return link
+    try:
+        for _ in range(20):
+            with contextlib.suppress(CkptEngineError):
+                return reader.linked(owner.offered())
+        return reader.linked(owner.offered())
+    finally:
+        reader.fetcher = patient
 
 
 def stalled(owner: Other, reader: Relay) -> tuple[UcxLink, UcxTicket, int]:
