@@ -164,7 +164,7 @@ class Installing(LabellingOperation):
     def _held(self, now: float) -> None:
         """Goes on to wake or pause the engine, even if the hold was not written: the gate then refuses requests."""
         self._enter(manager_pb2.STAGE_QUIESCE, now)
-        if self._going_back and not self.replica.accounted:
+        if self._calls_back(now):
             self._pause(now)
         elif self._going_back:
             self.run("judge", ReadWords())
@@ -205,7 +205,7 @@ class Installing(LabellingOperation):
             self.replica.paused = True
             if self._remaining(now) <= 0:
                 self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
-        if self._going_back and not self.replica.accounted and self._remaining(now) > 0:
+        if self._calls_back(now):
             self.run("install", InstallEngine(0, self._remaining(now)))
             return
         if self._going_back:
@@ -350,13 +350,9 @@ class Installing(LabellingOperation):
     # -- the end
 
     def _conclude_untouched(self, now: float) -> None:
-        """Ends an install that has touched nothing. A replica that was closed before is closed again.
-
-        A worker may still carry out an order of an earlier agent: workers are called to an install without orders
-        first, since they come to it only when they are done.
-        """
+        """Ends an install that has touched nothing. A replica that was closed before is closed again."""
         replica = self.replica
-        if not replica.accounted and replica.engine is not None and not replica.sleeping and self._remaining(now) > 0:
+        if self._calls_back(now) and replica.engine is not None and not replica.sleeping:
             self._hold(now)
             return
         whole = replica.engine is not None and replica.words.open and replica.untouched()
@@ -396,6 +392,11 @@ class Installing(LabellingOperation):
     def _remaining(self, now: float) -> float:
         """Seconds left for steps that may write; the reserve for resuming is not among them."""
         return self._end - self._reserve - now
+
+    def _calls_back(self, now: float) -> bool:
+        """Whether this install goes back while a worker may still carry out an order of an earlier agent. Then the
+        workers are called to an install without orders, since they come to it only when they are done."""
+        return self._going_back and not self.replica.accounted and self._remaining(now) > 0
 
     def _fail(self, problem: Problem) -> None:
         """Notes a failure: from now on only the state words lead to the new version. The first reason stays."""

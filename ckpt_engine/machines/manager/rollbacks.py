@@ -82,6 +82,8 @@ class Rollbacks:
     def look(self, settled: bool, others: Sequence[Goal], now: float) -> None:
         """Refuses rollbacks that cannot begin, and finds those that are ready. Called after every event. others: the
         goals that run."""
+        if not (self.waiting or self.running or self.holdings.called):
+            return  # after nearly every event
         taken: set[str] = set()
         for number, pending in list(self.waiting.items()):
             try:

@@ -215,8 +215,7 @@ class Turns:
         """Refuses calls that cannot begin, and queues those that are ready. Called after every event. may: see
         `begin`."""
         self.gathers.look(settled, now)
-        if self.rollbacks.waiting or self.rollbacks.running or self.holdings.called:
-            self.rollbacks.look(settled, [update.goal for update in self.updates.running], now)
+        self.rollbacks.look(settled, [update.goal for update in self.updates.running], now)
         claims = {each.call: self.updates.claim(each.goal) for each in self._next(may) if each.call is not None}
         self.state.claims.reserve(claims)
 
