@@ -63,11 +63,11 @@ class Trees:
     """This tree and the other one."""
 
     def __init__(self, before: Path) -> None:
-        self._paths = {NOW: Path(__file__).resolve().parents[1], BEFORE: before.resolve()}
+        self.paths = {NOW: Path(__file__).resolve().parents[1], BEFORE: before.resolve()}
 
     def environment(self, tree: str) -> dict[str, str]:
         """Has a process import this tree's packages."""
-        path = self._paths[tree]
+        path = self.paths[tree]
         return {"PYTHONPATH": f"{path}:{path / 'adapters'}", "OMP_NUM_THREADS": "1"}
 
     def in_turns(self, turn: int) -> list[str]:

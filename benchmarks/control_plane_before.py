@@ -19,20 +19,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.against_before import BEFORE, NOW, Trees
+
 TURNS = int(os.environ.get("TURNS", "5"))
-NOW, BEFORE = "now", "before"
 
 
-def one_turn(tree: Path, folder: Path) -> dict[int, dict[str, Any]]:
+def one_turn(trees: Trees, name: str, folder: Path) -> dict[int, dict[str, Any]]:
     """What the benchmark of a tree finds, by the number of replicas. Raises RuntimeError, with its output, if it
     fails."""
-    result = folder / "result.json"
+    tree, result = trees.paths[name], folder / "result.json"
     command = [sys.executable, "-m", "pytest", "benchmarks/test_control_plane.py", "--benchmark-only", "-q"]
     ended = subprocess.run(
         [*command, f"--benchmark-json={result}", "--timeout=900"],
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": f"{tree}:{tree / 'adapters'}"},
+        env={**os.environ, **trees.environment(name)},
         capture_output=True,
         text=True,
         timeout=1000,
@@ -56,17 +56,17 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     """Measures both trees; prints a line for each number of replicas, and writes the result."""
-    trees = {NOW: ROOT, BEFORE: Path(sys.argv[1]).resolve()}
+    trees = Trees(Path(sys.argv[1]))
     load = os.getloadavg()[0]
     turns: defaultdict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {NOW: [], BEFORE: []})
     for turn in range(TURNS):
-        for name in (NOW, BEFORE) if turn % 2 else (BEFORE, NOW):
+        for name in trees.in_turns(turn):
             with tempfile.TemporaryDirectory() as folder:
-                for replicas, found in one_turn(trees[name], Path(folder)).items():
+                for replicas, found in one_turn(trees, name, Path(folder)).items():
                     turns[replicas][name].append(found)
     result: dict[str, Any] = {
         "turns": TURNS,
-        "commits": {name: commit(tree) for name, tree in trees.items()},
+        "commits": {name: commit(tree) for name, tree in trees.paths.items()},
         "python": platform.python_version(),
         "machine": platform.platform(),
         "processors": os.cpu_count(),
@@ -74,10 +74,10 @@ def main() -> None:
         "replicas": {},
     }
     for replicas, found in sorted(turns.items()):
-        times = {name: [each["p50_milliseconds"] for each in found[name]] for name in trees}
-        messages = {name: spread([each["messages"] for each in found[name]]) for name in trees}
+        times = {name: [each["p50_milliseconds"] for each in found[name]] for name in trees.paths}
+        messages = {name: spread([each["messages"] for each in found[name]]) for name in trees.paths}
         ratio = spread([now / before for now, before in zip(times[NOW], times[BEFORE], strict=True)])
-        milliseconds = {name: spread(times[name]) for name in trees}
+        milliseconds = {name: spread(times[name]) for name in trees.paths}
         result["replicas"][replicas] = {"milliseconds": milliseconds, "ratio": ratio, "messages": messages}
         print(
             f"{replicas} replicas: now {milliseconds[NOW]}, before {milliseconds[BEFORE]}, ratio {ratio}, "

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import socket
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ckpt_engine.addresses import join_address
+from ckpt_engine.addresses import join_address, listen_on
 from ckpt_engine.integrations.ray.keeper import ProcessKeeper
 from ckpt_engine.integrations.ray.plan import LEAVE_SECONDS, NAMESPACE, ClusterPlan, ProcessStatus, RayClusterStatus
 
@@ -202,9 +201,8 @@ class Supervisor:
 
 def _free_port(host: str) -> int:
     """A port that is free now, on this node's address."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
-        bound.bind((host, 0))
-        return int(bound.getsockname()[1])
+    with listen_on(join_address(host, 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def first_line(error: Exception) -> str:
