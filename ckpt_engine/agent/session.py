@@ -91,7 +91,7 @@ class ReplicaAgent:
         self._stopping = False
         self._manager_lost: weights_pb2.Problem.Code | None = None
         self._wait_reason = self._printed_reason = ""  # why no weights come, by the manager, and as printed last
-        self._welcome_peer: events.Peer | None = None  # of the last Welcome
+        self._printed: dict[type, tuple[events.Peer, str]] = {}  # by message of the manager: session and last line
         self._launch = asyncio.Event()
         self._unanswered: asyncio.TimerHandle | None = None
         self._questions = Questions(self._feed, self._deadlines.worker_reply)
@@ -246,10 +246,10 @@ class ReplicaAgent:
             return
         if isinstance(body, manager_pb2.Install):
             self._wait_reason = self._printed_reason = ""
-        repetition = False  # a Welcome is also the answer to a fuller hello of the same session
-        if isinstance(body, manager_pb2.Welcome):
-            repetition, self._welcome_peer = peer == self._welcome_peer, peer
-        if not repetition and (line := narration.received_line(body)):
+        line = narration.received_line(body)
+        # Commands come again until they are answered, and a Welcome also answers a fuller hello of the same session.
+        if line and self._printed.get(type(body)) != (peer, line):
+            self._printed[type(body)] = peer, line
             self.say(line)
         self._feed(events.Message(peer, body))
 

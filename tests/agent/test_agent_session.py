@@ -48,6 +48,10 @@ async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start:
     assert beat.workers[0].state == manager_pb2.WORKER_STATE_NONE
     assert beat.workers[0].pid == agent.engine_pid
     pid = agent.engine_pid
+    for epoch in (8, 8, 9):  # commands are sent again until they are answered
+        manager.send(manager_pb2.Abandon(fence=fence(epoch), reason="it stalls"))
+    await agent.until_said("epoch 9: abandoned")
+    assert [line.split()[3] for line in agent.lines if "abandoned by the manager: it stalls" in line] == ["8:", "9:"]
     await agent.end()
     assert manager.all(manager_pb2.Goodbye)[0].reason == "the agent was asked to stop"
     with pytest.raises(ProcessLookupError):
