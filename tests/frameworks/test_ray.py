@@ -3,22 +3,16 @@ it when nodes, managers and programs die, and that nothing of it is left. In ver
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.frameworks.ray_environment import messages, ray_environment
 from tests.tiny_model import make_tiny_qwen3
-
-MARK = "ckpt-engine: "
 
 in_the_story = pytest.mark.slow
 """Of all tests that look at it: it takes two minutes."""
@@ -32,36 +26,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     output = tmp_path_factory.mktemp("ray")
     make_tiny_qwen3(output / "model", dtype=torch.float32)
     command = [os.environ["CKPT_ENGINE_VERL_PYTHON"], "-m", "frameworks.ray_run", "story", output / "model", output]
-    # A path of its own, and a short one: Ray makes sockets in it.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{os.environ['CKPT_ENGINE_OVERLAY']}:{Path(__file__).parents[1]}",
-            "RAY_TMPDIR": sockets,
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        with (output / "log").open("w+") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=output)
-            try:
-                status = process.wait(500)
-            finally:
-                end_all_of(sockets)
-            log.seek(0)
-            printed = log.read()
+    with ray_environment() as environment, (output / "log").open("w+") as log:
+        status = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=output).wait(500)
+        log.seek(0)
+        printed = log.read()
     assert status == 0, printed[-8000:]
-    said = [json.loads(line.partition(MARK)[2]) for line in printed.splitlines() if line.startswith(MARK)]
-    return {each["part"]: each for each in said}
-
-
-def end_all_of(sockets: str) -> None:
-    """The run, and what Ray has started for it: they have its folder of sockets in their environment."""
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if each.environ().get("RAY_TMPDIR") == sockets:
-                each.kill()
+    return {each["part"]: each for each in messages(printed)}
 
 
 def test_without_ray_it_says_what_to_install() -> None:

@@ -3,23 +3,18 @@ abort in the middle of an answer. A stand-in is in the place of verl's FSDP engi
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.cluster import Cluster
 from tests.engines import vllm_server
+from tests.frameworks.ray_environment import messages, ray_environment
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, VOCABULARY
 
-MARK = "ckpt-engine: "
 UPDATES = 5
 LONG = 200
 
@@ -34,18 +29,7 @@ def said(replicas: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[di
         vllm_server.start_vllm(replicas, "three", made, *more).registered(600)
     names = [replica.name for replica in replicas.replicas]
     command = [os.environ["CKPT_ENGINE_VERL_PYTHON"], "-m", "frameworks.verl_run", replicas.address]
-    # A path of its own, and a short one: Ray makes sockets in it.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
-        environment = {
-            **os.environ,
-            # Not the folder above: verl's package brings a `tests` of its own.
-            "PYTHONPATH": f"{os.environ['CKPT_ENGINE_OVERLAY']}:{Path(__file__).parents[1]}",
-            "RAY_TMPDIR": sockets,
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+    with ray_environment() as environment:
         process = subprocess.Popen(
             [*command, str(replicas.path / "model"), str(output), str(UPDATES), *names],
             env=environment,
@@ -54,21 +38,9 @@ def said(replicas: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[di
             text=True,
             cwd=output,
         )
-        try:
-            printed, errors = process.communicate(timeout=500)
-        finally:
-            end_all_of(sockets)
+        printed, errors = process.communicate(timeout=500)
     assert process.returncode == 0, f"{printed[-6000:]}\n{errors[-6000:]}"
-    return [json.loads(line.partition(MARK)[2]) for line in printed.splitlines() if line.startswith(MARK)]
-
-
-def end_all_of(sockets: str) -> None:
-    """The run, and what Ray has started for it, which outlives a run that was killed: they have its folder of sockets
-    in their environment."""
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if each.environ().get("RAY_TMPDIR") == sockets:
-                each.kill()
+    return messages(printed)
 
 
 def save_tokenizer(model: Path) -> Path:
