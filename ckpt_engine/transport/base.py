@@ -25,8 +25,9 @@ DEADLINE_EXCEEDED. They name the source (`source_of`). What is there and cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -309,63 +310,33 @@ class Network:
     insecure: bool = False  # other hosts may be served without encryption
 
 
-class ArenaLender(Protocol):
-    """The owner's side of a transport between relays. One instance an arena; any thread.
-
-    A region is a part of a slot, and the same from version to version: so is its locator. What changes with each
-    version is the lending: `lend` begins one, `retire` ends it. A reader holds a lending before it reads; a read after
-    the end of the lending is refused.
-    """
-
-    def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
-        """The region that lets other relays read `size` bytes from `offset` of a slot while it is lent."""
-        ...
-
-    @property
-    def readers(self) -> int:
-        """Relays that are connected now."""
-        ...
-
-    def lend(self, slot: int) -> None:
-        """Lets readers hold the slot from now on."""
-        ...
-
-    def refuse(self, slot: int) -> None:
-        """Refuses further readers of the slot. Does not wait."""
-        ...
-
-    def retire(self, slot: int) -> int:
-        """Refuses as `refuse` does, and waits for the readers that hold the slot, for at most `slot_grace` each.
-        Returns how many were overruled: nothing of the slot is sent to them any more."""
-        ...
-
-    def close(self) -> None:
-        """Ends every lending and every connection. May be repeated. Never raises."""
-        ...
+ChunkRuns = Sequence[tuple[int, int]]
+"""(offset in the slot, length), bytes: where a chunk lies, in the order in which its bytes travel."""
 
 
-class Passing(Protocol):
-    """A filling that others wait for. Any thread."""
+class ChunkLending(Protocol):
+    """One version in one slot, as relays of other hosts ask for its chunks, from the begin of its filling until the slot
+    is retired. Any thread."""
 
     @property
     def sent(self) -> Rate | None:
-        """How fast it was passed on by now; None if that is unknown."""
+        """How fast its chunks were sent by now; None if that is unknown."""
         ...
 
     def verified(self, chunk: int) -> None:
-        """Notes that a chunk lies in the slot as it was sealed, and is not written any more: it may be read."""
+        """Notes that a chunk lies in the slot as it was sealed, and is not written any more: it may be sent."""
         ...
 
     def never(self, chunk: int) -> None:
-        """Notes that a chunk will not come from here."""
+        """Notes that a chunk will not come from here, as far as is known; `verified` may follow all the same."""
         ...
 
     def moved(self) -> None:
-        """Notes that bytes have come, which shows waiting readers that the filling makes progress."""
+        """Notes that bytes have come, which shows waiting askers that the filling makes progress."""
         ...
 
     def finish(self) -> None:
-        """Ends the filling: verified chunks can be read until the slot is retired, no others come."""
+        """Ends the filling: verified chunks are sent until the slot is retired, no others come."""
         ...
 
     def end(self, why: str) -> None:
@@ -373,36 +344,66 @@ class Passing(Protocol):
         ...
 
 
-@runtime_checkable
-class PassesOn(Protocol):
-    """An ArenaLender that lends a slot while it is being filled. Any thread."""
+class ChunkLender(Protocol):
+    """The owner's side of the one verb between relays: *chunk N of root R, when you have it verified*. One instance an
+    arena; any thread."""
 
     @property
-    def passes_on(self) -> Region:
-        """Where other relays ask for what is being filled, whatever that is."""
+    def chunks(self) -> Region:
+        """Where other relays ask for chunks, whatever the slots hold."""
         ...
 
-    def pass_on(
+    @property
+    def readers(self) -> int:
+        """Relays that are connected now."""
+        ...
+
+    def lend(
         self,
         slot: int,
         key: bytes,
-        chunks: Sequence[Sequence[tuple[int, int]]],
+        runs: Callable[[int], ChunkRuns],
+        wanted: Collection[int],
         passed: Callable[[Rate], None],
-    ) -> Passing:
+    ) -> ChunkLending:
         """Begins the filling of a slot without readers.
 
-        key: 16 bytes by which readers name it. chunks: of each its runs, (offset in the slot, length), in the order in
-        which they are sent. passed: called on any thread with the rate at which it was passed on, whenever the last of
-        its readers has left.
+        key: 16 bytes, by which askers name the version (`core.chunks.chunk_key`). runs: where a chunk lies. wanted: the
+        chunks that the slot is to hold; others are refused at once. passed: called on any thread with the rate at which
+        chunks were sent, whenever the last asker has left.
         """
         ...
 
+    def refuse(self, slot: int) -> None:
+        """Refuses further questions about the slot. Does not wait."""
+        ...
 
-class PassedOn(Protocol):
-    """The reader's side of a slot that is lent while it is being filled: a connection to its relay.
+    def retire(self, slot: int) -> int:
+        """Refuses as `refuse` does, and waits for the askers that are being sent some of the slot, for at most
+        `slot_grace` each. Returns how many were overruled: nothing of the slot is sent to them any more."""
+        ...
 
-    Made of (region, owner, key, stop_at): the lender's `passes_on`, the relay's name for messages, the filling's key,
-    and a monotonic time at which all of it ends. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
+    def close(self) -> None:
+        """Ends every lending and every connection. May be repeated. Never raises."""
+        ...
+
+
+class Ask(IntEnum):
+    """How a chunk is asked for."""
+
+    WAIT = 0  # send it once it is verified
+    GRANT = 1  # of an origin: send it, or name the relay to which it was granted
+    GRANT_ANOTHER = 2  # the same, since the relay that was named does not bring it
+    NOW = 3  # send it if it is verified now
+
+
+class ChunkAsker(Protocol):
+    """The asker's side: a connection to one relay, kept from version to version. One thread at a time, but for `at_most`,
+    `leave` and `shut`.
+
+    Made of (region, owner, name, stop_at): the owner's `ChunkLender.chunks`, its name for messages, the name under
+    which the asker is known to other relays ("relay h1"), and the monotonic time until which connecting may take.
+    Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming the owner.
     """
 
     @property
@@ -412,16 +413,24 @@ class PassedOn(Protocol):
 
     @property
     def flows(self) -> Sequence[Flow]:
-        """Bytes that it has received, and when."""
+        """Bytes that it has received since `begin`, and when."""
         ...
 
-    def ask(self, chunk: int) -> None:
-        """Asks for a chunk; chunks come in the order in which they were asked for."""
+    def begin(self, key: bytes, slot: int, memory: memoryview) -> None:
+        """Begins a filling: of this version, into this memory, which is all of a slot of this relay's arena."""
         ...
 
-    def receive(self, chunk: int, landing: Sequence[memoryview], moved: Callable[[], None]) -> None:
-        """Waits for the next chunk that was asked for, and receives it. moved: called whenever bytes have come; after
-        an exception of it the connection cannot be used any more."""
+    def ask(self, chunk: int, how: Ask = Ask.WAIT) -> None:
+        """Asks for a chunk; answers come in the order of the questions."""
+        ...
+
+    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
+        """Waits for the answer to the oldest question, and lets the chunk land in these runs of the memory. moved:
+        called whenever bytes have come; after an exception of it the connection cannot be used any more.
+
+        Returns "" once the chunk has landed, or the name of the relay that has the chunk granted. Raises NOT_FOUND if
+        the owner will not have this chunk, or does not have it now (Ask.NOW): the connection goes on. All else ends it.
+        """
         ...
 
     def at_most(self) -> tuple[int, float] | None:
@@ -438,7 +447,7 @@ class PassedOn(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the connection, on the thread that uses it. May be repeated."""
+        """Closes the connection, on the thread that uses it; nothing can land once it returns. May be repeated."""
         ...
 
 

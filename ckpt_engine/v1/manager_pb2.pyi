@@ -367,20 +367,20 @@ class HolderHello(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., kind: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., epoch: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., digest_format: _Optional[int] = ...) -> None: ...
 
 class Filling(_message.Message):
-    __slots__ = ("memory_bytes", "everything", "gpu_context_bytes", "reads", "lends", "passes_on")
+    __slots__ = ("memory_bytes", "everything", "gpu_context_bytes", "reads", "lends", "chunks")
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVERYTHING_FIELD_NUMBER: _ClassVar[int]
     GPU_CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     LENDS_FIELD_NUMBER: _ClassVar[int]
-    PASSES_ON_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     memory_bytes: int
     everything: bool
     gpu_context_bytes: int
     reads: _containers.RepeatedScalarFieldContainer[str]
     lends: _containers.RepeatedScalarFieldContainer[str]
-    passes_on: _weights_pb2.Region
-    def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ..., reads: _Optional[_Iterable[str]] = ..., lends: _Optional[_Iterable[str]] = ..., passes_on: _Optional[_Union[_weights_pb2.Region, _Mapping]] = ...) -> None: ...
+    chunks: _weights_pb2.OfferedRegion
+    def __init__(self, memory_bytes: _Optional[int] = ..., everything: bool = ..., gpu_context_bytes: _Optional[int] = ..., reads: _Optional[_Iterable[str]] = ..., lends: _Optional[_Iterable[str]] = ..., chunks: _Optional[_Union[_weights_pb2.OfferedRegion, _Mapping]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
     __slots__ = ("hello", "sealed", "heartbeat", "goodbye", "filled", "progress", "passed_on")
@@ -1421,7 +1421,7 @@ class WatchReplicasResponse(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...
 
 class FillRelay(_message.Message):
-    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table", "attempt", "fan_out", "within")
+    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table", "attempt", "wanted", "within")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
@@ -1432,7 +1432,7 @@ class FillRelay(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEEP_TABLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    FAN_OUT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     WITHIN_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
@@ -1444,33 +1444,39 @@ class FillRelay(_message.Message):
     deadline_seconds: float
     keep_table: bytes
     attempt: int
-    fan_out: FanOut
+    wanted: WantTable
     within: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., fan_out: _Optional[_Union[FanOut, _Mapping]] = ..., within: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., wanted: _Optional[_Union[WantTable, _Mapping]] = ..., within: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
 
-class FanOut(_message.Message):
-    __slots__ = ("plan", "peers", "trees")
-    class Peer(_message.Message):
-        __slots__ = ("relay", "region")
+class WantTable(_message.Message):
+    __slots__ = ("wants", "relays")
+    class Wants(_message.Message):
+        __slots__ = ("needs", "everything", "within")
+        NEEDS_FIELD_NUMBER: _ClassVar[int]
+        EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+        WITHIN_FIELD_NUMBER: _ClassVar[int]
+        needs: _containers.RepeatedCompositeFieldContainer[BlobRef]
+        everything: bool
+        within: _containers.RepeatedCompositeFieldContainer[BlobRef]
+        def __init__(self, needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., within: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    class Relay(_message.Message):
+        __slots__ = ("relay", "chunks", "wants", "origin", "leaf")
         RELAY_FIELD_NUMBER: _ClassVar[int]
-        REGION_FIELD_NUMBER: _ClassVar[int]
+        CHUNKS_FIELD_NUMBER: _ClassVar[int]
+        WANTS_FIELD_NUMBER: _ClassVar[int]
+        ORIGIN_FIELD_NUMBER: _ClassVar[int]
+        LEAF_FIELD_NUMBER: _ClassVar[int]
         relay: str
-        region: _weights_pb2.Region
-        def __init__(self, relay: _Optional[str] = ..., region: _Optional[_Union[_weights_pb2.Region, _Mapping]] = ...) -> None: ...
-    class Tree(_message.Message):
-        __slots__ = ("share", "ask")
-        SHARE_FIELD_NUMBER: _ClassVar[int]
-        ASK_FIELD_NUMBER: _ClassVar[int]
-        share: int
-        ask: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, share: _Optional[int] = ..., ask: _Optional[_Iterable[int]] = ...) -> None: ...
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    TREES_FIELD_NUMBER: _ClassVar[int]
-    plan: bytes
-    peers: _containers.RepeatedCompositeFieldContainer[FanOut.Peer]
-    trees: _containers.RepeatedCompositeFieldContainer[FanOut.Tree]
-    def __init__(self, plan: _Optional[bytes] = ..., peers: _Optional[_Iterable[_Union[FanOut.Peer, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[FanOut.Tree, _Mapping]]] = ...) -> None: ...
+        chunks: _weights_pb2.OfferedRegion
+        wants: int
+        origin: bool
+        leaf: bool
+        def __init__(self, relay: _Optional[str] = ..., chunks: _Optional[_Union[_weights_pb2.OfferedRegion, _Mapping]] = ..., wants: _Optional[int] = ..., origin: bool = ..., leaf: bool = ...) -> None: ...
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    wants: _containers.RepeatedCompositeFieldContainer[WantTable.Wants]
+    relays: _containers.RepeatedCompositeFieldContainer[WantTable.Relay]
+    def __init__(self, wants: _Optional[_Iterable[_Union[WantTable.Wants, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[WantTable.Relay, _Mapping]]] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
     __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_engine/v1/relay.proto\x12\x0e\x63kpt_engine.v1\"d\n\x12RelayMemoryLocator\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"p\n\nTcpLocator\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\x0c\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63kpt_engine/v1/relay.proto\x12\x0e\x63kpt_engine.v1\"d\n\x12RelayMemoryLocator\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\"^\n\nTcpLocator\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\x0c\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELAYMEMORYLOCATOR']._serialized_start=46
   _globals['_RELAYMEMORYLOCATOR']._serialized_end=146
   _globals['_TCPLOCATOR']._serialized_start=148
-  _globals['_TCPLOCATOR']._serialized_end=260
+  _globals['_TCPLOCATOR']._serialized_end=242
 # @@protoc_insertion_point(module_scope)

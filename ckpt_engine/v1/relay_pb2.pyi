@@ -21,17 +21,13 @@ class RelayMemoryLocator(_message.Message):
     def __init__(self, directory: _Optional[str] = ..., socket: _Optional[str] = ..., arena: _Optional[bytes] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class TcpLocator(_message.Message):
-    __slots__ = ("addresses", "arena", "slot", "offset", "token", "certificate")
+    __slots__ = ("addresses", "arena", "token", "certificate")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     arena: bytes
-    slot: int
-    offset: int
     token: bytes
     certificate: bytes
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., arena: _Optional[bytes] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., token: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., arena: _Optional[bytes] = ..., token: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...

@@ -456,7 +456,7 @@ class Atoms(_message.Message):
     def __init__(self, table_digest: _Optional[bytes] = ..., atoms: _Optional[_Iterable[_Union[Atom, _Mapping]]] = ...) -> None: ...
 
 class SealedRecord(_message.Message):
-    __slots__ = ("manifest", "cells", "digests")
+    __slots__ = ("manifest", "cells", "digests", "groups")
     class Cell(_message.Message):
         __slots__ = ("tensor", "start", "stop")
         TENSOR_FIELD_NUMBER: _ClassVar[int]
@@ -469,10 +469,12 @@ class SealedRecord(_message.Message):
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     cells: _containers.RepeatedCompositeFieldContainer[SealedRecord.Cell]
     digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., cells: _Optional[_Iterable[_Union[SealedRecord.Cell, _Mapping]]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., cells: _Optional[_Iterable[_Union[SealedRecord.Cell, _Mapping]]] = ..., digests: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Digests(_message.Message):
     __slots__ = ("values",)
