@@ -12,9 +12,11 @@ of an update cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, count
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +51,33 @@ class Cells:
     tensor: Indices  # of each cell
     atoms: Mapping[int, Atoms]  # what each source digests
     of_atom: Mapping[int, Indices]  # by source: the cell of each atom
+    readers: Sequence[Sequence[NeededBoxes]] = ()  # what the workers of one host need, each such set once
+
+    @cached_property
+    def groups(self) -> Indices:
+        """A number of each cell: equal where the same hosts hold it and the same `readers` read it, so that it travels
+        to the same hosts from the same ones."""
+        found = np.zeros(len(self), dtype=np.uint64)
+        holding: dict[str, set[int]] = {}
+        for source in self.of_atom:
+            holding.setdefault(self.publication.tables[source].host.boot_id, set()).add(source)
+        map_of: dict[int, NeedMap | None] = {}
+        names = _names()
+        for sources in holding.values():
+            has = np.zeros(len(self), dtype=np.bool_)
+            for source in sources:
+                has[self.of_atom[source]] = True
+            found[has] += next(names)
+        for reader in self.readers:
+            has = np.zeros(len(self), dtype=np.bool_)
+            for needed in reader:
+                if id(needed) not in map_of:
+                    map_of[id(needed)] = self.map(needed)
+                mapped = map_of[id(needed)]
+                if mapped is not None:
+                    has[mapped.cells] = True
+            found[has] += next(names)
+        return found.view(np.int64)
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -73,8 +102,20 @@ class Cells:
         return NeedMap(len(counts), needs, np.array(cells, dtype=np.int64))
 
 
-def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int = 0) -> Cells:
-    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: no limit."""
+def _names() -> Iterator[np.uint64]:
+    """Numbers whose sums are different for different sets of them, as far as that can be: the same ones each time."""
+    for number in count():
+        yield np.frombuffer(hashlib.sha256(b"%d" % number).digest()[:8], dtype="<u8")[0].astype(np.uint64)
+
+
+def cut(
+    publication: Publication,
+    needed: Iterable[NeededBoxes],
+    most_bytes: int = 0,
+    readers: Sequence[Sequence[NeededBoxes]] = (),
+) -> Cells:
+    """Cuts a publication so that each need is a union of cells. most_bytes: of a cell; 0: no limit. readers: as
+    Cells.readers, of `needed`."""
     boxes: list[set[Box]] = [set() for _ in publication.parts]
     for boxes_of_worker in needed:
         for tensor, box in boxes_of_worker:
@@ -110,4 +151,5 @@ def cut(publication: Publication, needed: Iterable[NeededBoxes], most_bytes: int
         tensor=np.repeat(np.arange(len(counts), dtype=np.int64), counts),
         atoms=atoms,
         of_atom=of_atom,
+        readers=readers,
     )

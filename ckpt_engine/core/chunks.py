@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt_engine.core.chunk_sizes import chunk_bytes, join_pieces
-from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.sealed_record import ProvenRecord
 
 KEY_BYTES = 16
@@ -29,32 +27,32 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(recorded: ProvenRecord) -> tuple[Chunk, ...]:
-    """The chunks of a version: all cells with bytes in them, in record order within each group of cells that had the
-    same readers and holders when they were sealed (SealedRecord.groups)."""
-    sizes = [
-        box.volume * itemsize(spec.dtype)
-        for spec, boxes in zip(recorded.record.manifest.tensors, recorded.boxes, strict=True)
-        for box in boxes
-    ]
+    """The chunks of a version, in the order in which they are asked for. Equal for versions that were cut alike.
+
+    Each has consecutive cells, in record order, of one group: of those that had the same readers and holders when they
+    were sealed (SealedRecord.groups). The chunks of a group are spread over all, so that all holders always send.
+    """
+    sizes = recorded.cut.sizes
     groups = np.array(recorded.record.groups or [0] * len(sizes), dtype=np.int64)
-    order = [int(cell) for cell in np.argsort(groups, kind="stable") if sizes[cell]]
-    bounds = [0, *(at for at, (one, next_one) in enumerate(pairwise(order), 1) if groups[one] != groups[next_one])]
-    least = chunk_bytes(sum(sizes))
+    order = np.argsort(groups, kind="stable")
+    bounds = np.flatnonzero(np.diff(groups[order])) + 1
+    least = chunk_bytes(int(sizes.sum()))
     found = []
-    for start, stop in pairwise([*bounds, len(order)]):
-        cells = order[start:stop]
-        for first, last in join_pieces([sizes[cell] for cell in cells], least):
-            own = tuple(cells[first:last])
-            found.append(Chunk(own, sum(sizes[cell] for cell in own)))
-    return tuple(found)
+    for number, own in enumerate(np.split(order, bounds)):
+        cells, own_sizes = own.tolist(), sizes[own].tolist()
+        runs = join_pieces(own_sizes, least)
+        for turn, (first, last) in enumerate(runs):
+            chunk = Chunk(tuple(cells[first:last]), sum(own_sizes[first:last]))
+            found.append(((turn + 0.5) / len(runs), number, chunk))
+    return tuple(chunk for _, _, chunk in sorted(found))
 
 
 def chunk_key(recorded: ProvenRecord, chunks: Sequence[Chunk]) -> bytes:
     """The key by which relays name a version's chunks, 16 bytes: equal only for equal weights cut alike."""
-    found = hashlib.sha256(recorded.root + recorded.cutting)
-    for chunk in chunks:
-        found.update(np.array([len(chunk.cells), *chunk.cells], dtype="<u4").tobytes())
-    return found.digest()[:KEY_BYTES]
+    counts = np.array([len(chunk.cells) for chunk in chunks], dtype="<u4")
+    cells = np.array([cell for chunk in chunks for cell in chunk.cells], dtype="<u4")
+    content = recorded.root + recorded.cutting + counts.tobytes() + cells.tobytes()
+    return hashlib.sha256(content).digest()[:KEY_BYTES]
 
 
 def chunks_with(chunks: Sequence[Chunk], cells: Collection[int]) -> list[int]:

@@ -7,7 +7,7 @@ Runs in the manager, once for each set of tables and needs; workers with equal n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -87,12 +87,22 @@ def compile_plans(
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
     needs_by_digest: dict[bytes, NeededBoxes] = {}
-    compiled = _compile(publication, workers, choose, refused, needs_by_digest)
+    needs_by_host: dict[str, set[bytes]] = {}
+    compiled = _compile(publication, workers, choose, refused, needs_by_digest, needs_by_host)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
     needed = [each.needs for each in compiled] if along else needs_by_digest.values()
     # A version that was sealed in larger cells has no digests of smaller ones.
-    cells = cut(publication, [*needed, boxes], 0 if along else chunk_bytes(publication.bytes))
+    readers = [] if along else _readers(needs_by_host, needs_by_digest)
+    cells = cut(publication, [*needed, boxes], 0 if along else chunk_bytes(publication.bytes), readers)
     return _plans(publication, compiled, cells)
+
+
+def _readers(
+    needs_by_host: Mapping[str, Collection[bytes]], needs_by_digest: Mapping[bytes, NeededBoxes]
+) -> list[list[NeededBoxes]]:
+    """What the workers of a host need, of each kind of host once."""
+    kinds = {tuple(sorted(digests)) for digests in needs_by_host.values()}
+    return [[needs_by_digest[digest] for digest in kind] for kind in sorted(kinds)]
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,11 @@ class _SharedPlan:
 def _plans(publication: Publication, compiled: list[_SharedPlan], cells: Cells) -> Plans:
     workers: dict[Hashable, WorkerPlan] = {}
     maps: dict[Hashable, NeedMap] = {}
+    map_of: dict[int, NeedMap | None] = {}  # by identity: equal needs are one object
     for each in compiled:
-        found = cells.map(each.needs)
+        if id(each.needs) not in map_of:
+            map_of[id(each.needs)] = cells.map(each.needs)
+        found = map_of[id(each.needs)]
         if found is None:
             raise internal("the cells of a plan are not cut along its needs")
         for key in each.keys:
@@ -125,8 +138,10 @@ def _compile(
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
     needs_by_digest: dict[bytes, NeededBoxes],
+    needs_by_host: dict[str, set[bytes]],
 ) -> list[_SharedPlan]:
-    """Compiles one plan for workers that can share it. needs_by_digest: is filled with the needs of all workers."""
+    """Compiles one plan for workers that can share it. needs_by_digest, needs_by_host: are filled with the needs of all
+    workers, and with their digests by Host.boot_id."""
     compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _SharedPlan] = {}
     keys: set[Hashable] = set()
     for worker in workers:
@@ -141,6 +156,7 @@ def _compile(
         try:
             if needs_digest not in needs_by_digest:
                 needs_by_digest[needs_digest] = _checked_needs(publication, worker)
+            needs_by_host.setdefault(worker.host.boot_id, set()).add(needs_digest)
             reader = _PlanReader(publication, worker, choose, spread=len(compiled))
             plan = reader.plan(needs_by_digest[needs_digest], needs_digest)
         except CkptEngineError as problem:

@@ -3,7 +3,7 @@
 Atoms are pieces of the sealed record's cells such that all needs are unions of atoms. Each lies contiguously, and those
 that the same readers need lie side by side, so that workers read long runs: a worker that needs half of each row of a
 thousand matrices finds all of its halves in one run. A relay holds whole cells, since only those can be compared with
-what was sealed. It does not decide where bytes come from.
+what was sealed; and whole chunks, since these are what relays pass on. It does not decide where bytes come from.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.cells import NeededBoxes
+from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.partition import Partition
@@ -91,24 +95,28 @@ def lay_out(
     readers: Sequence[NeededBoxes],
     everything: bool = False,
     within: Sequence[Partition] | None = None,
+    chunks: Sequence[Chunk] | None = None,
 ) -> SlotLayout:
-    """Lays out a slot for these readers: each cell that any of them touches, once.
+    """Lays out a slot for these readers: each cell that any of them touches, once, and all others of its chunk.
 
     readers: needs as `needed_boxes` returns them; those with equal needs count as one. everything: all cells of the
-    model, also those that no reader needs. within: for each tensor the only part of it that is held, so that cells not
-    wholly in it are left out; None: no limit. The same arguments always give the same layout.
+    model, also those that no reader needs. within: for each tensor the only part of it that is held, so that chunks not
+    wholly in it are left out; None: no limit. chunks: of the record, as `chunks_of` returns them; None: each cell
+    stands for itself, as for a slot that no other relay reads. The same arguments always give the same layout.
     """
     distinct = list(dict.fromkeys(tuple(each) for each in readers))
     by_tensor: list[list[tuple[int, Box]]] = [[] for _ in recorded.boxes]
     for number, needed in enumerate(distinct):
         for tensor, box in needed:
             by_tensor[tensor].append((number, box))
-    pieces_by_key: dict[tuple[Partition, tuple[tuple[int, Box], ...], bool, Partition | None], list[_LayoutPiece]] = {}
+    held = _held_cells(recorded, by_tensor, everything, within, chunks)
+    pieces_by_key: dict[tuple[Partition, tuple[tuple[int, Box], ...], bytes], list[_LayoutPiece]] = {}
     groups: dict[tuple[int, ...], list[tuple[int, _LayoutPiece]]] = {}
     for tensor, (partition, needs) in enumerate(zip(recorded.partitions, by_tensor, strict=True)):
-        key = partition, tuple(needs), everything, None if within is None else within[tensor]
+        own = held[recorded.first[tensor] : recorded.first[tensor + 1]]
+        key = partition, tuple(needs), own.tobytes()
         if key not in pieces_by_key:
-            pieces_by_key[key] = cut_pieces(*key)
+            pieces_by_key[key] = _cut(partition, needs, np.flatnonzero(own).tolist())
         for piece in pieces_by_key[key]:
             groups.setdefault(piece.readers, []).append((tensor, piece))
     widths = [itemsize(spec.dtype) for spec in recorded.record.manifest.tensors]
@@ -136,6 +144,39 @@ class _LayoutPiece(NamedTuple):
     readers: tuple[int, ...]
 
 
+def _held_cells(
+    recorded: ProvenRecord,
+    needs: Sequence[Sequence[tuple[int, Box]]],
+    everything: bool,
+    within: Sequence[Partition] | None,
+    chunks: Sequence[Chunk] | None,
+) -> npt.NDArray[np.bool_]:
+    """Whether a slot has each cell. needs: by tensor."""
+    wanted = np.full(len(recorded.values), everything)
+    allowed = np.ones(len(recorded.values), dtype=np.bool_)
+    found: dict[object, list[bool]] = {}
+    for tensor, partition in enumerate(recorded.partitions):
+        cells = slice(recorded.first[tensor], recorded.first[tensor + 1])
+        if not everything and needs[tensor]:
+            key: object = (partition, tuple(needs[tensor]))
+            if key not in found:
+                touched = {hit.part for _, box in needs[tensor] for hit in partition.hits(box)}
+                found[key] = [cell in touched for cell in range(len(partition.boxes))]
+            wanted[cells] = found[key]
+        if within is not None:
+            key = (partition, within[tensor])
+            if key not in found:
+                found[key] = [_is_within(cell, within[tensor]) for cell in partition.boxes]
+            allowed[cells] = found[key]
+    if chunks is None:
+        return wanted & allowed
+    held = np.zeros(len(recorded.values), dtype=np.bool_)
+    for chunk in chunks:
+        cells_of = list(chunk.cells)
+        held[cells_of] = wanted[cells_of].any() and allowed[cells_of].all()
+    return held
+
+
 def cut_pieces(
     partition: Partition, needs: Sequence[tuple[int, Box]], everything: bool, within: Partition | None = None
 ) -> list[_LayoutPiece]:
@@ -143,18 +184,30 @@ def cut_pieces(
 
     needs: pairs of reader and box. within: cells that do not lie wholly in these boxes are left out; None: no limit.
     """
+    touched = {hit.part for _, box in needs for hit in partition.hits(box)}
+    return _cut(
+        partition,
+        needs,
+        [
+            cell
+            for cell, box in enumerate(partition.boxes)
+            if (everything or cell in touched) and (within is None or _is_within(box, within))
+        ],
+    )
+
+
+def _cut(partition: Partition, needs: Sequence[tuple[int, Box]], cells: Sequence[int]) -> list[_LayoutPiece]:
+    """The atoms of these cells of a tensor. needs: pairs of reader and box."""
     tiling = partition.tiling(frozenset(box for _, box in needs))
     readers: dict[int, set[int]] = {}
     for number, box in needs:
         for atom in tiling.cells(box, partition) or ():
             readers.setdefault(atom, set()).add(number)
-    found = []
-    for cell, (first, atoms) in enumerate(zip(tiling.first, tiling.parts, strict=False)):
-        is_needed = everything or any(first + index in readers for index in range(len(atoms)))
-        if is_needed and (within is None or _is_within(partition.boxes[cell], within)):
-            for index, box in enumerate(atoms):
-                found.append(_LayoutPiece(box, box.volume, cell, tuple(sorted(readers.get(first + index, ())))))
-    return found
+    return [
+        _LayoutPiece(box, box.volume, cell, tuple(sorted(readers.get(tiling.first[cell] + index, ()))))
+        for cell in cells
+        for index, box in enumerate(tiling.parts[cell])
+    ]
 
 
 def _is_within(cell: Box, within: Partition) -> bool:

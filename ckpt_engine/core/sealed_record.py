@@ -17,6 +17,7 @@ import numpy as np
 
 from ckpt_engine.core.boxes import Box, overlap, uncovered, whole
 from ckpt_engine.core.cells import Cells, Indices
+from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import RootHasher, canonical, manifest_of
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.plan import Plans
@@ -27,8 +28,7 @@ from ckpt_engine.v1.weights_pb2 import Atoms, Digests, SealedRecord
 
 @dataclass(frozen=True, eq=False)
 class Cutting:
-    """The manifest of a record and the cells that tile it. Records with the same manifest and cells share one
-    Cutting."""
+    """The manifest of a record, the cells that tile it and their groups. Records with the same share one Cutting."""
 
     record: SealedRecord
     boxes: tuple[tuple[Box, ...], ...]  # for each tensor of the manifest its cells, sorted
@@ -37,14 +37,28 @@ class Cutting:
     hasher: RootHasher  # computes roots for this manifest
 
     def is_of(self, record: SealedRecord) -> bool:
-        """Whether a record has this manifest and these cells."""
-        return record.manifest == self.record.manifest and record.cells == self.record.cells
+        """Whether a record has this manifest, these cells and these groups."""
+        own = self.record
+        return record.manifest == own.manifest and record.cells == own.cells and record.groups == own.groups
 
     @cached_property
     def digest(self) -> bytes:
-        """The digest of manifest and cells."""
-        content = SealedRecord(manifest=self.record.manifest, cells=self.record.cells)
+        """The digest of manifest, cells and groups."""
+        own = self.record
+        content = SealedRecord(manifest=own.manifest, cells=own.cells, groups=own.groups)
         return hashlib.sha256(canonical(content)).digest()
+
+    @cached_property
+    def sizes(self) -> Indices:
+        """Bytes of each cell."""
+        volumes_of: dict[tuple[Box, ...], list[int]] = {}
+        found: list[int] = []
+        for spec, boxes in zip(self.record.manifest.tensors, self.boxes, strict=True):
+            if boxes not in volumes_of:
+                volumes_of[boxes] = [box.volume for box in boxes]
+            width = itemsize(spec.dtype)
+            found += [volume * width for volume in volumes_of[boxes]]
+        return np.array(found, dtype=np.int64)
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
@@ -79,12 +93,12 @@ class ProvenRecord:
 
     @property
     def cutting(self) -> bytes:
-        """A digest of manifest and cells: versions that were cut alike share it."""
+        """A digest of manifest, cells and groups: versions that were cut alike share it."""
         return self.cut.digest
 
 
 class RecordWriter:
-    """Writes the records of one cutting. Manifest and cells are the same in all of them, so they are encoded and hashed
+    """Writes the records of one cutting. Manifest, cells and groups are the same in all of them, so they are encoded
     once."""
 
     def __init__(self, cells: Cells) -> None:
@@ -107,6 +121,7 @@ class RecordWriter:
                 pieces.append(delimited(SealedRecord.CELLS_FIELD_NUMBER, number + box))
         self._order = np.array(order, dtype=np.int64)
         self._prefix = b"".join(pieces)
+        self._suffix = canonical(SealedRecord(groups=_numbers(cells.groups[self._order])))
         self._hasher = hashlib.sha256(self._prefix)
 
     def write(self, sealed: Sealed) -> tuple[bytes, bytes]:
@@ -119,19 +134,21 @@ class RecordWriter:
         sealed.root()
         digests = packed(SealedRecord.DIGESTS_FIELD_NUMBER, sealed.values[self._order])
         hasher = self._hasher.copy()
-        hasher.update(digests)
-        return self._prefix + digests, hasher.digest()
+        hasher.update(digests + self._suffix)
+        return self._prefix + digests + self._suffix, hasher.digest()
 
 
 def read_record(record: SealedRecord, root: bytes, others: Iterable[ProvenRecord] = ()) -> ProvenRecord:
     """Checks a record from elsewhere. root: what the version hashes to, by the ledger. others: records of other
     versions; a record that is cut like one of them shares its checked cutting.
 
-    Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, and DATA_LOSS if its digests add
-    up to another root.
+    Raises INVALID_ARGUMENT, naming the tensor, if its cells do not tile its manifest, or if some cells have a group and
+    others have none; and DATA_LOSS if its digests add up to another root.
     """
     if len(record.cells) != len(record.digests):
         raise invalid(f"the record has {len(record.cells)} cells and {len(record.digests)} digests")
+    if record.groups and len(record.groups) != len(record.cells):
+        raise invalid(f"the record has {len(record.cells)} cells and {len(record.groups)} groups: each cell has one")
     cut = next((each.cut for each in others if each.cut.is_of(record)), None) or _cutting_of(record)
     values = np.fromiter(record.digests, dtype=np.uint64, count=len(record.digests))
     sums = np.zeros(len(cut.boxes), dtype=np.uint64)
@@ -143,6 +160,12 @@ def read_record(record: SealedRecord, root: bytes, others: Iterable[ProvenRecord
             "weights, or a release of ckpt-engine that makes other digests sealed it"
         )
     return ProvenRecord(record, cut, values, root)
+
+
+def _numbers(groups: Indices) -> list[int]:
+    """The groups of cells as a record has them: small numbers in the order in which groups come; none for one group."""
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    return [] if len(first) < 2 else np.argsort(np.argsort(first))[group].tolist()
 
 
 def _cutting_of(record: SealedRecord) -> Cutting:

@@ -16,8 +16,9 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.publication import join_sources, merge_tables
 from ckpt_engine.core.sealed import check_replicas, packed
 from ckpt_engine.core.sealed_record import ProvenRecord, RecordWriter, finer_atoms, read_record, seal_from_record
+from ckpt_engine.core.topology import Choice
 from ckpt_engine.digest.boxes import digest_box
-from ckpt_engine.v1.weights_pb2 import Digests, Problem, SealedRecord
+from ckpt_engine.v1.weights_pb2 import Digests, Host, Problem, SealedRecord
 from tests.core.core_plans import Weights, some_weights
 from tests.core.core_tables import digests, everything, request, rows, table
 from tests.sealing import expected_digests, record_of
@@ -127,6 +128,36 @@ def test_a_record_that_is_cut_like_a_known_one_proves_itself_all_the_same() -> N
         read_record(record, root, [recorded])
 
 
+def test_cells_are_grouped_by_the_hosts_that_hold_and_read_them_and_others_are_another_cutting() -> None:
+    weights = some_weights(a=(8, 6), b=(8, 6), c=(8, 6), d=(8, 6))
+    held = [[("a", whole((8, 6))), ("b", whole((8, 6))), ("c", whole((8, 6)))], [("d", whole((8, 6)))]]
+    hosts = [Host(boot_id="one"), Host(boot_id="two")]
+    publication = merge_tables([table(rank, weights, held[rank], host=hosts[rank]) for rank in range(2)])
+
+    def sealed_for(*readers: tuple[str, int]) -> SealedRecord:
+        """readers: host of a worker, and the tensor that it needs."""
+        asked = [
+            request(at, publication.manifest_digest, [(tensor, whole((8, 6)))], Host(boot_id=host))
+            for at, (host, tensor) in enumerate(readers)
+        ]
+        plans = compile_plans(publication, publication.table_digests, asked, lambda *_: Choice("shared_memory", "near"))
+        return record_of(check_replicas(plans, {source: digests(plans, source, weights) for source in range(2)}))
+
+    assert list(sealed_for().groups) == [0, 0, 0, 1], "by their holders alone"
+    both = sealed_for(("x", 0), ("x", 1), ("y", 0), ("y", 1))
+    assert list(both.groups) == [0, 0, 1, 2], (
+        "the workers of a host read for it, and two hosts that need the same are one"
+    )
+    assert list(sealed_for(("x", 0), ("y", 1)).groups) == [0, 1, 2, 3]
+    root = publication.root_hasher.root(np.array(both.digests, dtype="<u8").tobytes())
+    recorded = read_record(SealedRecord.FromString(canonical(both)), root)
+    assert read_record(both, root, [recorded]).cut is recorded.cut
+    del both.groups[:]
+    alone = read_record(both, root, [recorded])
+    assert alone.cut is not recorded.cut, "a record of before has no groups"
+    assert alone.cutting != recorded.cutting
+
+
 def test_a_piece_of_a_cell_that_nobody_holds_whole_proves_nothing() -> None:
     """Its digest would come from its holder alone."""
     weights = some_weights(**SHAPES)
@@ -151,13 +182,20 @@ def test_a_need_whose_finer_pieces_nobody_digested_is_refused() -> None:
         seal_from_record(plans, recorded, {0: Digests(values=[1])})
 
 
+def one_more(record: SealedRecord, cell: SealedRecord.Cell) -> None:
+    record.cells.append(cell)
+    record.digests.append(0)
+    record.groups.append(0)
+
+
 BROKEN = {
     "a digest": (lambda record: record.digests.__setitem__(0, 5), "hashes to"),
     "a name": (lambda record: setattr(record.manifest.tensors[0], "name", "aa"), "hashes to"),
-    "a cell too few": (lambda record: (record.cells.pop(), record.digests.pop()), "tensor d"),
+    "a cell too few": (lambda record: (record.cells.pop(), record.digests.pop(), record.groups.pop()), "tensor d"),
+    "a group too few": (lambda record: record.groups.pop(), "6 cells and 5 groups"),
     "a digest too few": (lambda record: record.digests.pop(), "digests"),
-    "out of order": (lambda record: (record.cells.append(record.cells[0]), record.digests.append(0)), "out of order"),
-    "of no tensor": (lambda record: (record.cells.add(tensor=9), record.digests.append(0)), "of no tensor"),
+    "out of order": (lambda record: one_more(record, record.cells[0]), "out of order"),
+    "of no tensor": (lambda record: one_more(record, SealedRecord.Cell(tensor=9)), "of no tensor"),
     "beyond its tensor": (lambda record: record.cells[0].stop.__setitem__(0, 99), "not in tensor a"),
     "overlapping": (lambda record: record.cells[0].stop.__setitem__(0, 2), "overlap"),
     "unsorted": (lambda record: record.manifest.tensors.append(record.manifest.tensors.pop(0)), "sorted"),
