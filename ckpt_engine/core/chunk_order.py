@@ -97,9 +97,7 @@ class _Grid:
             range(len(self.columns)),
             key=lambda each: ((self._column_bytes[each] + size) / self._column_rate[each], each),
         )
-        first = min(
-            self.columns[column], key=lambda name: ((self._bytes[name] + size) / self._rate[name], name)
-        )
+        first = min(self.columns[column], key=lambda name: ((self._bytes[name] + size) / self._rate[name], name))
         self._column_bytes[column] += size
         self._bytes[first] += size
         return column, first
