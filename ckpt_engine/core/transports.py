@@ -48,8 +48,9 @@ class TransportKind:
     """As in Offer.transport."""
     reach: Rule
     """From (source's host, worker's host) to whether it reaches the worker, and how near."""
-    reader: Maker
-    """Makes a transport.base.Transport (mapped) or a transport.base.Fetcher (fetched), without arguments."""
+    reader: Maker | None = None
+    """Makes a transport.base.Transport, without arguments; None: it is between relays, and no worker, agent or trainer
+    loads it."""
     lender: Maker | None = None
     """Makes a transport.base.Lender; None: sources of this process do not lend over it."""
     lends: frozenset[str] = frozenset()
@@ -60,11 +61,18 @@ class TransportKind:
     """Whether lent memory can be read after its owner has ended."""
     on_host: Maker | None = None
     """Makes the Availability for workers of this host, in an agent's process, without loading or starting what a worker
-    would; None: the reader's own `availability`."""
-    relays_only: bool = False
-    """It is between relays: no worker, agent or trainer loads either side."""
-    arena: Maker | None = None
-    """Makes a transport.base.ArenaLender from (ArenaMemory, Network); None: relays do not lend over it."""
+    would; None: the reader's own `availability`. Set if there is no reader."""
+    chunks: Maker | None = None
+    """Makes a transport.base.ChunkLender from (ArenaMemory, Network); None: relays of other hosts ask for nothing over
+    it. There is one for each relay."""
+    asker: Maker | None = None
+    """Makes a transport.base.ChunkAsker from (OfferedRegion, owner, name, stop_at); set if `chunks` is."""
+    carrier: Maker | None = None
+    """Makes a transport.base.ChunkCarrier from an ArenaMapping, or returns None if this relay is not to use it. It
+    reads chunks under an asker, and processes other than the relay may write the relay's memory."""
+    link: Maker | None = None
+    """Makes a transport.base.CarrierLink from (Region, owner, memory), the carrier's region of the owner and a slot of
+    this process, or returns None if that slot's arena has no such carrier; set if `carrier` is."""
     collective: bool = False
     """All its readers and sources run one schedule together, so no worker reads over it alone. Its reader makes the
     Availability of a worker's process, and its lender is made from the address at which other hosts reach this one."""
@@ -74,17 +82,15 @@ class TransportKind:
     """Relays lend their memory over it to processes of their own host. There is one."""
     over_network: bool = False
     """Each byte leaves the network card of one host and enters another's."""
-    passed: Maker | None = None
-    """Makes a transport.base.PassedOn, the reader's side of a slot that is lent while it is being filled; None: relays
-    do not pass on over it."""
-    writer: Maker | None = None
-    """Makes a transport.base.ArenaWriter from an ArenaMapping, or returns None if this relay must not read over it:
-    with a writer, processes other than the relay may write its memory, and it reads into such an arena only. None: only
-    the relay itself writes what it reads."""
     checks: Maker | None = None
     """Makes its rows for `ckpt-engine doctor`: name, whether it works (None: a fact), what was found."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """Measured bytes a second (docs/performance.md), by where a reader puts them: see prediction.Rates."""
+
+    @property
+    def relays_only(self) -> bool:
+        """Whether it is between relays: no worker, agent or trainer loads either side."""
+        return self.reader is None
 
 
 _registered: dict[str, TransportKind] = {}
@@ -131,9 +137,14 @@ def collective_kinds(memory: str) -> list[TransportKind]:
     return [kind for kind in transport_kinds().values() if kind.collective and memory in kind.lends]
 
 
-def arena_kinds() -> list[TransportKind]:
-    """The kinds over which relays lend their arenas to other relays."""
-    return [kind for kind in transport_kinds().values() if kind.arena is not None]
+def chunk_kinds() -> list[TransportKind]:
+    """The kinds over which relays of different hosts ask each other for chunks."""
+    return [kind for kind in transport_kinds().values() if kind.chunks is not None]
+
+
+def carrier_kinds() -> list[TransportKind]:
+    """The kinds that may carry a chunk which was asked for over another one."""
+    return [kind for kind in transport_kinds().values() if kind.carrier is not None]
 
 
 def lending(memory: str, transport: str | None) -> list[TransportKind]:
@@ -166,20 +177,14 @@ def is_over_network(name: str) -> bool:
     return kind is not None and kind.over_network
 
 
-def passes_on(name: str) -> bool:
-    """Whether relays pass on over it what they are being filled with; False for an unknown transport."""
-    kind = _known(name)
-    return kind is not None and kind.passed is not None
-
-
 def relay_transport() -> str:
     """The transport over which processes of a host read its relay."""
     return _only("processes read the relay of their host", lambda kind: kind.of_relays)
 
 
 def passing_transport() -> str:
-    """The transport over which relays read each other, and pass on, unless another one was set up."""
-    return _only("relays pass on", lambda kind: kind.passed is not None)
+    """The transport over which relays of different hosts ask each other for chunks."""
+    return _only("relays of different hosts ask each other", lambda kind: kind.chunks is not None)
 
 
 def collective_transport() -> str:

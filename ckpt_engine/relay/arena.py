@@ -3,7 +3,7 @@
 The file's size is sealed, and so is writing by processes that get its descriptor (F_SEAL_FUTURE_WRITE): only mappings
 made before stay writable. Memory is taken slot by slot, as far as a version needs it, after it was counted; it stays
 the relay's until the relay ends. Nothing is left on the disk if a process dies. One other process may map it writable,
-if a transport needs that: it maps the memory before it is sealed (`ArenaWriter`).
+if a transport needs that: it maps the memory before it is sealed (`ChunkCarrier`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS, check_memory, chec
 from ckpt_engine.cuda.pinning import Pin, pin
 from ckpt_engine.host.numa import spread
 from ckpt_engine.host.room import memory_room
-from ckpt_engine.transport.base import ArenaMapping, ArenaMemory, ArenaWriter
+from ckpt_engine.transport.base import ArenaMapping, ArenaMemory, ChunkCarrier
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,18 @@ class Arena:
     """Two slots of equal size. Written by its relay alone; any thread. nodes: NUMA nodes over which its pages are
     spread evenly; fewer than two: pages lie where the thread that takes them runs.
 
-    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. writers: makers of processes
-    that may write to it too (TransportKind.writer); none: no other process ever does.
+    memory: bytes of both slots together, rounded down; nothing is taken before `reserve`. carriers: makers of processes
+    that may write to it too (TransportKind.carrier); none: no other process ever does.
 
-    Raises INVALID_ARGUMENT if memory is too small for two slots, UNAVAILABLE if the kernel refuses it, and what writers
-    raise: UNAVAILABLE, DEADLINE_EXCEEDED.
+    Raises INVALID_ARGUMENT if memory is too small for two slots, UNAVAILABLE if the kernel refuses it, and what makers
+    of carriers raise: UNAVAILABLE, DEADLINE_EXCEEDED.
     """
 
     def __init__(
         self,
         memory: int,
         huge_pages: Path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB"),
-        writers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]] = (),
+        carriers: Sequence[Callable[[ArenaMapping], ChunkCarrier | None]] = (),
     ) -> None:
         self.slot_bytes = memory // SLOTS // GROUP_BYTES * GROUP_BYTES
         self.size = SLOTS * self.slot_bytes
@@ -69,7 +69,7 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, self.size)
             self._memory: mmap.mmap | None = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
-            self.writers = self._make_writers(self._memory, writers) if writers else ()
+            self.carriers = self._make_carriers(self._memory, carriers) if carriers else ()
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | _FUTURE_WRITE)
         except (OSError, ValueError) as error:
             self._closer()
@@ -86,12 +86,12 @@ class Arena:
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
 
-    def _make_writers(
-        self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ArenaWriter | None]]
-    ) -> tuple[ArenaWriter, ...]:
+    def _make_carriers(
+        self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ChunkCarrier | None]]
+    ) -> tuple[ChunkCarrier, ...]:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         mapping = ArenaMapping(self.descriptor, self.size, address, self.slot_bytes)
-        return tuple(writer for make in makers if (writer := make(mapping)) is not None)
+        return tuple(carrier for make in makers if (carrier := make(mapping)) is not None)
 
     def reserve(self, slot: int, size: int, what: str) -> None:
         """Takes memory for the first `size` bytes of a slot, if it has none yet.
@@ -111,8 +111,8 @@ class Arena:
         except OSError as error:
             raise unavailable(f"cannot allocate {more} more bytes of memory for {what}: {error}") from error
         self._reserved[slot] = size
-        for writer in self.writers:
-            writer.reserved[slot] = size
+        for carrier in self.carriers:
+            carrier.reserved[slot] = size
 
     def pin(self, slot: int, gpu: int) -> None:
         """Registers the reserved part of a slot with the GPU driver, so that all GPUs write to it at the speed of their
@@ -161,8 +161,8 @@ class Arena:
     def close(self) -> None:
         """Closes the descriptor. The memory is freed when no process maps it any more. May be repeated."""
         self._memory = None
-        for writer in self.writers:
-            writer.close()
+        for carrier in self.carriers:
+            carrier.close()
         self._closer()
 
 

@@ -6,10 +6,8 @@ there is of one is listed in core/transports.py.
 The owner's side is a `Lender`, in the process that offers weights: it turns memory into a `Region`, whose locator is
 all that a reader needs, says whether that memory is still the same, and takes it back.
 
-The reader's side has one of two shapes, and runs in one thread of a worker inside an engine, or of a relay (so no grpc
-here). A *mapped* one (`Transport`) makes the owner's memory readable here, and copies with strides and casts. A
-*fetched* one (`Fetcher`) brings runs of bytes into memory of the reader and knows nothing else; `fetched.py` makes a
-`Transport` of it. The order, for each plan and each update of it:
+The reader's side (`Transport`) makes the owner's memory readable here, and copies with strides and casts. It runs in
+one thread of a worker inside an engine, or of a relay (so no grpc here). The order, for each plan and each update:
 
     1. transport.open(regions)    once a plan      may block on the system, maps or connects, reads no weights
     2. opened.prepare(moves)      once a plan      checks every move, builds the views; reads and writes nothing
@@ -21,6 +19,9 @@ Steps 1 to 3 leave the engine's weights as they are, so a failure there needs no
 engine pauses. Errors are CkptEngineError: UNAVAILABLE (the source is gone; another may serve), DATA_LOSS (what lies
 there is not what was published), INVALID_ARGUMENT (a move does not fit its region or its destination),
 DEADLINE_EXCEEDED. They name the source (`source_of`). What is there and cannot be opened here is a CannotOpenError.
+
+Between relays of different hosts nothing is opened: a `ChunkAsker` asks a `ChunkLender` for chunks of a version, and a
+`ChunkCarrier` may carry them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -47,9 +48,8 @@ OPEN_SECONDS = 60.0
 
 
 class CannotOpenError(CkptEngineError):
-    """An offered region that this process cannot open: it may not, or its system refuses. Raised by `open` and
-    `connect`; UNAVAILABLE. The same region is then opened another way, if there is one. Not raised if the owner has
-    gone."""
+    """An offered region that this process cannot open: it may not, or its system refuses. Raised by `open`; its code is
+    UNAVAILABLE. The same region is then opened another way, if there is one. Not raised if the owner has gone."""
 
     def __init__(self, message: str, region: Region) -> None:
         super().__init__(unavailable(message).problem)
@@ -126,79 +126,6 @@ class Transport(Protocol):
     def open(self, regions: Sequence[Region], seconds: float = OPEN_SECONDS) -> OpenedRegions:
         """Opens regions for reading. seconds: how long their owners may take to answer, all together; memory of this
         host answers at once. Raises CannotOpenError, naming the region, and CkptEngineError."""
-        ...
-
-
-class ByteRun(NamedTuple):
-    """A run of bytes to fetch."""
-
-    remote: int  # from the start of the region
-    local: int  # from the start of the landing memory
-    length: int
-
-
-class ReadTicket(Protocol):
-    """A read that was asked for."""
-
-    def poll(self) -> int:
-        """Does pending work and returns the bytes that have landed by now; all of them: the read has ended. Does not
-        wait.
-
-        Raises CkptEngineError once it has failed, or its link was severed; bytes may land all the same until `sever`
-        has returned.
-        """
-        ...
-
-
-class Link(Protocol):
-    """A connection to the owner of one region."""
-
-    def read(self, runs: Sequence[ByteRun]) -> ReadTicket:
-        """Asks for runs of bytes, which may land in any order. Does not wait. Raises CkptEngineError."""
-        ...
-
-    def check(self) -> None:
-        """Raises unless the owner lives and still offers the memory that this link was made to. Does not wait."""
-        ...
-
-    def sever(self) -> None:
-        """Ends the link. When it returns, nothing that was asked for can land any more. May be repeated. Never raises:
-        a transport that cannot be sure ends the process that could still write."""
-        ...
-
-
-@runtime_checkable
-class LeasedLink(Protocol):
-    """An addition to a Link whose owner waits for its readers before it writes to what they read."""
-
-    def hold(self, seconds: float) -> None:
-        """Asks the owner to leave the memory as it is until `rest`. Raises UNAVAILABLE if it is gone or brings another
-        version there, DEADLINE_EXCEEDED if it does not answer."""
-        ...
-
-    def rest(self) -> None:
-        """Ends the hold: nothing is read before the next `hold`. Never raises."""
-        ...
-
-
-@runtime_checkable
-class Fetcher(Protocol):
-    """The reader's side of a fetched transport. One instance a worker."""
-
-    @property
-    def name(self) -> str:
-        """The transport's name, as in Region.transport."""
-        ...
-
-    def availability(self) -> Availability:
-        """Tries it on this process, cheaply. Never raises."""
-        ...
-
-    def connect(self, region: Region, landing: torch.Tensor, seconds: float) -> Link:
-        """A link to a region's owner. landing: uint8[n] of this host, the only memory that its reads may write.
-
-        Raises UNAVAILABLE (the owner is gone), DATA_LOSS (it offers other memory), DEADLINE_EXCEEDED after `seconds`.
-        """
         ...
 
 
@@ -283,23 +210,6 @@ class ArenaMapping:
     slot_bytes: int
 
 
-class ArenaWriter(Protocol):
-    """Processes that may write to a relay's memory besides the relay: they bring what it reads. Any thread.
-
-    Their writes may land after the relay has stopped waiting for them. So `close` makes sure that nothing lands any
-    more, or ends the relay.
-    """
-
-    @property
-    def reserved(self) -> list[int]:
-        """Bytes that each slot has taken, which the arena sets whenever that changes."""
-        ...
-
-    def close(self) -> None:
-        """Ends every process that could still write. May be repeated. Never raises."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Network:
     """Where a relay is on its networks."""
@@ -315,8 +225,8 @@ ChunkRuns = Sequence[tuple[int, int]]
 
 
 class ChunkLending(Protocol):
-    """One version in one slot, as relays of other hosts ask for its chunks, from the begin of its filling until the slot
-    is retired. Any thread."""
+    """One version in one slot, as relays of other hosts ask for its chunks. It lasts from the begin of the filling
+    until the slot is retired. Any thread."""
 
     @property
     def sent(self) -> Rate | None:
@@ -398,12 +308,13 @@ class Ask(IntEnum):
 
 
 class ChunkAsker(Protocol):
-    """The asker's side: a connection to one relay, kept from version to version. One thread at a time, but for `at_most`,
-    `leave` and `shut`.
+    """The asker's side: a connection to one relay, kept from version to version (`askers.py`). One thread at a time,
+    except for `at_most`, `leave` and `shut`.
 
-    Made of (region, owner, name, stop_at): the owner's `ChunkLender.chunks`, its name for messages, the name under
-    which the asker is known to other relays ("relay h1"), and the monotonic time until which connecting may take.
-    Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming the owner.
+    Made of (offered, owner, name, stop_at): an OfferedRegion with the owner's `ChunkLender.chunks`, and the regions of
+    its carriers; its name for messages; the name under which the asker is known to other relays ("relay h1"); and the
+    monotonic time until which connecting may take. Raises UNAVAILABLE, DEADLINE_EXCEEDED, DATA_LOSS, each naming the
+    owner.
     """
 
     @property
@@ -438,6 +349,11 @@ class ChunkAsker(Protocol):
         chunks. Any thread."""
         ...
 
+    def end(self) -> bool:
+        """Ends the filling that `begin` began: nothing can land any more. False: the connection cannot be kept for
+        another one. Never raises."""
+        ...
+
     def leave(self, why: str) -> None:
         """Shuts the connection; a waiting thread raises UNAVAILABLE with this reason. Any thread."""
         ...
@@ -448,6 +364,52 @@ class ChunkAsker(Protocol):
 
     def close(self) -> None:
         """Closes the connection, on the thread that uses it; nothing can land once it returns. May be repeated."""
+        ...
+
+
+class CarriedChunk(Protocol):
+    """A chunk that is being read from another relay's memory."""
+
+    def poll(self) -> int:
+        """Does pending work and returns the bytes that have landed by now; all of them: the read has ended. Does not
+        wait. Raises CkptEngineError once it has failed; bytes may land all the same until `sever` has returned."""
+        ...
+
+
+class CarrierLink(Protocol):
+    """A connection to another relay's memory. One thread."""
+
+    def read(self, slot: int, remote: ChunkRuns, local: ChunkRuns) -> CarriedChunk:
+        """Asks for a chunk that lies in these runs of the owner's slot, to land in these runs of our slot. Does not
+        wait. Raises CkptEngineError."""
+        ...
+
+    def sever(self) -> None:
+        """Ends the link. When it returns, nothing that was asked for can land any more. May be repeated. Never raises:
+        a carrier that cannot be sure ends the process that could still write."""
+        ...
+
+
+class ChunkCarrier(Protocol):
+    """Reads chunks from the memory of other relays by means of processes that write to this relay's, once their owner
+    has said where a chunk lies. One instance an arena; any thread.
+
+    Their writes may land after the relay has stopped waiting for them. So `CarrierLink.sever` and `close` make sure
+    that nothing lands any more, or end the relay.
+    """
+
+    @property
+    def reserved(self) -> list[int]:
+        """Bytes that each slot has taken, which the arena sets whenever that changes."""
+        ...
+
+    @property
+    def region(self) -> Region:
+        """Where other relays' carriers read this arena. Raises UNAVAILABLE, DEADLINE_EXCEEDED."""
+        ...
+
+    def close(self) -> None:
+        """Ends every process that could still write. May be repeated. Never raises."""
         ...
 
 

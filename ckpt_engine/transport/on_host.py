@@ -55,7 +55,7 @@ def try_load(kind: TransportKind, maker: Maker) -> Any:
 
 def _on_host(kind: TransportKind) -> Availability:
     if kind.on_host is None:
-        reader = try_load(kind, kind.reader)
+        reader = try_load(kind, kind.reader or "")
         return reader if isinstance(reader, Availability) else reader.availability()
     found: Availability = try_load(kind, kind.on_host)
     return found

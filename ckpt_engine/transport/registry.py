@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_engine.core.transports import TransportKind, transport_kinds, worker_kinds
-from ckpt_engine.transport.base import Availability, Fetcher, Transport
-from ckpt_engine.transport.fetched import FetchedTransport
+from ckpt_engine.transport.base import Availability, Transport
 from ckpt_engine.transport.on_host import try_load
 
 
@@ -19,15 +18,12 @@ class TransportRow:
     reason: str
 
 
-def all_transports(relay: bool = False) -> dict[str, Transport]:
-    """A new instance of every transport that this process can use, by name; not of collectives, over which no process
-    reads alone. Call it once a worker.
-
-    relay: also the transports between relays; only relays may load them.
-    """
-    readers = {name: _reader(kind) for name, kind in (transport_kinds() if relay else worker_kinds()).items()}
+def all_transports() -> dict[str, Transport]:
+    """A new instance of every transport that this process can read over, by name; not of collectives, over which no
+    process reads alone, nor of those between relays. Call it once a worker or relay."""
+    readers = {name: _reader(kind) for name, kind in worker_kinds().items()}
     return {
-        name: FetchedTransport(reader) if isinstance(reader, Fetcher) else reader
+        name: reader
         for name, reader in readers.items()
         if not isinstance(reader, Availability) and reader.availability().ok
     }
@@ -43,11 +39,14 @@ def transport_rows() -> list[TransportRow]:
     return rows
 
 
-def _reader(kind: TransportKind) -> Transport | Fetcher | Availability:
-    reader: Transport | Fetcher | Availability = try_load(kind, kind.reader)
+def _reader(kind: TransportKind) -> Transport | Availability:
+    reader: Transport | Availability = try_load(kind, kind.reader or "")
     return reader
 
 
 def _available(kind: TransportKind) -> Availability:
+    if kind.reader is None:
+        found: Availability = try_load(kind, kind.on_host or "")
+        return found
     reader = _reader(kind)
     return reader if isinstance(reader, Availability) else reader.availability()

@@ -1,28 +1,19 @@
-"""TLS between relays: both show a certificate of one authority, and the table says which one the owner's is."""
+"""TLS between relays: both show a certificate of one authority, and the locator says which one the owner's is."""
 
 from __future__ import annotations
 
-import contextlib
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import trustme
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.tcp import asking
-from ckpt_engine.transport.tcp.fetcher import TcpFetcher
-from ckpt_engine.v1.relay_pb2 import TcpLocator
-from ckpt_engine.v1.weights_pb2 import Region, SourceTable
-from tests.install.install_world import Checkpoint
-from tests.network.lanes import lanes
-from tests.network.test_tcp import assert_same, filled, odd, region_of, relay
-from tests.relay.relay_world import seal, tables
+from tests.network.chunk_owner import CHUNKS, Asking, Owner, changed
+from tests.network.test_tcp import refused
 
 EVERYBODY = Network("0.0.0.0:0", "127.0.0.1", 5.0)
 """Others reach it, so it has to be encrypted."""
@@ -55,87 +46,45 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
 
 
 @pytest.fixture
-def lent(keys: Keys) -> Iterator[tuple[Checkpoint, SourceTable]]:
-    """A version that a relay called near holds and lends, encrypted."""
+def owner(keys: Keys) -> Iterator[Owner]:
+    """A relay called near that lends a version, encrypted."""
     keys.of("near")
-    checkpoint = Checkpoint(odd(), None)
-    with contextlib.closing(relay("near", network=EVERYBODY)) as near:
-        yield checkpoint, filled(near, 0, seal(checkpoint, []), tables(checkpoint)).table
+    with Owner(EVERYBODY) as found:
+        found.lend()
+        yield found
 
 
-def test_weights_arrive_encrypted_bit_for_bit(lent: tuple[Checkpoint, SourceTable], keys: Keys) -> None:
-    checkpoint, table = lent
-    recorded = seal(checkpoint, [])
+def test_chunks_arrive_encrypted_bit_for_bit(owner: Owner, keys: Keys) -> None:
     keys.of("far")
-    with contextlib.closing(relay("far", network=EVERYBODY)) as far:
-        held = filled(far, 0, recorded, [table])
-        assert (held.filled.missing, held.filled.faults) == ((), ())
-        assert_same(held, checkpoint.weights)
-        assert all(isinstance(lane._socket, ssl.SSLSocket) for lane in lanes() if lane._thread.is_alive())
+    with Asking(owner.offered) as far:
+        assert isinstance(far.asker._socket, ssl.SSLSocket)
+        for chunk in range(len(CHUNKS)):
+            far.asker.ask(chunk)
+        for chunk in range(len(CHUNKS)):
+            assert far.receive(chunk) == ""
+        assert all(far.has(chunk, owner.slot(0)) for chunk in range(len(CHUNKS)))
+        assert far.asker.end(), "it can be kept"
 
 
-def test_what_is_passed_on_is_encrypted_and_wants_a_certificate(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys.of("near")
-    with contextlib.closing(relay("near", network=EVERYBODY)) as near:
-        region = near.passes_on
-        assert region is not None
-        filling = near._ways.pass_on(0, b"k" * 16, [[(0, 100)]])
-        assert filling is not None
-        near._arena.reserve(0, 100, "a test")
-        near._arena.tensor(0, 0, (100,), torch.uint8).fill_(3)
-        filling.verified(0)
-        keys.of("far")
-        passed = asking.ChunkReader(region, "relay near", b"k" * 16, time.monotonic() + 30)
-        assert isinstance(passed._socket, ssl.SSLSocket)
-        passed.ask(0)
-        found = bytearray(100)
-        passed.receive(0, [memoryview(found)], lambda: None)
-        assert found == b"\3" * 100
-        passed.close()
-        for variable in (CERTIFICATE, KEY, AUTHORITY):
-            monkeypatch.delenv(variable)
-        with pytest.raises(CkptEngineError, match="wants a certificate of this one"):
-            asking.ChunkReader(region, "relay near", b"k" * 16, time.monotonic() + 30)
-
-
-def refused(region: Region) -> str:
-    with pytest.raises(CkptEngineError) as caught:
-        TcpFetcher().connect(region, torch.zeros(region.size, dtype=torch.uint8), 10.0)
-    return caught.value.problem.message
-
-
-def test_who_shows_no_certificate_or_a_strangers_reads_nothing(
-    lent: tuple[Checkpoint, SourceTable], keys: Keys, monkeypatch: pytest.MonkeyPatch
+def test_an_asker_without_a_certificate_or_with_a_strangers_gets_nothing(
+    owner: Owner, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region = region_of(lent[1])
     keys.of("stranger", trustme.CA())
-    assert "is gone" in refused(region)
+    assert "is gone" in refused(owner.offered)
     for name in (AUTHORITY, CERTIFICATE, KEY):
         monkeypatch.delenv(name)
-    assert f"set {AUTHORITY}, {CERTIFICATE}, {KEY}" in refused(region)
-    plain = TcpLocator.FromString(region.locator)
-    plain.certificate = b""
-    region.locator = plain.SerializeToString()
-    assert "is gone" in refused(region), "nothing is said in plain words to who does not ask for encryption"
+    with pytest.raises(CkptEngineError, match=f"set {AUTHORITY}, {CERTIFICATE}, {KEY}"):
+        Asking(owner.offered)
+    assert "is gone" in refused(changed(owner.offered, certificate=b"")), "nothing is said in plain words"
 
 
-def test_a_certificate_alone_reads_nothing(lent: tuple[Checkpoint, SourceTable], keys: Keys) -> None:
-    region = region_of(lent[1])
+def test_a_certificate_alone_gets_nothing(owner: Owner, keys: Keys) -> None:
     keys.of("far")
-    wrong = TcpLocator.FromString(region.locator)
-    wrong.token = bytes(32)
-    region.locator = wrong.SerializeToString()
-    assert "has to show the token" in refused(region)
+    assert "has to show the token" in refused(changed(owner.offered, token=bytes(32)))
 
 
-def test_who_answers_with_another_certificate_is_not_told_the_token(
-    lent: tuple[Checkpoint, SourceTable], keys: Keys
-) -> None:
-    region = region_of(lent[1])
-    other = TcpLocator.FromString(region.locator)
-    other.certificate = bytes(32)
-    region.locator = other.SerializeToString()
-    assert "shows another certificate than that relay's" in refused(region)
+def test_an_owner_with_another_certificate_is_not_told_the_token(owner: Owner, keys: Keys) -> None:
+    assert "shows another certificate than that relay's" in refused(changed(owner.offered, certificate=bytes(32)))
 
 
 def test_files_that_do_not_belong_together_are_refused_at_the_start(keys: Keys, tmp_path: Path) -> None:
@@ -143,4 +92,4 @@ def test_files_that_do_not_belong_together_are_refused_at_the_start(keys: Keys, 
     key = tmp_path / f"near-{KEY}"
     key.write_bytes(keys.authority.issue_cert("x").private_key_pem.bytes())
     with pytest.raises(CkptEngineError, match="cannot be used together"):
-        relay("near", network=EVERYBODY)
+        Owner(EVERYBODY)

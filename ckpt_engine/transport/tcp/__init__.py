@@ -1,6 +1,5 @@
-"""TCP between relays: the owner sends runs of its arena, the reader receives them into its own.
+"""TCP between relays: one asks for chunks of a version, the other one sends them out of its arena.
 
-`wire.py` is the protocol, `lendings.py` what may be read now, `server.py` the owner's side, `connection.py` and
-`fetcher.py` the reader's side, `tls.py` both sides' certificates. A slot that is read while it is being filled:
-`passing.py` and `passer.py` on the owner's side, `asking.py` on the reader's.
+`wire.py` is the protocol. `lending.py` decides which chunk may be sent now, and to which asker; `server.py` sends them.
+`asker.py` is the other side. `sockets.py` and `tls.py` are of both.
 """

@@ -1,6 +1,10 @@
-"""The owner's side: a socket, and a thread for each connection, which sends runs of the arena to admitted readers.
+"""The owner's side: a socket, and a thread for each connection, which answers what its asker asks for.
 
-A reader that is slow or stopped holds up only its own thread. Nothing here writes to the arena.
+It decides nothing about chunks (`lending.py`). An asker that is slow or stopped holds up only its own thread. Nothing
+here writes to the arena.
+
+An asker whose chunk is missing is told so every second, with a number that shows whether the owner receives anything at
+all. That is how an asker tells an owner that waits from one that is stopped.
 """
 
 from __future__ import annotations
@@ -12,21 +16,20 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 
 from ckpt_engine.addresses import join_address, split_address
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
-from ckpt_engine.core.rates import Rate
+from ckpt_engine.core.rates import Flow, Rate
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import ArenaMemory, Network
+from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
-from ckpt_engine.transport.tcp.lendings import Lendings
-from ckpt_engine.transport.tcp.passer import Passer
-from ckpt_engine.transport.tcp.passing import Runs, TcpPassing
-from ckpt_engine.transport.tcp.sending import Sender, frames
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, receive, send, shut, tune
+from ckpt_engine.transport.tcp.lending import REPLACED, Asker, Lendings, Not, Pulse, Send, TcpLending, To
+from ckpt_engine.transport.tcp.sockets import HungUp, Silence, has_hung_up, receive, send, shut, tune, unsent
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -43,11 +46,23 @@ FIRST_SECONDS = 10.0
 """From a connection to the end of its greeting, certificates included."""
 
 SEND_SECONDS = 60.0
-"""How long a reader may take nothing of what it asked for."""
+"""How long an asker may take nothing of what it asked for."""
+
+IDLE_TURNS = 10
+"""Times SEND_SECONDS without a question until a connection is closed."""
+
+PULSE_SECONDS = 1.0
+"""Between two messages to an asker that waits for a chunk."""
+
+MOST_PLACES = 64
+"""Chunks that one asker may read in this relay's memory at a time."""
+
+LONG_RUN = 256 << 10
+"""Bytes from which on a run is sent from where it lies; shorter ones are joined first."""
 
 
-class TcpArenaLender:
-    """Lends one arena to other relays. Any thread; it has a thread of its own and one a connection.
+class TcpChunkLender:
+    """Lends the chunks in one arena to other relays. See ChunkLender. It has a thread of its own and one a connection.
 
     Raises INVALID_ARGUMENT for an invalid address, one that other hosts reach without certificates or --insecure, or
     certificates that do not work; UNAVAILABLE if it cannot listen there.
@@ -56,7 +71,7 @@ class TcpArenaLender:
     def __init__(self, memory: ArenaMemory, network: Network) -> None:
         self._memory = memory
         self._bytes = memory.bytes.numpy().data
-        self._lendings = Lendings(memory.id, len(self._bytes) // memory.slot_bytes, network.slot_grace)
+        self._lendings = Lendings(memory.id, network.slot_grace)
         self._context, self._certificate = tls.owners_context()
         host, port = split_address(network.listen, "--listen")
         if not is_loopback(host) and self._context is None and not network.insecure:
@@ -76,61 +91,51 @@ class TcpArenaLender:
         if is_loopback(host):
             log.info("relays of other hosts do not reach it: it listens on %s only (--listen)", host)
         elif self._context is not None:
-            log.info("relays of other hosts read it over TCP at %s, encrypted", self.address)
+            log.info("relays of other hosts ask it over TCP at %s, encrypted", self.address)
         else:
             log.warning(
-                "listening on %s: relays of other hosts read weights at %s, not encrypted: anyone who sees the network "
-                "sees them, and can read as they do",
+                "listening on %s: relays of other hosts get weights at %s, not encrypted: anyone who sees the network "
+                "sees them, and can ask as they do",
                 host,
                 self.address,
             )
         self._accepting.start()
 
     @property
-    def readers(self) -> int:
-        """Connections that showed a token."""
-        with self._lock:
-            return len(self._admitted)
-
-    @property
-    def passes_on(self) -> Region:
-        """Where other relays ask for what is being filled."""
+    def chunks(self) -> Region:
+        """Where other relays ask for chunks."""
         locator = TcpLocator(
             addresses=[self.address],
             arena=self._memory.id,
-            slot=wire.NO_SLOT,
             token=self._lendings.token,
             certificate=self._certificate,
         )
         size = len(self._bytes)
         return Region(transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
 
-    def pass_on(self, slot: int, key: bytes, chunks: Sequence[Runs], passed: Callable[[Rate], None]) -> TcpPassing:
-        """Lends a slot while it is being filled, chunk by chunk as each is verified. See PassesOn."""
-        return self._lendings.pass_on(slot, key, chunks, passed)
+    @property
+    def readers(self) -> int:
+        """Connections that showed the token."""
+        with self._lock:
+            return len(self._admitted)
 
-    def offer(self, id: int, slot: int, offset: int, size: int) -> Region:
-        """The region as other relays open it; the same for the same arguments."""
-        locator = TcpLocator(
-            addresses=[self.address],
-            arena=self._memory.id,
-            slot=slot,
-            offset=offset,
-            token=self._lendings.offer(slot, offset + size),
-            certificate=self._certificate,
-        )
-        return Region(id=id, transport=NAME, size=size, locator=locator.SerializeToString(deterministic=True))
-
-    def lend(self, slot: int) -> None:
-        """Lets readers hold the slot from now on."""
-        self._lendings.lend(slot)
+    def lend(
+        self,
+        slot: int,
+        key: bytes,
+        runs: Callable[[int], ChunkRuns],
+        wanted: Collection[int],
+        passed: Callable[[Rate], None] = lambda rate: None,
+    ) -> TcpLending:
+        """Begins the filling of a slot."""
+        return self._lendings.lend(slot, key, runs, wanted, passed)
 
     def refuse(self, slot: int) -> None:
-        """Refuses further readers of the slot."""
+        """Refuses further questions about the slot."""
         self._lendings.refuse(slot)
 
     def retire(self, slot: int) -> int:
-        """Waits for the readers that hold the slot. Returns how many were overruled."""
+        """Waits for the askers that are being sent some of the slot. Returns how many were overruled."""
         return self._lendings.retire(slot)
 
     def close(self) -> None:
@@ -198,22 +203,19 @@ class TcpArenaLender:
                 connection.do_handshake()
             hello = wire.read_hello(receive(connection, wire.HELLO.size))
             self._lendings.admit(hello)
+            asker = Asker(wire.read_name(receive(connection, hello.name)))
             with self._lock:
                 self._admitted.add(connection)
-            send(connection, wire.frame(wire.YES, 0))
+            send(connection, wire.frame(wire.YES))
             tune(connection, SEND_SECONDS)
-            sender = Sender(connection, self._memory, self._bytes)
-            if hello.slot == wire.NO_SLOT:
-                Passer(connection, self._lendings, sender).serve()
-            else:
-                _ServedReader(connection, hello.slot, self._lendings, sender).serve()
+            _Conversation(connection, asker, self._lendings, self._memory, self._bytes).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
                 send(connection, wire.refusal(wire.NO, error.problem.message))
         except (HungUp, Silence, OSError) as error:
             log.debug("the relay at %s is not served any more: %s", where, error or "it says nothing")
-        except Exception:  # of one reader; the others are served
+        except Exception:  # of one asker; the others are served
             log.exception("ckpt-engine: the relay at %s could not be served", where)
         finally:
             with self._lock:
@@ -222,53 +224,135 @@ class TcpArenaLender:
             connection.close()
 
 
-class _ServedReader:
-    """One connection that showed its token."""
+class _Conversation:
+    """One connection that showed the token. arena: the bytes of its memory."""
 
-    def __init__(self, connection: socket.socket, slot: int, lendings: Lendings, sender: Sender) -> None:
+    def __init__(
+        self, connection: socket.socket, asker: Asker, lendings: Lendings, memory: ArenaMemory, arena: memoryview
+    ) -> None:
         self._connection = connection
-        self._slot = slot
+        self._asker = asker
         self._lendings = lendings
-        self._sender = sender
+        self._memory = memory
+        self._bytes = arena
+        self._plain = not isinstance(connection, ssl.SSLSocket)
+        self._places: deque[tuple[TcpLending, int]] = deque()  # what the asker reads itself, with the chunk's number
 
     def serve(self) -> None:
-        """Answers until the reader hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp."""
+        """Answers until the asker hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp, Silence."""
+        turns = 0
         try:
-            while True:
-                with contextlib.suppress(Silence):  # the reader has no question now
-                    self._answer(wire.read_question(receive(self._connection, wire.QUESTION.size)))
+            while turns < IDLE_TURNS:
+                try:
+                    data = receive(self._connection, wire.QUESTION.size)
+                except Silence:  # the asker has no question now
+                    turns += 1
+                    continue
+                turns = 0
+                self._carry_out(wire.read_question(data))
         finally:
-            self._lendings.release(self._slot, self)
+            self._lendings.leave(self._asker)
 
-    def _answer(self, message: wire.ReaderMessage) -> None:
-        try:
-            self._carry_out(message)
-        except Silence as error:
-            raise HungUp(f"it takes nothing for {SEND_SECONDS:g} s") from error
-
-    def _carry_out(self, message: wire.ReaderMessage) -> None:
-        if message.kind == wire.RELEASE:
-            self._lendings.release(self._slot, self)
-        elif message.kind == wire.HOLD:
+    def _carry_out(self, question: wire.Question) -> None:
+        if question.kind == wire.LEAVE:
+            self._places.clear()
+            self._lendings.leave(self._asker, question.key)
+        elif question.kind == wire.RELEASE:
+            if not self._places:
+                raise invalid("it gives back a chunk that it was not lent")
+            lending, chunk = self._places.popleft()
+            self._lendings.release(lending, self._asker, chunk, served=True)
+        else:
             try:
-                lending = self._lendings.hold(self._slot, self)
+                self._answer(question)
+            except Silence as error:
+                raise HungUp("it takes nothing of what it asked for") from error
+
+    def _answer(self, question: wire.Question) -> None:
+        while True:
+            try:
+                found = self._lendings.answer(question.key, question.chunk, question.how, self._asker, PULSE_SECONDS)
             except CkptEngineError as error:
                 send(self._connection, wire.refusal(wire.GONE, error.problem.message))
-            else:
-                send(self._connection, wire.frame(wire.YES, len(lending)) + lending)
-        elif message.kind == wire.READ:
-            data = receive(self._connection, message.runs * wire.RUN.size)
-            runs = wire.read_runs(data, self._lendings.size(self._slot))
-            for part in frames(runs):
-                why = next(
-                    (no for run in part if (no := self._lendings.why_not(self._slot, message.lending, *run))), ""
-                )
-                if why:
-                    send(self._connection, wire.refusal(wire.GONE, why))
-                    return
-                self._sender.send(self._slot, part)
+                return  # the asker hangs up; if we did, it might be told nothing but that
+            if not isinstance(found, Pulse):
+                break
+            if has_hung_up(self._connection):
+                raise HungUp("it has hung up")
+            send(self._connection, wire.frame(wire.WAIT, wire.PULSE.pack(found.number)))
+        if isinstance(found, To):
+            send(self._connection, wire.frame(wire.TO, found.relay.encode()))
+        elif isinstance(found, Not):
+            send(self._connection, wire.refusal(wire.NOT, found.why))
+        elif question.placed and len(found.runs) <= wire.MOST_RUNS and len(self._places) < MOST_PLACES:
+            self._places.append((found.lending, question.chunk))
+            send(self._connection, wire.place(found.lending.slot, found.runs))
         else:
-            raise invalid("this connection reads a slot, and cannot ask for a chunk of what is being filled")
+            self._send_chunk(found, question.chunk)
+
+    # -- a chunk
+
+    def _send_chunk(self, found: Send, chunk: int) -> None:
+        began, waiting, sent, is_whole = time.monotonic(), unsent(self._connection), 0, False
+        try:
+            for part in _frames(found.runs):
+                if not found.lending.is_lent:
+                    send(self._connection, wire.refusal(wire.GONE, REPLACED))
+                    return
+                self._send_frame(found.lending.slot, part)
+                sent += sum(length for _, length in part)
+            is_whole = True
+        finally:
+            # What lies in the kernel's memory has not been sent; it leaves later, when nothing may measure it.
+            transmitted = sent + waiting - unsent(self._connection)
+            flow = Flow(began, time.monotonic(), max(0, transmitted))
+            self._lendings.release(found.lending, self._asker, chunk, is_whole, flow)
+
+    def _send_frame(self, slot: int, runs: ChunkRuns) -> None:
+        """Sends one frame with these runs, as `_frames` has them. Raises Silence, HungUp."""
+        head = wire.FRAME.pack(wire.DATA, sum(length for _, length in runs))
+        first = slot * self._memory.slot_bytes
+        if len(runs) > 1 or runs[0][1] < LONG_RUN:
+            parts = [self._bytes[first + offset : first + offset + length] for offset, length in runs]
+            send(self._connection, b"".join((head, *parts)))
+            return
+        ((offset, length),) = runs
+        send(self._connection, head)
+        if self._plain:
+            self._send_file(first + offset, length)
+        else:
+            send(self._connection, self._bytes[first + offset : first + offset + length])
+
+    def _send_file(self, at: int, length: int) -> None:
+        end = at + length
+        while at < end:
+            try:
+                sent = os.sendfile(self._connection.fileno(), self._memory.descriptor, at, end - at)
+            except BlockingIOError as error:
+                raise Silence from error
+            except OSError as error:
+                raise HungUp(str(error)) from error
+            if not sent:
+                raise HungUp("the arena ends before the run")
+            at += sent
+
+
+def _frames(runs: ChunkRuns) -> Iterator[list[tuple[int, int]]]:
+    """The runs of each frame: a part of one long run, or several short ones."""
+    short: list[tuple[int, int]] = []
+    size = 0
+    for offset, length in runs:
+        if short and (length >= LONG_RUN or size + length > wire.FRAME_BYTES):
+            yield short
+            short, size = [], 0
+        if length < LONG_RUN:
+            short.append((offset, length))
+            size += length
+            continue
+        for first in range(offset, offset + length, wire.FRAME_BYTES):
+            yield [(first, min(wire.FRAME_BYTES, offset + length - first))]
+    if short:
+        yield short
 
 
 def _listening(host: str, port: int) -> socket.socket:

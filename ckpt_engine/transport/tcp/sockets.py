@@ -11,6 +11,7 @@ import ssl
 import struct
 import termios
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -72,6 +73,20 @@ def receive_some(connection: socket.socket, into: memoryview) -> int:
             got = connection.recv_into(into)
         else:
             got = connection.recv_into(into, 0, socket.MSG_WAITALL)
+    except (BlockingIOError, TimeoutError) as error:
+        raise Silence from error
+    except OSError as error:
+        raise HungUp(str(error)) from error
+    if not got:
+        raise HungUp("it has hung up")
+    return got
+
+
+def receive_parts(connection: socket.socket, parts: Sequence[memoryview]) -> int:
+    """Receives into several parts in their order, in one call; returns how many bytes, at least one. Not for TLS.
+    Raises Silence, HungUp."""
+    try:
+        got = connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
     except (BlockingIOError, TimeoutError) as error:
         raise Silence from error
     except OSError as error:

@@ -1,16 +1,19 @@
-"""The protocol between relays over TCP: fixed headers, all little-endian, every count bounded.
+"""The protocol between relays over TCP: fixed headers, all little-endian, every count bounded. Pure: without sockets.
 
-    reader                                       owner
-    HELLO  magic, version, slot, arena, token    YES, or NO and why not; then it hangs up
-    HOLD                                         YES and the lending, or NO and why not
-    READ   lending, runs of the slot             DATA frames: the runs' bytes in their order; GONE and why instead, once
-                                                 the lending has ended
-    RELEASE                                      (nothing)
-    PASS   key of a filling, number of a chunk   DATA frames once that chunk is verified, WAIT until then; GONE and why
+    asker                                          owner
+    HELLO    magic, version, arena, token, name    YES, or NO and why not; then it hangs up
+    CHUNK    how, number, key of the version       one of the answers below, maybe after some WAIT
+    RELEASE  number, key                           (nothing) the asker has read what PLACE named, or gives that up
+    LEAVE    key                                   (nothing) the asker asks for no more of this version
 
-A reader may ask for the next runs before the last ones have come; they come in the order in which they were asked for.
-PASS is about what is being filled, so its greeting names no slot (NO_SLOT).
-Pure: no socket is touched here.
+    DATA   bytes of the chunk, in as many frames as it takes
+    WAIT   a number that changes whenever the owner receives some of the version; once a second until it can answer
+    TO     name of the relay to which the chunk was granted
+    NOT    why this chunk does not come from here, or not now: the connection goes on
+    PLACE  slot, and runs of it where the chunk lies: the owner leaves them as they are until RELEASE
+    GONE   why the connection ends, also in the middle of a chunk
+
+An asker may ask for further chunks before the last one has come; answers come in the order of the questions.
 """
 
 from __future__ import annotations
@@ -19,67 +22,82 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ckpt_engine.core.chunks import KEY_BYTES
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.transport.base import Ask
 
-VERSION = 1
+VERSION = 2
 
 MAGIC = b"ckwt"
 
 TOKEN_BYTES = 32
 
-LENDING_BYTES = 16
-
 ARENA_BYTES = 16
 
-HELLO = struct.Struct(f"<4sB3xI{ARENA_BYTES}s{TOKEN_BYTES}s")
-"""Magic, version, slot, arena, token: what a connection is for, from its first byte to its last."""
+NAME_BYTES = 256
+"""The most of a relay's name."""
 
-QUESTION = struct.Struct(f"<B3xI{LENDING_BYTES}s")
-"""Kind, how many runs follow, lending."""
+HELLO = struct.Struct(f"<4sB3x{ARENA_BYTES}s{TOKEN_BYTES}sH")
+"""Magic, version, arena, token, and how many bytes the asker's name has, which follows."""
 
-HOLD, RELEASE, READ, PASS = range(1, 5)
+QUESTION = struct.Struct(f"<BB2xI{KEY_BYTES}s")
+"""Kind, how (Ask, with PLACED added), number of the chunk, key of the version."""
 
-NO_SLOT = 2**32 - 1
-"""In a greeting: the connection asks for chunks of what is being filled."""
+CHUNK, RELEASE, LEAVE = range(1, 4)
 
-RUN = struct.Struct("<QQ")
-"""Offset in the slot, length; bytes."""
+PLACED = 0x80
+"""The asker can read memory of the owner itself: PLACE is as welcome as DATA."""
 
 FRAME = struct.Struct("<B3xI")
 """What follows, and how many bytes of it."""
 
-YES, NO, DATA, GONE, WAIT = range(1, 6)
+YES, NO, DATA, WAIT, TO, NOT, PLACE, GONE = range(1, 9)
 
 PULSE = struct.Struct("<Q")
-"""With WAIT: a number that changes whenever its sender receives bytes of what it is being filled with."""
+
+SLOT = struct.Struct("<I")
+
+RUN = struct.Struct("<QQ")
+"""Offset in the slot, length; bytes."""
 
 FRAME_BYTES = 4 << 20
-"""The most of one DATA frame. Between two frames the owner checks that the lending still holds."""
+"""The most of one DATA frame. Between two frames the owner checks that the chunk may still be sent."""
 
 WORDS_BYTES = 1024
 """The most of a reason."""
 
-MOST_RUNS = 1024
-"""The most runs of one READ."""
+MOST_RUNS = 4096
+"""The most runs of one PLACE; a chunk of more is sent."""
 
-MOST_BYTES = 64 << 20
-"""The most that the runs of one READ may have together."""
+_LEAST_AND_MOST = {
+    YES: (0, 0),
+    NO: (0, WORDS_BYTES),
+    DATA: (1, FRAME_BYTES),
+    WAIT: (PULSE.size, PULSE.size),
+    TO: (1, NAME_BYTES),
+    NOT: (0, WORDS_BYTES),
+    PLACE: (SLOT.size + RUN.size, SLOT.size + MOST_RUNS * RUN.size),
+    GONE: (0, WORDS_BYTES),
+}
+"""Bytes that may follow the head of each answer."""
 
 
 class Hello(NamedTuple):
-    """What a connection is for."""
+    """What an asker says first."""
 
-    slot: int
     arena: bytes
     token: bytes
+    name: int  # bytes of its name, which follows
 
 
-class ReaderMessage(NamedTuple):
-    """A message of a reader."""
+class Question(NamedTuple):
+    """A message of an asker."""
 
-    kind: int  # HOLD, RELEASE, READ or PASS
-    runs: int  # how many follow; of PASS: the number of a chunk
-    lending: bytes  # of PASS: the key of the filling
+    kind: int  # CHUNK, RELEASE or LEAVE
+    how: Ask
+    placed: bool  # whether it can read the owner's memory itself
+    chunk: int
+    key: bytes
 
 
 class Frame(NamedTuple):
@@ -89,79 +107,96 @@ class Frame(NamedTuple):
     size: int  # bytes that follow
 
 
-def hello(slot: int, arena: bytes, token: bytes) -> bytes:
-    """A reader's first message."""
-    return HELLO.pack(MAGIC, VERSION, slot, arena, token)
+class Place(NamedTuple):
+    """Where a chunk lies in the owner's arena."""
+
+    slot: int
+    runs: list[tuple[int, int]]  # (offset in the slot, length)
+
+
+def hello(arena: bytes, token: bytes, name: str) -> bytes:
+    """An asker's first message. Raises INVALID_ARGUMENT for a name that is empty or too long."""
+    said = name.encode()
+    if not 1 <= len(said) <= NAME_BYTES:
+        raise invalid(f"the name of a relay has {len(said)} bytes, not 1 to {NAME_BYTES}: {name[:40]!r}")
+    return HELLO.pack(MAGIC, VERSION, arena, token, len(said)) + said
 
 
 def read_hello(data: bytes) -> Hello:
     """Reads a greeting. Raises INVALID_ARGUMENT for a malformed one, or one of another version."""
     try:
-        magic, version, slot, arena, token = HELLO.unpack(data)
+        magic, version, arena, token, name = HELLO.unpack(data)
     except struct.error as error:
-        raise invalid(f"{len(data)} bytes are no greeting of a relay") from error
+        raise invalid(f"{len(data)} bytes are not a greeting of a relay") from error
     if magic != MAGIC:
-        raise invalid("the caller is no relay")
+        raise invalid("the caller is not a relay")
     if version != VERSION:
         raise invalid(f"it speaks version {version} of relays' protocol, and this relay version {VERSION}")
-    return Hello(slot, arena, token)
+    if not 1 <= name <= NAME_BYTES:
+        raise invalid(f"its name has {name} bytes, not 1 to {NAME_BYTES}")
+    return Hello(arena, token, name)
 
 
-def question(kind: int, lending: bytes = bytes(LENDING_BYTES), runs: Sequence[tuple[int, int]] = ()) -> bytes:
-    """A message of a reader. runs: (offset in the slot, length)."""
-    return QUESTION.pack(kind, len(runs), lending) + b"".join(RUN.pack(*run) for run in runs)
-
-
-def chunk_question(key: bytes, chunk: int) -> bytes:
-    """A reader's question for a chunk of a filling. key: 16 bytes."""
-    return QUESTION.pack(PASS, chunk, key)
-
-
-def read_question(data: bytes) -> ReaderMessage:
-    """Reads a message of a reader. Raises INVALID_ARGUMENT for an invalid one."""
+def read_name(data: bytes) -> str:
+    """Reads a relay's name. Raises INVALID_ARGUMENT if it is not text."""
     try:
-        found = ReaderMessage(*QUESTION.unpack(data))
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(f"the name of a relay is not UTF-8: {data[:40]!r}") from error
+
+
+def question(kind: int, key: bytes, chunk: int = 0, how: Ask = Ask.WAIT, placed: bool = False) -> bytes:
+    """A message of an asker."""
+    return QUESTION.pack(kind, how | (PLACED if placed else 0), chunk, key)
+
+
+def read_question(data: bytes) -> Question:
+    """Reads a message of an asker. Raises INVALID_ARGUMENT for an invalid one."""
+    try:
+        kind, how, chunk, key = QUESTION.unpack(data)
     except struct.error as error:
-        raise invalid(f"{len(data)} bytes are no question") from error
-    if found.kind not in (HOLD, RELEASE, READ, PASS):
-        raise invalid(f"there is no question of kind {found.kind}")
-    if found.kind != PASS and not (1 <= found.runs <= MOST_RUNS if found.kind == READ else found.runs == 0):
-        raise invalid(f"question {found.kind} is about {found.runs} runs; a read is about 1 to {MOST_RUNS}")
-    return found
+        raise invalid(f"{len(data)} bytes are not a question") from error
+    if kind not in (CHUNK, RELEASE, LEAVE):
+        raise invalid(f"there is no question of kind {kind}")
+    if how & ~PLACED not in list(Ask) or (kind != CHUNK and how):
+        raise invalid(f"a question of kind {kind} cannot be asked in the way {how}")
+    return Question(kind, Ask(how & ~PLACED), bool(how & PLACED), chunk, key)
 
 
-def read_runs(data: bytes, size: int) -> list[tuple[int, int]]:
-    """(offset, length) of each run. size: bytes of the slot that are lent. Raises INVALID_ARGUMENT for runs that do not
-    lie in it, and for too many bytes at once."""
-    if len(data) % RUN.size:
-        raise invalid(f"{len(data)} bytes are no list of runs")
-    found = list(RUN.iter_unpack(data))
-    for offset, length in found:
-        if not length or offset + length > size:
-            raise invalid(f"a run of {length} bytes at {offset} does not lie in the {size} bytes that are lent")
-    if (total := sum(length for _, length in found)) > MOST_BYTES:
-        raise invalid(f"{total} bytes were asked for at once, and {MOST_BYTES} may be")
-    return found
-
-
-def frame(kind: int, size: int) -> bytes:
-    """The head of an answer."""
-    return FRAME.pack(kind, size)
+def frame(kind: int, content: bytes = b"") -> bytes:
+    """An answer."""
+    return FRAME.pack(kind, len(content)) + content
 
 
 def refusal(kind: int, why: str) -> bytes:
-    """NO or GONE, with the reason."""
-    words = why.encode()[:WORDS_BYTES]
-    return frame(kind, len(words)) + words
+    """NO, NOT or GONE, with the reason."""
+    return frame(kind, why.encode()[:WORDS_BYTES])
+
+
+def place(slot: int, runs: Sequence[tuple[int, int]]) -> bytes:
+    """PLACE. runs: at most MOST_RUNS."""
+    return frame(PLACE, SLOT.pack(slot) + b"".join(RUN.pack(*run) for run in runs))
 
 
 def read_frame(data: bytes) -> Frame:
-    """Reads the head of an answer. Raises INVALID_ARGUMENT for a malformed one, or a size that is too large."""
+    """Reads the head of an answer. Raises INVALID_ARGUMENT for a malformed one, or a size that it cannot have."""
     try:
         found = Frame(*FRAME.unpack(data))
     except struct.error as error:
-        raise invalid(f"{len(data)} bytes are no answer") from error
-    most = {YES: LENDING_BYTES, NO: WORDS_BYTES, GONE: WORDS_BYTES, DATA: FRAME_BYTES, WAIT: PULSE.size}.get(found.kind)
-    if most is None or found.size > most or found.size < {DATA: 1, WAIT: PULSE.size}.get(found.kind, 0):
-        raise invalid(f"an answer of kind {found.kind} with {found.size} bytes is none of a relay")
+        raise invalid(f"{len(data)} bytes are not an answer") from error
+    least, most = _LEAST_AND_MOST.get(found.kind, (1, 0))
+    if not least <= found.size <= most:
+        raise invalid(f"a relay gives no answer of kind {found.kind} with {found.size} bytes")
     return found
+
+
+def read_place(data: bytes) -> Place:
+    """Reads what follows the head of PLACE. Raises INVALID_ARGUMENT if it is malformed. Whether the runs lie in the
+    owner's arena is for the reader of that memory to check."""
+    if len(data) < SLOT.size or (len(data) - SLOT.size) % RUN.size:
+        raise invalid(f"{len(data)} bytes do not say where a chunk lies")
+    runs = list(RUN.iter_unpack(data[SLOT.size :]))
+    if not all(length for _, length in runs) or any(offset + length >= 1 << 63 for offset, length in runs):
+        raise invalid("a chunk is said to lie in runs that no memory has")
+    (slot,) = SLOT.unpack_from(data)
+    return Place(slot, runs)

@@ -1,0 +1,336 @@
+"""The asker's side: one connection to another relay, over which chunks come into memory of this one. See ChunkAsker.
+
+It does not decide which relay is asked for what. Only the calling thread writes to the memory, and only what was asked
+for. Any thread may shut the connection, which wakes that thread up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckpt_engine.addresses import split_address
+from ckpt_engine.core.offers import by_transport
+from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, invalid, not_found, unavailable
+from ckpt_engine.core.rates import Flow
+from ckpt_engine.host.forks import forget_in_children
+from ckpt_engine.transport.base import Ask, ChunkRuns
+from ckpt_engine.transport.locator import locator_of
+from ckpt_engine.transport.tcp import tls, wire
+from ckpt_engine.transport.tcp.kind import NAME
+from ckpt_engine.transport.tcp.sockets import (
+    HungUp,
+    Silence,
+    has_hung_up,
+    receive,
+    receive_parts,
+    receive_some,
+    resolve,
+    send,
+    shut,
+    tune,
+    unread,
+)
+from ckpt_engine.v1.relay_pb2 import TcpLocator
+from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
+
+AnswerT = TypeVar("AnswerT")
+
+SILENCE_SECONDS = 6.0
+"""How long an owner may be silent. An owner that waits says so every second; a host that was stopped for a few seconds
+goes on."""
+
+STUCK_SECONDS = 15.0
+"""How long an owner may receive nothing itself while we wait for it."""
+
+ASK_SECONDS = 10.0
+"""How long an owner may take to greet."""
+
+UNREACHED_SECONDS = 300.0
+"""How long an owner that could not be connected to in time is not dialled again: where hosts of replicas cannot dial
+each other (a firewall that drops), each filling would wait for that."""
+
+_SHORT = 64 << 10
+
+_GATHERED = 256
+"""Short runs that are received in one call."""
+
+_unreached: dict[bytes, float] = {}
+"""By locator, which a relay that starts again changes: until when (monotonic seconds)."""
+
+
+class TcpAsker:
+    """A connection to one relay. offered: with its `TcpChunkLender.chunks`. See ChunkAsker."""
+
+    def __init__(self, offered: OfferedRegion, owner: str, name: str, stop_at: float) -> None:
+        ways = by_transport(offered, owner)
+        region = ways.get(NAME, Region())
+        self.owner = owner
+        self.flows: list[Flow] = []  # without what was in the kernel's memory already
+        self._key = b""
+        self._memory = memoryview(b"")
+        self._asked: deque[int] = deque()  # chunks whose answers have not come
+        self._coming: Flow | None = None  # the current chunk, with all of the frame that has begun
+        self._leave_reason = ""  # why this asker waits for no more; see `leave`
+        self._broken = False
+        now = time.monotonic()
+        if now < _unreached.get(region.locator, now):
+            raise unavailable(
+                f"{owner} did not answer a while ago, and is not asked again before {UNREACHED_SECONDS:g} s are over: "
+                "hosts that are filled together must reach each other"
+            )
+        until = min(stop_at, now + ASK_SECONDS)
+        try:
+            self._socket = _connect(read_locator(region), owner, name, until)
+        except CkptEngineError as error:
+            if error.problem.code == Problem.DEADLINE_EXCEEDED and until < stop_at:
+                _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS
+            raise
+        tune(self._socket, SILENCE_SECONDS)
+        forget_in_children(self)
+
+    def begin(self, key: bytes, slot: int, memory: memoryview) -> None:
+        """Begins a filling of version `key` into `memory`."""
+        assert not self._asked, "answers for the last filling are still to come"
+        self._key, self._memory = key, memory
+        self.flows = []
+
+    def ask(self, chunk: int, how: Ask = Ask.WAIT) -> None:
+        """Asks for a chunk; answers come in the order of the questions."""
+        if self._broken:
+            raise unavailable(self._leave_reason or f"the connection to {self.owner} has ended")
+        self._naming_owner(lambda: send(self._socket, wire.question(wire.CHUNK, self._key, chunk, how)), chunk)
+        self._asked.append(chunk)
+
+    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
+        """Waits for the answer to the oldest question; see ChunkAsker."""
+        assert [*self._asked][:1] == [chunk], f"chunk {chunk} is not the next that was asked for"
+        landing = [self._memory[offset : offset + length] for offset, length in runs]
+        if not landing or not all(map(len, landing)) or sum(map(len, landing)) != sum(length for _, length in runs):
+            raise invalid(f"chunk {chunk} is to land in runs that the slot of {len(self._memory)} bytes does not have")
+        relay, why = self._naming_owner(lambda: self._receive(chunk, landing, moved), chunk)
+        self._asked.popleft()
+        if why:
+            raise not_found(f"{self.owner} does not have chunk {chunk}: {why}")
+        return relay
+
+    def at_most(self) -> tuple[int, float] | None:
+        """Upper bounds for the current chunk; see ChunkAsker."""
+        coming = self._coming
+        if coming is None:
+            return None
+        return coming.bytes, coming.bytes / max(time.monotonic() - coming.start, 1e-9)
+
+    def end(self) -> bool:
+        """Ends the filling; False: the connection cannot be used for another one."""
+        if self._broken or self._asked or self._leave_reason or has_hung_up(self._socket):
+            return False
+        self._memory = memoryview(b"")
+        try:
+            if self._key:
+                send(self._socket, wire.question(wire.LEAVE, self._key))
+        except (HungUp, Silence):
+            return False
+        self._key = b""
+        return True
+
+    def leave(self, why: str) -> None:
+        """Shuts the connection; a waiting thread raises UNAVAILABLE with this reason. Any thread."""
+        self._leave_reason = why
+        self.shut()
+
+    def shut(self) -> None:
+        """Shuts the connection, which wakes up a waiting thread. Any thread."""
+        shut(self._socket)
+
+    def close(self) -> None:
+        """Closes the connection, on the thread that uses it. May be repeated."""
+        self._broken = True
+        self._memory = memoryview(b"")
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket without telling the peer: for a forked child."""
+        if self._socket.fileno() >= 0:
+            os.close(self._socket.detach())
+
+    def _naming_owner(self, what: Callable[[], AnswerT], chunk: int) -> AnswerT:
+        try:
+            return what()
+        except BaseException as error:
+            self._broken = True
+            self._coming = None
+            if isinstance(error, Silence):
+                raise deadline(
+                    f"{self.owner} said nothing for {SILENCE_SECONDS:g} s while chunk {chunk} was waited for: it is "
+                    "stopped, or the network is cut"
+                ) from error
+            if isinstance(error, (HungUp, OSError)):
+                raise unavailable(
+                    self._leave_reason or f"{self.owner} is gone, while chunk {chunk} was waited for: {error}"
+                ) from error
+            raise
+
+    # -- an answer
+
+    def _receive(self, chunk: int, landing: list[memoryview], moved: Callable[[], None]) -> tuple[str, str]:
+        """Lets a chunk land, or returns the relay that has it granted, or why it does not come."""
+        size = sum(map(len, landing))
+        landing.reverse()
+        pulse, since = -1, time.monotonic()
+        began, buffered = 0.0, 0
+        while landing:
+            kind, length = self._frame()
+            if kind == wire.DATA:
+                if not began:
+                    began, buffered = time.monotonic(), unread(self._socket)
+                before = self._coming.bytes if self._coming else 0
+                self._coming = Flow(began, began, before + length)
+                self._land(landing, length, moved)
+                continue
+            content = receive(self._socket, length) if length else b""
+            if kind == wire.GONE or began:
+                raise unavailable(f"{self.owner} ends the connection: {_words(content)}")
+            if kind == wire.WAIT:
+                (now,) = wire.PULSE.unpack(content)
+                if now != pulse:
+                    pulse, since = now, time.monotonic()
+                elif time.monotonic() - since > STUCK_SECONDS:
+                    raise deadline(
+                        f"{self.owner} has not got chunk {chunk}, nor anything else, for {STUCK_SECONDS:g} s: the "
+                        "source that it waits for does not send"
+                    )
+            elif kind == wire.TO:
+                return self._understood(wire.read_name, content), ""
+            elif kind == wire.NOT:
+                return "", _words(content)
+            else:
+                raise data_loss(f"{self.owner} does not speak as relays do: it sent an answer of kind {kind}")
+        self._coming = None
+        self.flows.append(Flow(began, time.monotonic(), max(0, size - buffered)))
+        return "", ""
+
+    def _frame(self) -> wire.Frame:
+        return self._understood(wire.read_frame, receive(self._socket, wire.FRAME.size))
+
+    def _understood(self, read: Callable[[bytes], AnswerT], data: bytes) -> AnswerT:
+        try:
+            return read(data)
+        except CkptEngineError as error:
+            raise data_loss(f"{self.owner} does not speak as relays do: {error.problem.message}") from error
+
+    def _land(self, landing: list[memoryview], size: int, moved: Callable[[], None]) -> None:
+        """Receives so many bytes into the last of these runs, and so on backwards."""
+        while size:
+            if not landing:
+                raise HungUp("it sends more than it was asked for")
+            if len(landing[-1]) < _SHORT and not isinstance(self._socket, ssl.SSLSocket):
+                parts, room = [], size
+                for view in landing[: -_GATHERED - 1 : -1]:
+                    parts.append(view[:room])
+                    room -= len(parts[-1])
+                    if not room:
+                        break
+                got = receive_parts(self._socket, parts)
+            else:
+                got = receive_some(self._socket, landing[-1][:size])
+            size -= got
+            while got:
+                into = landing.pop()
+                if got < len(into):
+                    landing.append(into[got:])
+                got -= min(got, len(into))
+            moved()
+
+
+def read_locator(region: Region) -> TcpLocator:
+    """The region's locator. Raises INVALID_ARGUMENT for an inconsistent one."""
+    locator = locator_of(region, NAME, TcpLocator)
+    if not 1 <= len(locator.addresses) <= 8:
+        raise invalid(f"the locator of region {region.id} has {len(locator.addresses)} addresses, not 1 to 8")
+    for address in locator.addresses:
+        split_address(address)
+    if len(locator.arena) != wire.ARENA_BYTES or len(locator.token) != wire.TOKEN_BYTES:
+        raise invalid(f"the locator of region {region.id} names no memory of a relay, or has no token")
+    if len(locator.certificate) not in (0, 32):
+        raise invalid(
+            f"the locator of region {region.id} has {len(locator.certificate)} bytes of certificate digest, not 32"
+        )
+    return locator
+
+
+def _words(content: bytes) -> str:
+    return content.decode("utf-8", "replace") or "it gave no reason"
+
+
+# ------------------------------------------------------------------------------------------------------- connecting
+
+
+def _connect(locator: TcpLocator, owner: str, name: str, stop_at: float) -> socket.socket:
+    """A connection to an owner that has admitted us. Tries its addresses in turn."""
+    problem = unavailable(f"{owner} published no address")
+    for address in locator.addresses:
+        remaining = stop_at - time.monotonic()
+        if remaining <= 0:
+            raise deadline(f"{owner} could not be reached in time: {problem.problem.message}")
+        try:
+            return _connect_to(address, locator, owner, name, remaining)
+        except TimeoutError:
+            problem = deadline(f"{owner} ({address}) did not answer within {remaining:.3g} s")
+        except OSError as error:
+            problem = unavailable(f"{owner} ({address}) cannot be reached: {error}")
+        except CkptEngineError as error:
+            problem = error
+    raise problem
+
+
+def _connect_to(address: str, locator: TcpLocator, owner: str, name: str, seconds: float) -> socket.socket:
+    connection = _dial(address, owner, seconds)
+    try:
+        connection.settimeout(seconds)
+        if locator.certificate:
+            encrypted = tls.readers_context().wrap_socket(connection)
+            connection = encrypted
+            tls.check_certificate(encrypted, locator.certificate)
+        tune(connection, seconds)
+        try:
+            send(connection, wire.hello(locator.arena, locator.token, name))
+            kind, size = wire.read_frame(receive(connection, wire.FRAME.size))
+            content = receive(connection, size) if size else b""
+        except Silence as error:
+            raise deadline(f"{owner} ({address}) did not answer within {seconds:.3g} s") from error
+        except HungUp as error:
+            raise unavailable(f"{owner} ({address}) is gone: {error}") from error
+        if kind != wire.YES:
+            raise unavailable(f"{owner} ({address}) does not let us ask: {_words(content)}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _dial(address: str, owner: str, seconds: float) -> socket.socket:
+    """A connection to the first of the name's addresses that accepts one. Raises OSError, DEADLINE_EXCEEDED."""
+    stop_at = time.monotonic() + seconds
+    host, port = split_address(address)
+    try:
+        places = resolve(host, port, seconds)
+    except Silence as error:
+        raise deadline(f"{owner}: the resolver did not say within {seconds:.3g} s where {host} is") from error
+    failed: OSError | None = None
+    for family, kind, protocol, _, place in places:
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(0.001, stop_at - time.monotonic()))
+            connection.connect(place)
+        except OSError as error:
+            connection.close()
+            failed = error
+        else:
+            return connection
+    raise failed or OSError(f"{host} has no address")
