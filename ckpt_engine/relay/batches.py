@@ -1,8 +1,8 @@
 """Pieces of a version that are brought together, and digested as they then lie in the slot.
 
 Memory of this host, as it is served, is copied and digested in one pass, on the threads that digest host memory. All
-else is brought first: bytes from a network or a GPU, and those that must be cast. Then processors digest it (what GPUs
-bring, as it arrives). Where processors are few, the GPU that brought it reads it back and digests it. A digest of what
+else is brought first: bytes of a GPU, and those that must be cast. Then processors digest it (what GPUs bring, as it
+arrives). Where processors are few, the GPU that brought it reads it back and digests it. A digest of what
 was sent would prove nothing.
 """
 
@@ -19,13 +19,10 @@ import torch
 
 from ckpt_engine.copy.prepared import PreparedCopy, QueueableCopy, Queued
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.relay_layout import ATOM_BYTES
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.read_back import Boxes, digests_by_gpu, staged_bytes
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.transport.base import Move
-from ckpt_engine.transport.fetched import FetchedRegions
-from ckpt_engine.transport.landing import Landing
 
 BATCH_BYTES = 256 << 20
 """The most between two looks at the clock; also the most of a tensor that is read at once."""
@@ -38,11 +35,8 @@ GPU_PIECE_BYTES = 64 << 20
 """The same for pieces that a GPU brings and processors digest as they arrive. Also the most of a tensor on a GPU that
 is read at once, and of the last batches, whose digests overlap with no further copy."""
 
-LANDING_BYTES = 16 << 20
-"""The same for pieces from a network: several batches are in flight at a time."""
-
-LANDINGS_AHEAD = 3
-"""Batches requested over a network beyond the one that is waited for."""
+LEAST_AHEAD_BYTES = 16 << 20
+"""As so large a batch counts at least, where batches are queued ahead."""
 
 AHEAD_BYTES = 512 << 20
 """Queued on a GPU beyond the batch that is waited for, so that its link never waits for this process."""
@@ -55,8 +49,7 @@ ENOUGH_THREADS = 12
 """Threads that digest as fast as a link brings."""
 
 _POLL_SECONDS = 50e-6
-_LONGEST_POLL_SECONDS = 1e-3
-_LONGEST_COPY_POLL_SECONDS = 200e-6
+_LONGEST_POLL_SECONDS = 200e-6
 
 Words = npt.NDArray[np.uint64]
 Cells = npt.NDArray[np.int64]
@@ -71,7 +64,6 @@ class ReadPiece:
     box: Box
     destination: torch.Tensor
     holders: tuple[Reading, ...]  # in the order in which they are asked
-    ends: bool  # whether it ends where its atom does
 
     @property
     def bytes(self) -> int:
@@ -79,7 +71,7 @@ class ReadPiece:
 
 
 class PieceBatch:
-    """Pieces that are brought together. readings: the source of each. All of them land over a network, or none.
+    """Pieces that are brought together. readings: the source of each.
 
     `bring`, then `digest`, maybe on another thread. `start`, `bring` and `abandon` belong to one thread at a time.
     """
@@ -96,11 +88,8 @@ class PieceBatch:
         self._plain = HostDigests(
             self._boxes(plain), sources=[readings[index].view(pieces[index].box) for index in plain]
         )
-        self.lands = all(reading.lands for reading in readings)
-        pairs = [(pieces[index], readings[index]) for index in other]
-        self._landings = _landings(pairs) if self.lands else []
-        self._copies = [] if self.lands else _copies(pairs)
-        self._on_gpus = not self.lands and all(readings[index].gpu is not None for index in other)
+        self._copies = _copies([(pieces[index], readings[index]) for index in other])
+        self._on_gpus = all(readings[index].gpu is not None for index in other)
         self._queued: list[Queued] | None = None  # None: not started
         self._near = HostDigests(self._boxes(near))
         self._read_back = [digests_by_gpu(self._boxes(group), gpu, stage_bytes) for gpu, group in by_gpu.items()]
@@ -118,14 +107,12 @@ class PieceBatch:
     @property
     def is_brought_first(self) -> bool:
         """Whether `bring` has anything to do."""
-        return bool(self._copies or self._landings)
+        return bool(self._copies)
 
     @property
     def ahead(self) -> int:
         """How many of the next batches to start while this one is waited for."""
-        if self._landings:
-            return LANDINGS_AHEAD
-        return 1 + AHEAD_BYTES // max(self.bytes, LANDING_BYTES) if self._copies and self._on_gpus else 0
+        return 1 + AHEAD_BYTES // max(self.bytes, LEAST_AHEAD_BYTES) if self._copies and self._on_gpus else 0
 
     @property
     def boxes(self) -> Boxes | None:
@@ -134,11 +121,7 @@ class PieceBatch:
         return self._boxes(range(len(self.pieces))) if ours else None
 
     def start(self) -> None:
-        """Asks for pieces from a network, and queues a GPU's copies, if that was not done yet. Does not wait. Raises
-        what a transport raises."""
-        for landing in self._landings:
-            if not landing.started:
-                landing.start()
+        """Queues a GPU's copies, if that was not done yet. Does not wait. Raises what a transport raises."""
         if self._on_gpus and self._queued is None:
             self._queued = []
             for copy in self._copies:
@@ -150,10 +133,8 @@ class PieceBatch:
         """Brings the pieces that must arrive before they can be digested. carry_on: called while this waits; an
         exception of it ends the batch. Raises what a transport raises."""
         self.start()
-        for landing in self._landings:
-            _await(landing.finished, carry_on, _LONGEST_POLL_SECONDS)
         for queued in self._queued or ():
-            _await(queued.finished, carry_on, _LONGEST_COPY_POLL_SECONDS)
+            _await(queued.finished, carry_on)
         if len(self._queued or ()) < len(self._copies):
             for copy in self._copies:
                 copy.run()
@@ -168,9 +149,6 @@ class PieceBatch:
 
     def abandon(self) -> None:
         """Gives the batch up. When it returns, nothing of it can land."""
-        for landing in self._landings:
-            if landing.started:
-                landing.sever()
         queued, self._queued = self._queued, None
         for each in queued or ():
             each.drain()
@@ -188,22 +166,12 @@ class PieceBatch:
         return [(self.pieces[index].destination, self.pieces[index].box.start) for index in indices]
 
 
-def _await(finished: Callable[[], bool], carry_on: Callable[[], None], longest: float) -> None:
+def _await(finished: Callable[[], bool], carry_on: Callable[[], None]) -> None:
     pause = _POLL_SECONDS
     while not finished():
         carry_on()
         time.sleep(pause)
-        pause = min(2 * pause, longest)
-
-
-def _landings(pairs: Sequence[tuple[ReadPiece, Reading]]) -> list[Landing]:
-    by_source: dict[int, tuple[FetchedRegions, list[Move], list[int]]] = {}
-    for piece, reading in pairs:
-        assert isinstance(reading.opened, FetchedRegions), "what lands is fetched"
-        _, moves, padded = by_source.setdefault(id(reading.opened), (reading.opened, [], []))
-        moves.append(reading.move(piece.box, piece.destination))
-        padded.append(-piece.bytes % ATOM_BYTES if piece.ends else 0)
-    return [Landing(opened, moves, padded) for opened, moves, padded in by_source.values()]
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
 
 def _copies(pairs: Sequence[tuple[ReadPiece, Reading]]) -> list[PreparedCopy]:
@@ -230,15 +198,12 @@ def parts_of(piece: ReadPiece) -> list[ReadPiece]:
         low = (*start[:axis], start[axis] + first, *start[axis + 1 :])
         high = (*stop[:axis], start[axis] + first + length, *stop[axis + 1 :])
         part = piece.destination.narrow(axis, first, length)
-        ends = piece.ends and first + length == shape[axis]
-        found.append(ReadPiece(piece.cell, piece.tensor, Box(low, high), part, piece.holders, ends))
+        found.append(ReadPiece(piece.cell, piece.tensor, Box(low, high), part, piece.holders))
     return found
 
 
 def _most(reading: Reading, remaining: int) -> int:
     """The most bytes of a batch. remaining: bytes still to be brought, with those of the batch."""
-    if reading.lands:
-        return LANDING_BYTES
     if reading.gpu is None:
         return BATCH_BYTES
     most = remaining // 2 if _read_back() else 0
@@ -252,12 +217,12 @@ def _read_back() -> int:
 
 
 def in_batches(pieces: Sequence[tuple[ReadPiece, Reading]]) -> list[PieceBatch]:
-    """Batches in order; pieces from a network never share a batch with others. The last batches of GPUs are small."""
+    """Batches in order. The last batches of GPUs are small."""
     parts: list[list[tuple[ReadPiece, Reading]]] = []
     size, most = 0, 0
     remaining = sum(piece.bytes for piece, _ in pieces)
     for piece, reading in pieces:
-        if not parts or reading.lands != parts[-1][-1][1].lands or size + piece.bytes > most:
+        if not parts or size + piece.bytes > most:
             parts.append([])
             size, most = 0, _most(reading, remaining)
         parts[-1].append((piece, reading))

@@ -25,9 +25,6 @@ from ckpt_engine.relay.pipeline import Pipeline, arriving_digests
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
 
-CUT_OFF_TIMES = 2
-"""How often a filling repeats reads that a network cut off, all together, before it repeats them cell by cell."""
-
 NAMED = 16
 
 Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -57,8 +54,8 @@ class FillResult:
     again: int  # cells that were read more than once
     faults: tuple[Problem, ...]  # of sources, also where another one served instead; at most NAMED
     seconds: float
-    sent: Rate | None = None  # how fast it was passed on to others; None: it was not, or that is unknown
-    received: Rate | None = None  # how fast others passed on to it; None as for `sent`
+    sent: Rate | None = None  # how fast its chunks were sent to other relays; None: none was, or that is unknown
+    received: Rate | None = None  # how fast other relays sent to it; None as for `sent`
 
     def after(self, first: FillResult) -> FillResult:
         """The outcome of two fillings; this one brought what the first one left out."""
@@ -103,8 +100,7 @@ class SlotFilling:
                     for first, start, stop in zip(atom.box.start, box.start, box.stop, strict=True)
                 )
                 if holders:
-                    ends = all(last == end for last, end in zip(box.stop, atom.box.stop, strict=True))
-                    pieces += parts_of(ReadPiece(atom.cell, atom.tensor, box, whole[inside], holders, ends))
+                    pieces += parts_of(ReadPiece(atom.cell, atom.tensor, box, whole[inside], holders))
                 else:
                     self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, box))
             if covered != atom.box.volume:
@@ -145,10 +141,9 @@ class SlotFilling:
                 run = _FillRun(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
                 arrivals = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
                 run.bring(self._batches, progress, self._arriving, arrivals)
-                again = self._repeat_cut_off(run)
                 missing = dict(self._unheld)
                 wrong = self._wrong(run)
-                again += len(wrong)
+                again = len(wrong)
                 for cell, parts in self._pieces_of(wrong).items():
                     problem = self._retry(run, cell, parts)
                     if problem is not None:
@@ -163,36 +158,6 @@ class SlotFilling:
         return FillResult(
             missing_cells, run.bytes_by_source(), again, tuple(unique_faults.values())[:NAMED], time.monotonic() - began
         )
-
-    def _repeat_cut_off(self, run: _FillRun) -> int:
-        """Repeats all reads that failed over a network, together: from the nearest holder that has not failed, or else
-        from one that is back. Returns how many cells were read again."""
-        batches, again, failed = self._batches, 0, run.failed
-        for attempt in range(CUT_OFF_TIMES):
-            cut = [batch for batch in batches if batch.lands and any(int(cell) in failed for cell in batch.cells)]
-            for batch in cut:
-                problem = next(failed[int(cell)] for cell in batch.cells if int(cell) in failed)
-                self._sources.lose(batch.readings, problem)
-            pieces = self._pieces_of({int(cell) for batch in cut for cell in batch.cells if int(cell) in failed})
-            cut_pieces = [piece for each in pieces.values() for piece in each]
-            if not attempt:
-                self._sources.again([piece.holders for piece in cut_pieces])
-            readings = {id(piece): self._sources.nearest(piece.holders) for piece in cut_pieces}
-            reachable = [
-                cell for cell, each in pieces.items() if all(readings[id(piece)] is not None for piece in each)
-            ]
-            if not reachable:
-                break
-            run.faults += [failed.pop(cell) for cell in reachable]
-            run.forget(reachable)
-            again += len(reachable)
-            pairs = [
-                (piece, reading) for cell in reachable for piece in pieces[cell] if (reading := readings[id(piece)])
-            ]
-            pairs.sort(key=lambda pair: pair[1].place(pair[0].box))
-            batches = in_batches(pairs)
-            run.bring(batches)
-        return again
 
     def _pieces_of(self, cells: Collection[int]) -> dict[int, list[ReadPiece]]:
         pieces: dict[int, list[ReadPiece]] = {cell: [] for cell in cells}

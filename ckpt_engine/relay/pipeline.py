@@ -1,7 +1,7 @@
 """Batches on their way into a slot: one is brought while those before it are digested.
 
-Decides only the order and the threads. One thread brings, since links of networks belong to one thread; reads over a
-network and copies of a GPU are begun ahead. When a caller ends it early, nothing is written any more.
+Decides only the order and the threads. One thread brings; copies of a GPU are begun ahead. When a caller ends it early,
+nothing is written any more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Lost = Callable[[Sequence[Reading]], Problem | None]
 class Pipeline:
     """The threads of one filling. Used inside `with`, by one thread; they have ended after it.
 
-    carry_on: called before each batch and while a network or a GPU is waited for; an exception of it ends that batch.
+    carry_on: called before each batch and while a GPU is waited for; an exception of it ends that batch.
     """
 
     def __init__(self, lost: Lost, carry_on: Callable[[], None]) -> None:

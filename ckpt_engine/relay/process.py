@@ -65,7 +65,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
     with alone(folder, LOOKERS_SECONDS), scraped_at(settings.metrics, lambda: of_relay(state)) as scraped:
         if scraped:
             log.info("metrics at http://%s/metrics", scraped)
-        transports = all_transports(relay=True)
+        transports = all_transports()
         slots = Slots(
             settings.called,
             this_host(settings.advertise),
@@ -131,7 +131,7 @@ class _Relay:
             everything=settings.everything,
             reads=reads,
             lends=slots.lends,
-            passes_on=slots.passes_on,
+            chunks=slots.chunks,
         )
         machine = RelayMachine(settings.called, uuid.uuid4().hex, slots.host, self._filling, settings.deadlines)
         self._session = OfferingSession(

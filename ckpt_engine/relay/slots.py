@@ -12,34 +12,38 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from ckpt_engine.core.manifest import blob_digest, canonical
-from ckpt_engine.core.problems import aborted, deadline, precondition
+from ckpt_engine.core.chunk_places import ChunkPlaces
+from ckpt_engine.core.chunks import Chunk, chunks_of
+from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, precondition
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, needed_boxes
 from ckpt_engine.core.sealed_record import ProvenRecord, read_record
-from ckpt_engine.core.transports import arena_kinds, make
+from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.asking import ChunkTable
+from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
 from ckpt_engine.relay.contents import Contents, contents_of
-from ckpt_engine.relay.fan_in import FanIn
-from ckpt_engine.relay.fill import FillResult, Memory, Progress, SlotFilling
+from ckpt_engine.relay.fill import FillResult, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
-from ckpt_engine.transport.base import Network, Transport
-from ckpt_engine.v1.manager_pb2 import FanOut
+from ckpt_engine.transport.askers import KeptAskers
+from ckpt_engine.transport.base import ChunkLending, Network, Transport
+from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
     Host,
     Identity,
-    Region,
+    OfferedRegion,
     SealedRecord,
     SourceTable,
     WorkerNeeds,
@@ -52,17 +56,39 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
+class Want:
+    """What a relay is to hold of a version."""
+
+    needs: Sequence[WorkerNeeds] = ()  # of the workers of its host
+    everything: bool = False  # hold all of it
+    within: Sequence[SourceTable] = ()  # hold only what these tables offer; empty: no limit
+
+    def layout(self, recorded: ProvenRecord, chunks: Sequence[Chunk]) -> SlotLayout:
+        """How it lies in a slot. Raises as `needed_boxes`."""
+        within = join_sources(recorded.record.manifest, self.within).partitions if self.within else None
+        needed = [needed_boxes(needs, recorded) for needs in self.needs]
+        return lay_out(recorded, needed, self.everything, within, chunks)
+
+    def key(self) -> tuple[object, ...]:
+        """All that it depends on."""
+        return (
+            tuple(canonical(needs) for needs in self.needs),
+            self.everything,
+            tuple(canonical(table) for table in self.within),
+        )
+
+
+@dataclass(frozen=True)
 class FillWish:
     """A version to bring."""
 
     identity: Identity
     record: SealedRecord  # hashes to identity.root, or it is refused
     tables: Sequence[SourceTable]  # of its holders, in the order in which equally near ones are asked
-    needs: Sequence[WorkerNeeds] = ()  # of the workers of this host
-    everything: bool = False  # hold all of it
-    fan_out: FanOut | None = None  # relays that are filled with it at the same time; None: no others are
-    passed: Callable[[Rate], None] = lambda rate: None  # called on any thread when they have read; how fast
-    within: Sequence[SourceTable] = ()  # hold only what these tables offer; empty: no limit
+    want: Want = field(default_factory=Want)
+    wanted: WantTable | None = None  # relays of other hosts to ask for chunks; None: tables alone are read
+    sets: Sequence[Want] = ()  # the table's `wants`
+    passed: Callable[[Rate], None] = lambda rate: None  # called on any thread when others have read; how fast
 
 
 @dataclass(frozen=True)
@@ -96,12 +122,11 @@ class _Ready:
     tables: frozenset[bytes]  # digests of the tables whose regions are open
     root: bytes
     recorded: ProvenRecord  # of the version with this root
-    filling: SlotFilling
+    filling: ChunkFilling
     sources: Sources
     kept_cells: frozenset[int]  # cells that stay as they are
-    memory: Memory
+    memory: SlotMemory
     whole: Contents | None = None  # what can be read if no cell is missing
-    fan_in: FanIn | None = None  # for fillings along with other relays
 
 
 class Slots:
@@ -123,10 +148,11 @@ class Slots:
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
-        kinds = [kind for kind in arena_kinds() if kind.name in transports] if network is not None else []
-        self._arena = Arena(memory, writers=[partial(make, kind.writer) for kind in kinds if kind.writer is not None])
+        kinds = carrier_kinds() if network is not None else []
+        self._arena = Arena(memory, carriers=[partial(make, kind.carrier) for kind in kinds if kind.carrier is not None])
+        self._askers = KeptAskers(self._id)
         try:
-            self._ways = Ways(self._arena, self._transports, slot_grace, users, network)
+            self._ways = Ways(self._arena, slot_grace, users, network)
         except BaseException:
             self._arena.close()
             raise
@@ -138,10 +164,12 @@ class Slots:
             self._host.address = network.address
         self._held: list[SlotVersion | None] = [None] * SLOTS
         self._ready: list[_Ready | None] = [None] * SLOTS
+        self._lent: list[ChunkLending | None] = [None] * SLOTS  # to relays of other hosts
         self._writing = threading.Lock()
         self._turn = 0
         self._closed = False
         self._keyed: tuple[FillWish, tuple[object, ...]] | None = None
+        self._wants: tuple[tuple[bytes, bytes], ChunkTable] | None = None  # the last one, by table and cutting
 
     @property
     def lends(self) -> tuple[str, ...]:
@@ -149,9 +177,9 @@ class Slots:
         return self._ways.names
 
     @property
-    def passes_on(self) -> Region | None:
-        """The region where other relays request chunks of a slot that is being filled; None: they cannot."""
-        return self._ways.passes_on
+    def chunks(self) -> OfferedRegion | None:
+        """Where relays of other hosts ask for chunks of what the slots hold; None: they cannot."""
+        return self._ways.chunks
 
     @property
     def host(self) -> Host:
@@ -264,20 +292,22 @@ class Slots:
         ready = self._ready[slot]
         if ready is None or ready.key != key:
             recorded = read_record(wish.record, wish.identity.root)
-            layout = _layout(wish, recorded)
+            chunks = chunks_of(recorded)
+            layout = wish.want.layout(recorded, chunks)
             if kept_cells and before is not None and before.layout.atoms != layout.atoms:
                 raise precondition("what this slot holds of the version is laid out for other needs")
             self._arena.reserve(slot, layout.size, f"version {wish.identity.version} of {wish.identity.lineage}")
-            landing = self._arena.tensor(slot, 0, (layout.size,), torch.uint8)
-            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus, landing)
-
-            def memory(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                return self._arena.tensor(slot, offset, shape, dtype)
-
+            memory = SlotMemory(
+                slot,
+                partial(self._arena.tensor, slot),
+                self._arena.tensor(slot, 0, (layout.size,), torch.uint8).numpy().data,
+            )
+            sources = Sources(recorded, wish.tables, self._transports, self._host, self._gpus)
             try:
                 self._pin(slot, sources)
-                filling = SlotFilling(layout, memory, sources, kept_cells)
-                filling.check()
+                filling = ChunkFilling(layout, chunks, memory, sources, kept_cells)
+                if wish.wanted is None:
+                    filling.check()
             except BaseException:
                 sources.close()
                 raise
@@ -314,13 +344,21 @@ class Slots:
         if before is None:
             self._held[slot] = None
             overruled = self._ways.retire(slot)
+            self._lent[slot] = None
         waited, layout = time.monotonic() - began, ready.filling.layout
-        if wish.fan_out is None or before is not None:
-            filled = ready.filling.run(ready.recorded, stop_at, cancelled, progress)
-        else:
-            ready.fan_in = ready.fan_in or FanIn(layout, ready.memory, ready.sources)
-            pass_on = partial(self._ways.pass_on, slot, passed=wish.passed)
-            filled = ready.fan_in.run(wish.fan_out, pass_on, ready.recorded, stop_at, cancelled, progress)
+        lending = self._lend(slot, wish, ready, before is not None)
+        try:
+            filled = ready.filling.run(
+                ready.recorded, stop_at, cancelled, progress, self._table(wish, ready), self._askers, lending
+            )
+        except BaseException as error:
+            if lending is not None and before is None:
+                why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
+                lending.end(f"it does not hold the version: {why}")
+            raise
+        finally:
+            if lending is not None:
+                lending.finish()
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
         filled = filled if before is None else filled.after(before.filled)
@@ -329,7 +367,7 @@ class Slots:
         if contents is None:
             about = f"relay, slot {slot}"
             source = SourceTable(host=self._host, id=self._id, stays_sealed=True, source_copies=0, description=about)
-            contents = contents_of(source, ready.recorded, layout, missing, ready.memory)
+            contents = contents_of(source, ready.recorded, layout, missing, ready.memory.at)
         if not missing:
             ready.whole = contents
         table = contents.table(self._ways.regions(slot, layout.groups))
@@ -341,6 +379,30 @@ class Slots:
             if before is None:
                 self._ways.lend(slot)
         return held
+
+    def _lend(self, slot: int, wish: FillWish, ready: _Ready, more: bool) -> ChunkLending | None:
+        """Lends the slot to relays of other hosts while it is filled. more: it is lent already."""
+        filling, lent = ready.filling, self._lent[slot]
+        if more and lent is not None:
+            lent.resume()
+            return lent
+        key = filling.key(ready.recorded)
+        lent = self._lent[slot] = self._ways.lend_chunks(
+            slot, key, filling.places.runs, filling.places.held, wish.passed
+        )
+        return lent
+
+    def _table(self, wish: FillWish, ready: _Ready) -> ChunkTable | None:
+        """The relays to ask, with the chunks that each wants; None: there are none."""
+        if wish.wanted is None:
+            return None
+        key = wish.wanted.SerializeToString(deterministic=True), ready.recorded.cutting
+        if self._wants is None or self._wants[0] != key:
+            chunks = ready.filling.chunks
+            sets = [ChunkPlaces(want.layout(ready.recorded, chunks), chunks).held for want in wish.sets]
+            table = ChunkTable(self._id, [chunk.bytes for chunk in chunks], [frozenset(s) for s in sets], wish.wanted)
+            self._wants = key, table
+        return self._wants[1]
 
     def let_go(self, tables: Collection[bytes], seconds: float) -> None:
         """Unmaps what the tables with these digests offer, when no filling runs; versions in the slots stay. The next
@@ -357,6 +419,7 @@ class Slots:
             self._closed = True
             self._turn += 1
         self._ways.close()
+        self._askers.close()
         ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed
         for slot in range(SLOTS):
             self._held[slot] = None
@@ -377,17 +440,10 @@ class Slots:
         return self._keyed[1]
 
     def _make_key(self, wish: FillWish) -> tuple[object, ...]:
-        cells = b"".join(cell.SerializeToString() for cell in wish.record.cells)
+        content = SealedRecord(cells=wish.record.cells, groups=wish.record.groups)
         return (
             canonical(wish.record.manifest),
-            blob_digest(cells),
+            blob_digest(canonical(content)),
             tuple(canonical(table) for table in wish.tables),
-            tuple(canonical(needs) for needs in wish.needs),
-            wish.everything,
-            tuple(canonical(table) for table in wish.within),
+            wish.want.key(),
         )
-
-
-def _layout(wish: FillWish, recorded: ProvenRecord) -> SlotLayout:
-    within = join_sources(recorded.record.manifest, wish.within).partitions if wish.within else None
-    return lay_out(recorded, [needed_boxes(needs, recorded) for needs in wish.needs], wish.everything, within)

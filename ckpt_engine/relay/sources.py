@@ -19,7 +19,6 @@ from ckpt_engine.core.transports import GPU_MEMORY, memory_of
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Leased, Move, OpenedRegions, Transport, Viewable
-from ckpt_engine.transport.fetched import FetchedRegions, FetchedTransport
 from ckpt_engine.v1.weights_pb2 import Host, Problem, Region, SourceTable
 
 
@@ -35,7 +34,6 @@ class Reading:
     dtype: str
     nearness: tuple[int, int]  # distance, then its place among the tables; the lowest is asked first
     is_plain: bool  # in memory of the host and of the served dtype, so it is digested while it is copied
-    lands: bool  # it is brought over a network, right to where it belongs, and digested there
     gpu: int | None = None  # the ordinal of the GPU that reads it, if it lies on one
 
     def offset(self, box: Box) -> int:
@@ -63,7 +61,7 @@ class Sources:
     """The opened tables of one version's holders. A source that is out of reach or does not fit is left out.
 
     tables: in the order in which equally near ones are asked. host: of this process. gpus: with which it reads GPUs.
-    landing: uint8[n], the slot to fill: bytes from a network land in it. faults: why sources are left out.
+    faults: why sources are left out.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class Sources:
         transports: Mapping[str, Transport],
         host: Host,
         gpus: TrainersGpus | None = None,
-        landing: torch.Tensor | None = None,
     ) -> None:
         self.faults: list[Problem] = []
         self._recorded = recorded
@@ -81,7 +78,6 @@ class Sources:
         self._transports = transports
         self._host = host
         self._gpus = gpus or TrainersGpus()
-        self._landing = landing
         self._publication = self._join(list(tables))
         self._opened: dict[tuple[int, int], tuple[OpenedRegions, Region, int, int | None]] = {}
         self._lost: dict[int, Problem] = {}  # by id of OpenedRegions: why they cannot be read in this filling
@@ -122,35 +118,14 @@ class Sources:
         """Before each filling, checks that the sources are unchanged, and asks them to stay so for now."""
         self._lost.clear()
         for opened in self._each():
-            self._ask(opened)
-
-    def lose(self, readings: Iterable[Reading], problem: Problem) -> None:
-        """Notes that these cannot be read in this filling any more."""
-        for each in readings:
-            self._lost.setdefault(id(each.opened), problem)
-
-    def again(self, pieces: Iterable[Sequence[Reading]]) -> None:
-        """Checks the holders of a piece again if all of them are lost: one that is back is read again."""
-        lost = {id(each.opened): each.opened for holders in pieces if self.nearest(holders) is None for each in holders}
-        for opened in lost.values():
-            before = self._lost.pop(id(opened))
-            self._ask(opened)
-            if id(opened) in self._lost:
-                self._lost[id(opened)] = before
-
-    def _ask(self, opened: OpenedRegions) -> None:
-        try:
-            opened.check()
-        except CkptEngineError as error:
-            self._lost[id(opened)] = error.problem
+            try:
+                opened.check()
+            except CkptEngineError as error:
+                self._lost[id(opened)] = error.problem
 
     def lost(self, readings: Iterable[Reading]) -> Problem | None:
         """Why some of these cannot be read in this filling (a truncated file would end this process); None: all can."""
         return next((self._lost[id(each.opened)] for each in readings if id(each.opened) in self._lost), None)
-
-    def nearest(self, readings: Sequence[Reading]) -> Reading | None:
-        """The first of these that can be read in this filling."""
-        return next((each for each in readings if id(each.opened) not in self._lost), None)
 
     def end(self) -> None:
         """After each filling, tells the sources that nothing is read for now."""
@@ -204,7 +179,7 @@ class Sources:
             for transport, (choice, regions) in chosen.items():
                 try:
                     with self._gpus.on(table, self._host) as gpu:
-                        opened = self._open_over(self._transports[transport], table, regions)
+                        opened = self._transports[transport].open(regions)
                 except CkptEngineError as error:
                     self.faults.append(error.problem)
                     continue
@@ -212,11 +187,6 @@ class Sources:
                     on_gpu = gpu if GPU_MEMORY in memory_of(each.transport) else None
                     self._opened[number, each.id] = opened, each, choice.distance, on_gpu
                     del untried[each.id]
-
-    def _open_over(self, transport: Transport, table: SourceTable, regions: Sequence[Region]) -> OpenedRegions:
-        if isinstance(transport, FetchedTransport) and not any(shard.stored_dtype for shard in table.shards):
-            return transport.open(regions, landing=self._landing)
-        return transport.open(regions)
 
     def _reading(self, tensor: int, holder: PartHolder) -> Reading | None:
         key = holder.source, holder.shard
@@ -237,7 +207,6 @@ class Sources:
                 dtype=self._specs[tensor].dtype,
                 nearness=(distance, holder.source),
                 is_plain=plain,
-                lands=isinstance(opened, FetchedRegions) and not opened.stages,
                 gpu=gpu,
             )
         return self._readings[key]

@@ -13,9 +13,9 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
 from ckpt_engine.relay.fill import NAMED, Progress
-from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled
+from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, WantTable
 from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -56,19 +56,28 @@ class RelayWork:
     def _wish(self, command: FillRelay, seconds: float) -> FillWish:
         """The version that a command asks for. Its blobs are fetched once for counting and filling."""
         if self._fetched is None or self._fetched[0] != command:
-            refs = [command.record, *command.tables, *command.needs, *command.within]
-            record, *rest = self._fetch(refs, seconds)
-            tables, rest = rest[: len(command.tables)], rest[len(command.tables) :]
-            needs, within = rest[: len(command.needs)], rest[len(command.needs) :]
+            wanted = command.wanted if command.HasField("wanted") else None
+            own = WantTable.Wants(needs=command.needs, everything=command.everything, within=command.within)
+            sets = [own, *(wanted.wants if wanted is not None else ())]
+            refs = [command.record, *command.tables]
+            refs += [ref for each in sets for ref in (*each.needs, *each.within)]
+            by_digest = dict(zip((ref.digest for ref in refs), self._fetch(refs, seconds), strict=True))
+            wants = [
+                Want(
+                    [_read(WorkerNeeds, by_digest[ref.digest]) for ref in each.needs],
+                    each.everything,
+                    [_read(SourceTable, by_digest[ref.digest]) for ref in each.within],
+                )
+                for each in sets
+            ]
             wish = FillWish(
                 command.identity,
-                _read(SealedRecord, record),
-                [_read(SourceTable, each) for each in tables],
-                [_read(WorkerNeeds, each) for each in needs],
-                command.everything,
-                command.fan_out if command.HasField("fan_out") else None,
+                _read(SealedRecord, by_digest[command.record.digest]),
+                [_read(SourceTable, by_digest[ref.digest]) for ref in command.tables],
+                wants[0],
+                wanted,
+                wants[1:],
                 partial(self._passed, command),
-                [_read(SourceTable, each) for each in within],
             )
             self._fetched = command, wish
         return self._fetched[1]

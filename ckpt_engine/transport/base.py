@@ -249,6 +249,10 @@ class ChunkLending(Protocol):
         """Ends the filling: verified chunks are sent until the slot is retired, no others come."""
         ...
 
+    def resume(self) -> None:
+        """Notes that a finished filling goes on: chunks that are missing may still come."""
+        ...
+
     def end(self, why: str) -> None:
         """Ends a filling that has failed: nothing of it is sent any more."""
         ...

@@ -93,6 +93,12 @@ class TcpLending:
             self._filled = True
             self._changed.notify_all()
 
+    def resume(self) -> None:
+        """Notes that a finished filling goes on: chunks that are missing may still come."""
+        with self._changed:
+            self._filled = False
+            self._never.clear()
+
     def end(self, why: str) -> None:
         """Ends the lending: nothing more of it is sent, except frames in flight. The first reason stays."""
         with self._changed:
