@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from ckpt_engine.core.offers import region_offered
@@ -89,7 +90,7 @@ class Asking:
     """An asker, and a slot of its own."""
 
     def __init__(self, offered: OfferedRegion, name: str = "relay far", key: bytes = KEY) -> None:
-        self.landing = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        self.landing = torch.from_numpy(np.zeros(SLOT_BYTES, np.uint8))  # taken as it is written
         self.asker = TcpAsker(offered, "relay near", name, time.monotonic() + 10)
         self.asker.begin(key, 0, self.landing.numpy().data)
 
@@ -112,14 +113,13 @@ class Asking:
         return all(torch.equal(self.landing[at : at + size], slot[at : at + size]) for at, size in chunks[chunk])
 
 
-def changed(offered: OfferedRegion, **fields: object) -> OfferedRegion:
+def changed(offered: OfferedRegion, addresses: Sequence[str] | None = None, **fields: bytes) -> OfferedRegion:
     """The same region with other fields in its locator."""
     found = OfferedRegion.FromString(offered.SerializeToString())
     locator = TcpLocator.FromString(found.offers[0].locator)
+    if addresses is not None:
+        locator.addresses[:] = addresses
     for name, value in fields.items():
-        if name == "addresses":
-            locator.addresses[:] = value
-        else:
-            setattr(locator, name, value)
+        setattr(locator, name, value)
     found.offers[0].locator = locator.SerializeToString(deterministic=True)
     return found

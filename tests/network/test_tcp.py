@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -378,7 +379,7 @@ def test_a_relay_that_took_the_place_of_another_is_not_taken_for_it() -> None:
     "change",
     [{"token": b""}, {"arena": b"x"}, {"certificate": b"x"}, {"addresses": []}, {"addresses": ["127.0.0.1:1"] * 9}],
 )
-def test_an_inconsistent_locator_is_refused(owner: Owner, change: dict[str, object]) -> None:
+def test_an_inconsistent_locator_is_refused(owner: Owner, change: dict[str, Any]) -> None:
     refused(changed(owner.offered, **change), Problem.INVALID_ARGUMENT)
 
 
