@@ -290,7 +290,9 @@ class ChunkQuestions:
                 if connection is None or coming is None or name in self._origins:
                     continue
                 landed, rate = coming
-                remaining = self._flying.get(name, 0) + sum(self._chunks[each].bytes for each, _ in self._queues.get(name, []))
+                remaining = self._flying.get(name, 0) + sum(
+                    self._chunks[each].bytes for each, _ in self._queues.get(name, [])
+                )
                 more = (remaining - landed) / rate
                 if more > max(SLOW_SECONDS, seconds):
                     connection.leave(

@@ -242,5 +242,3 @@ def _joined(
         lending.sent if lending is not None else None,
         questions.received if questions is not None else None,
     )
-
-

@@ -149,7 +149,9 @@ class Slots:
         self._transports = dict(transports)
         self._lock = threading.Lock()
         kinds = carrier_kinds() if network is not None else []
-        self._arena = Arena(memory, carriers=[partial(make, kind.carrier) for kind in kinds if kind.carrier is not None])
+        self._arena = Arena(
+            memory, carriers=[partial(make, kind.carrier) for kind in kinds if kind.carrier is not None]
+        )
         self._askers = KeptAskers(self._id)
         try:
             self._ways = Ways(self._arena, slot_grace, users, network)

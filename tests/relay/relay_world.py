@@ -13,7 +13,7 @@ from ckpt_engine.core.sealed_record import ProvenRecord, finer_atoms, read_recor
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.installer import Installer
-from ckpt_engine.relay.slots import FillWish
+from ckpt_engine.relay.slots import FillWish, Want
 from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable, WorkerNeeds
 from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
@@ -89,4 +89,4 @@ def wish(
     """The version that a manager would order from a relay."""
     identity = Identity(lineage="run", version=version, root=recorded.root)
     needs = [needs for replica in replicas for needs in replica.needs]
-    return FillWish(identity, recorded.record, sources, needs, everything)
+    return FillWish(identity, recorded.record, sources, Want(needs, everything))
