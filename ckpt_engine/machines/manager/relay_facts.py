@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
-from ckpt_engine.core.relay_reach import Origin, Station
+from ckpt_engine.core.placing import Origin, Station
 from ckpt_engine.core.transports import reading_kinds, relay_transport
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, WorkerKey
@@ -119,11 +119,10 @@ class KnownNeeds:
 
 
 def station_of(relay: Holder) -> Station:
-    """A relay with what it reads and lends. One that does not say reads what workers read, and lends on its host
-    only."""
+    """A relay with what it reads, and whether others can ask it. One that does not say reads what workers read."""
     assert relay.filling is not None
     reads = tuple(relay.filling.reads) or tuple(reading_kinds())
-    return Station(relay.source, relay.host, reads, frozenset(relay.filling.lends) or frozenset({relay_transport()}))
+    return Station(relay.source, relay.host, reads, relay.filling.HasField("chunks"))
 
 
 def origins_of(published: Published) -> list[Origin]:

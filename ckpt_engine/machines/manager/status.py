@@ -139,7 +139,7 @@ def _without_keys(filling: manager_pb2.Filling | None) -> manager_pb2.Filling | 
         return None
     copy = manager_pb2.Filling()
     copy.CopyFrom(filling)
-    copy.ClearField("passes_on")
+    copy.ClearField("chunks")
     return copy
 
 

@@ -23,10 +23,9 @@ from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, Jo
 from ckpt_engine.machines.manager.course import Course, Phase
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
-from ckpt_engine.machines.manager.prefetch import RelayAbsent, RelayRetry, UpdatePrefetch
+from ckpt_engine.machines.manager.placing import PlacedFilling, RelayAbsent, RelayPlacing, RelayRetry
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import missing_relays, relay_hosts
-from ckpt_engine.machines.manager.relay_filling import PlannedFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -38,14 +37,14 @@ class UpdateRelays:
         self._recipients = recipients
         self._identity = identity
         self._record = record
-        self._prefetch = UpdatePrefetch(course, recipients, identity, record)
+        self._placing = RelayPlacing(course, recipients, identity, record)
         self._before: UpdateRelays | None = None
         self._groups = RelayGroups(course, recipients, identity, record)
         self.ways: dict[str, Way] = {}  # of the replicas that are installed from relays, once that is decided
         self.trainer_gone: weights_pb2.Problem | None = None  # why the trainer must not be read any more; None: it may
         self.late_problem: weights_pb2.Problem | None = None  # why none was filled in time, if others used them
         self._queued, self._skipped, self._free = False, False, 0.0
-        course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._prefetch.missing()]
+        course.awaited[Phase.FILLING] = lambda: [each.relay for each in self._placing.missing()]
 
     def start(self, compiled: Compiled, before: UpdateRelays | None, now: float) -> bool:
         """Begins to fill relays, or waits for updates that use them. Returns whether there are any to fill. before: the
@@ -54,15 +53,15 @@ class UpdateRelays:
         return self._begin(now)
 
     def _begin(self, now: float) -> bool:
-        self._prefetch = UpdatePrefetch(self._course, self._recipients, self._identity, self._record)
-        self._prefetch.choose(self._compiled, None if self._before is None else self._before._prefetch)
-        if not self._course.claim(self._prefetch.claim()):
+        self._placing = RelayPlacing(self._course, self._recipients, self._identity, self._record)
+        self._placing.choose(self._compiled, None if self._before is None else self._before._placing)
+        if not self._course.claim(self._placing.claim()):
             if not self._queued:
                 self._queued = True
                 self._course.begin(Phase.QUEUEING, self._patience(now), now)
             return True
         self._before = None
-        if not self._prefetch.missing():
+        if not self._placing.missing():
             return False
         self._free = now - self._course.started if self._queued else 0.0
         self._course.begin(Phase.FILLING, self._filling_seconds(now), now)
@@ -85,7 +84,7 @@ class UpdateRelays:
     def send(self, now: float) -> None:
         """Sends commands, again, to all relays that have not answered."""
         if self._course.phase is Phase.FILLING:
-            self._prefetch.send(self._course.remaining(now))
+            self._placing.send(self._course.remaining(now))
         else:
             self._groups.send(now)
 
@@ -97,10 +96,10 @@ class UpdateRelays:
         if self._course.phase is Phase.QUEUEING and (self._course.waits or not self._begin(now)):
             return not self._course.waits
         if self._course.phase is Phase.FILLING:
-            self._prefetch.advance(self._course.remaining(now))
-        if self._course.phase is Phase.FILLING and not self._prefetch.missing():
+            self._placing.advance(self._course.remaining(now))
+        if self._course.phase is Phase.FILLING and not self._placing.missing():
             self._course.begin(Phase.JOINING, self._course.state.deadlines.plan, now)
-            self._groups.start(self._prefetch.held(), now)
+            self._groups.start(self._placing.held(), now)
         return self._course.phase is Phase.JOINING and self._groups.finished
 
     def overdue(self, seconds: float, now: float) -> None:
@@ -110,9 +109,9 @@ class UpdateRelays:
                 self._skipped = True
                 self._course.state.claims.withdraw(self._course.number)
                 why = f"updates of other pools used relays until {seconds:.1f} s after the update began"
-                self._prefetch.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
+                self._placing.overdue(seconds, deadline(f"{why}, and it was not waited for any longer").problem)
         elif self._course.phase is Phase.FILLING:
-            self._prefetch.overdue(seconds)
+            self._placing.overdue(seconds)
             if (fill_seconds := seconds - self._free) < self._free:
                 why = f"updates of other pools used relays until {self._free:.1f} s after the update began"
                 self.late_problem = deadline(
@@ -125,11 +124,11 @@ class UpdateRelays:
         """Decides how each replica is installed, and leaves out those that cannot be."""
         self.ways = self._groups.ways()
         for relay, problem in self._groups.unread().items():
-            self._prefetch.leave_out(relay, problem)
-        why = self._prefetch.why_not()
+            self._placing.leave_out(relay, problem)
+        why = self._placing.why_not()
         for name, problem in self._groups.unfit().items():
             why[name] = with_words(problem, why[name].message if name in why else "")
-        for name, lacks in self._prefetch.lacking().items():
+        for name, lacks in self._placing.lacking().items():
             if name in why:
                 why[name] = with_words(why[name], lacks)
         never, unknown = "", "no relay within its reach holds the version"
@@ -147,35 +146,35 @@ class UpdateRelays:
         from relays that hold the version or are being filled. Then the trainer is not read any more."""
         if self._course.phase is Phase.QUEUEING:
             return False  # no relay was told anything
-        if self.trainer_gone is None and (self._prefetch.missing() or self._prefetch.held()):
+        if self.trainer_gone is None and (self._placing.missing() or self._placing.held()):
             self.trainer_gone = problem
         return self.trainer_gone is not None
 
     def add_to(self, report: manager_pb2.UpdateReport) -> None:
         """Adds to a report what relays did."""
-        report.relays.extend(self._prefetch.reports())
-        report.prefetch = self._prefetch.describe()
-        report.warnings.extend(self._prefetch.warnings())
+        report.relays.extend(self._placing.reports())
+        report.prefetch = self._placing.describe()
+        report.warnings.extend(self._placing.warnings())
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that members may fetch, or that are still needed."""
-        return [*self._prefetch.blobs(), *self._groups.blobs()]
+        return [*self._placing.blobs(), *self._groups.blobs()]
 
     # -- relays come, go and answer
 
     def lost(self, holder: Holder) -> None:
         """Takes the end of a holder's session."""
         if self._course.refusable:
-            self._prefetch.lost(holder)
+            self._placing.lost(holder)
 
     def note_return(self, holder: Holder) -> bool:
         """Takes a holder's hello. Returns whether it takes part."""
-        return self._prefetch.note_return(holder)
+        return self._placing.note_return(holder)
 
     def drop(self, relay: str, why: str, now: float) -> None:
         """Goes on without a relay that will not come back, or has not in time."""
         if self._course.refusable:
-            self._prefetch.drop(relay, why)
+            self._placing.drop(relay, why)
             self._groups.drop(relay, why, now)
 
     def timer(self, step: RelayAbsent | RelayRetry, now: float) -> None:
@@ -186,7 +185,7 @@ class UpdateRelays:
                 why = f"it lost its session and did not come back within {lease:g} s"
                 self.drop(relay, f"{why}: see whether it runs and reaches this manager", now)
             case RelayRetry(relay):
-                self._prefetch.retry(relay)
+                self._placing.retry(relay)
 
     def answered(self, member: Member, body: manager_pb2.RelayFilled | manager_pb2.RelayProgress) -> None:
         """Takes a relay's answer or progress."""
@@ -197,7 +196,7 @@ class UpdateRelays:
         ):
             return
         if isinstance(body, manager_pb2.RelayFilled):
-            self._prefetch.take(member, body)
+            self._placing.take(member, body)
         else:
             message = f"filling {member.source}"
             progress = manager_pb2.UpdateProgress(
@@ -223,7 +222,7 @@ Problem = weights_pb2.Problem
 class RelayGroup:
     """Relays that together serve some replicas, and the state of these replicas' plans."""
 
-    fillings: tuple[PlannedFilling, ...]  # of its relays
+    fillings: tuple[PlacedFilling, ...]  # of its relays
     pipeline: PlanPipeline
     unfit: dict[str, Problem] = field(default_factory=dict)  # replicas for which no plan can be made
     failures: dict[str, Problem] = field(default_factory=dict)  # why relays failed
@@ -270,7 +269,7 @@ class RelayGroups:
         self._record = record
         self._groups: list[RelayGroup] = []
 
-    def start(self, fillings: Sequence[PlannedFilling], now: float) -> None:
+    def start(self, fillings: Sequence[PlacedFilling], now: float) -> None:
         """Begins to plan. fillings: of the relays that hold the version."""
         for each in _connected(fillings):
             self._join(each, now)
@@ -337,7 +336,7 @@ class RelayGroups:
         """Blobs that members may fetch, or that are still needed."""
         return [ref for group in self._groups for ref in group.pipeline.blobs()]
 
-    def _join(self, fillings: tuple[PlannedFilling, ...], now: float) -> None:
+    def _join(self, fillings: tuple[PlacedFilling, ...], now: float) -> None:
         group = RelayGroup(fillings, PlanPipeline(self._state))
         offers = self._state.members.offers(self._identity)
         self._groups.append(group)
@@ -389,9 +388,9 @@ class RelayGroups:
         self._go_on(group, now)
 
 
-def _connected(fillings: Iterable[PlannedFilling]) -> list[tuple[PlannedFilling, ...]]:
+def _connected(fillings: Iterable[PlacedFilling]) -> list[tuple[PlacedFilling, ...]]:
     """Groups the fillings of relays: those that share a replica are together."""
-    groups: list[tuple[PlannedFilling, ...]] = []
+    groups: list[tuple[PlacedFilling, ...]] = []
     for filling in fillings:
         near = [other for other in groups if any(not set(each.replicas).isdisjoint(filling.replicas) for each in other)]
         groups = [other for other in groups if other not in near] + [
