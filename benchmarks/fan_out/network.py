@@ -1,259 +1,478 @@
-"""A network of hosts in simulated time: who has which chunk when, if each reads what a plan says.
+"""A network of relays and origins in simulated time: which relay has which chunk when, if all keep to one order.
 
-Every host sends and receives at the same time, each at its own rate; a byte takes `latency` to arrive. A chunk is
-passed on when all of it has arrived and is verified. The one who reads hears that a chunk is there (one latency), asks
-for it (one more) and gets it (a third): of each tree at most `window` chunks at a time, and `ahead` times as many of
-the tree in which it passes on. A sender serves one request after the other, as they came. Hosts die at given times, and
-what a dead one was sending is lost; at given times everybody reads from other parents.
+Every host sends and receives at the same time, each at its own rate; a byte takes `latency` to arrive. A chunk is sent
+once it is verified, and verified when all of it has arrived. A relay asks each peer for its chunks in rising order, at
+most `window` at a time; an owner takes its askers in turn, a chunk each. An origin grants a chunk to one asker and names
+that relay to the others. Hosts die at given times; their peers hear of it later.
 
-The same function runs interpreted, for tests, and compiled by numba, for large ones.
+The same function runs interpreted, for tests, and compiled by numba, for large runs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 NEVER = np.inf
-OUTSIDE = -2
-FROM_FEEDER = -1
+OWN_COLUMN = -2
+NO_RELAY = -1
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Streams:
-    """What travels. sizes, feeders: of all chunks, tree after tree. first: where each tree's chunks begin, and one
-    more. feeders: the trainers' host that a root reads a chunk from."""
+class Rules(NamedTuple):
+    """What relays do."""
 
-    sizes: Floats
-    feeders: Integers
-    first: Integers
+    window: int = 2  # questions that a peer is asked at a time
+    in_order: bool = True  # a peer answers in the order of the questions; else whichever chunk it has
+    enough: int = 16  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
+    late: float = 0.1  # of all chunks: a peer that is so far behind with a chunk is left
+    latency: float = 50e-6  # seconds
+    noticed: float = 0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What travels. Relays are numbered from 0, and origins behind them."""
+
+    sizes: Floats  # bytes of each chunk
+    origins: Integers  # of each chunk, the origin that has it
+    wanted: npt.NDArray[np.bool_]  # [relay, chunk]
+    first: Integers  # of each chunk, the relay that asks the origin; NO_RELAY: each asks
+    column: Integers  # of each chunk, the number of its column
+    asks: Integers  # [2, column, relay]: the relay that each asks, and the next one; OWN_COLUMN: the first; NO_RELAY
 
 
 @dataclass(frozen=True)
 class Network:
-    """up, down, verify: bytes/s, of hosts and then of trainers' hosts. latency: seconds. died: when, or NEVER.
-    window: [tree, host], chunks. ahead: by host."""
+    """Rates in bytes/s, of relays and then of origins."""
 
     up: Floats
     down: Floats
     verify: Floats
-    latency: float
-    died: Floats
-    window: Integers
-    ahead: Integers
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """From `start` on, seconds, each host reads each tree from a parent: parents[tree, host]; OUTSIDE: the host is not
-    in that tree. children: those of each parent and tree, in the order in which they are served."""
-
-    start: float
-    parents: Integers
-    children: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    died: Floats  # when, or NEVER; of relays
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """done: when each host had all it wants, verified; NEVER: it never had. sent, received: bytes, by host. busy_up,
-    busy_down: seconds for which it sent, or received, while somebody waited. events: how many there were."""
+    """What came of it, by host: relays, then origins."""
 
-    done: Floats
-    sent: Floats
-    received: Floats
-    busy_up: Floats
-    busy_down: Floats
+    done: Floats  # when each relay had all that it wants, verified; NEVER: it never had
+    sent: Floats  # bytes
+    received: Floats  # bytes
+    questions: Integers  # that each relay asked
+    named: int  # answers of origins that name another relay
+    grants: int  # chunks that origins granted
+    grants_again: int  # of these, to another relay than before
+    peers: Integers  # relays that each relay has asked
     events: int
 
 
-def simulate(
-    streams: Streams, network: Network, epochs: Sequence[Epoch], until: float = NEVER, compiled: bool = False
-) -> Outcome:
-    """What comes of it. until: the simulation ends then, at the latest."""
+class _State(NamedTuple):
+    """Arrays that the simulation changes. A connection is asker * nodes + owner, a question asker * chunks + chunk."""
+
+    sizes: Floats
+    origins: Integers
+    first: Integers
+    column: Integers
+    asks: Integers
+    up: Floats
+    down: Floats
+    verify: Floats
+    died: Floats
+    rank: npt.NDArray[np.int32]  # of each chunk among those that a relay wants, by question
+    count: Integers  # chunks that a relay wants
+    stage: npt.NDArray[np.int8]  # by question
+    named: npt.NDArray[np.int32]  # by question: the relay that an origin has named
+    begun: npt.NDArray[np.bool_]  # by question: it is being answered
+    following: npt.NDArray[np.int32]  # by question: the next in its queue
+    todo: npt.NDArray[np.int32]  # by connection: the first question to ask, the last, and their number
+    asked: npt.NDArray[np.int32]  # by connection: the first unanswered question, the last, and their number
+    left: npt.NDArray[np.bool_]  # by connection
+    is_known: npt.NDArray[np.bool_]  # by connection
+    by_owner: npt.NDArray[np.int32]  # by connection: the next one of its owner
+    by_asker: npt.NDArray[np.int32]
+    owner_head: npt.NDArray[np.int32]
+    asker_head: npt.NDArray[np.int32]
+    is_queued: npt.NDArray[np.bool_]  # by connection: it waits for its turn
+    queue: npt.NDArray[np.int32]  # by connection: the next that waits
+    queue_ends: npt.NDArray[np.int32]  # by owner: the first and the last that wait
+    sending: npt.NDArray[np.bool_]
+    granted: npt.NDArray[np.int32]  # by chunk
+    served: npt.NDArray[np.bool_]  # by chunk: the granted relay has it
+    gone: npt.NDArray[np.bool_]  # by relay
+    have: Integers
+    waiting: Integers  # questions that each relay has to ask yet
+    open: Integers  # questions of each relay that are asked and not answered
+    down_until: Floats
+    verify_until: Floats
+    done: Floats
+    sent: Floats
+    received: Floats
+    questions: Integers
+    totals: Integers  # named, grants, grants again, events
+
+
+MATE, SECOND, GRANT, GRANTED, ANOTHER, DONE, UNWANTED = range(7)
+FREE, VERIFIED, NAMED, NOTICED = range(4)
+
+
+def simulate(traffic: Traffic, network: Network, rules: Rules, compiled: bool = False) -> Outcome:
+    """What comes of it."""
+    relays, chunks = traffic.wanted.shape
     nodes = len(network.up)
-    trees = len(streams.first) - 1
-    hosts = epochs[0].parents.shape[1]
-    parents = np.stack([epoch.parents for epoch in epochs])
-    begins = np.zeros((len(epochs), trees * nodes + 1), dtype=np.int64)
-    lists: list[int] = []
-    for index, epoch in enumerate(epochs):
-        for tree in range(trees):
-            for node in range(nodes):
-                begins[index, tree * nodes + node] = len(lists)
-                if (tree, node) in epoch.children:
-                    lists.extend(epoch.children[tree, node])
-        begins[index, -1] = len(lists)
-    children = np.array(lists or [0], dtype=np.int64)
-    starts = np.array([epoch.start for epoch in epochs], dtype=np.float64)
-    run = _compiled() if compiled else _run
-    found = run(
-        *(streams.sizes, streams.feeders, streams.first, network.up, network.down, network.verify, network.latency),
-        *(network.died, network.window, network.ahead, starts, parents, begins, children, hosts, until),
+
+    def ends(count: int) -> npt.NDArray[np.int32]:
+        return np.tile(np.array([-1, -1, 0], dtype=np.int32), (count, 1))
+
+    def none(*shape: int) -> npt.NDArray[np.int32]:
+        return np.full(shape, -1, dtype=np.int32)
+
+    def no(*shape: int) -> npt.NDArray[np.bool_]:
+        return np.zeros(shape, dtype=np.bool_)
+
+    state = _State(
+        sizes=traffic.sizes,
+        origins=traffic.origins,
+        first=traffic.first,
+        column=traffic.column,
+        asks=traffic.asks,
+        up=network.up,
+        down=network.down,
+        verify=network.verify,
+        died=network.died,
+        rank=(np.cumsum(traffic.wanted, axis=1, dtype=np.int32) - 1).reshape(-1),
+        count=traffic.wanted.sum(axis=1).astype(np.int64),
+        stage=np.where(traffic.wanted, MATE, UNWANTED).astype(np.int8).reshape(-1),
+        named=none(relays * chunks),
+        begun=no(relays * chunks),
+        following=none(relays * chunks),
+        todo=ends(relays * nodes),
+        asked=ends(relays * nodes),
+        left=no(relays * nodes),
+        is_known=no(relays * nodes),
+        by_owner=none(relays * nodes),
+        by_asker=none(relays * nodes),
+        owner_head=none(nodes),
+        asker_head=none(relays),
+        is_queued=no(relays * nodes),
+        queue=none(relays * nodes),
+        queue_ends=none(nodes, 2),
+        sending=no(nodes),
+        granted=none(chunks),
+        served=no(chunks),
+        gone=no(relays),
+        have=np.zeros(relays, dtype=np.int64),
+        waiting=np.zeros(relays, dtype=np.int64),
+        open=np.zeros(relays, dtype=np.int64),
+        down_until=np.zeros(relays),
+        verify_until=np.zeros(relays),
+        done=np.full(relays, NEVER),
+        sent=np.zeros(nodes),
+        received=np.zeros(relays),
+        questions=np.zeros(relays, dtype=np.int64),
+        totals=np.zeros(4, dtype=np.int64),
     )
-    return Outcome(*found)
+    run = _compiled() if compiled else _functions(lambda function: function)
+    run(state, rules)
+    peers = state.is_known.reshape(relays, nodes)[:, :relays].sum(axis=1).astype(np.int64)
+    named, grants, again, events = state.totals.tolist()
+    return Outcome(state.done, state.sent, state.received, state.questions, named, grants, again, peers, events)
 
 
 @cache
 def _compiled() -> Any:
     import numba
 
-    return numba.njit(cache=True)(_run)
+    return _functions(numba.njit)
 
 
-def _run(
-    sizes: Floats,
-    feeders: Integers,
-    first: Integers,
-    up: Floats,
-    down: Floats,
-    verify: Floats,
-    latency: float,
-    died: Floats,
-    window: Integers,
-    ahead: Integers,
-    starts: Floats,
-    parents: Integers,
-    begins: Integers,
-    children: Integers,
-    hosts: int,
-    until: float,
-) -> Any:
-    nodes = len(up)
-    trees = len(first) - 1
-    ask, queue, free, verified, switch, death = 0, 1, 2, 3, 4, 5
-    epoch = 0
-    got = np.zeros((trees, hosts), dtype=np.int64)  # chunks verified, from the first on
-    wanted = np.zeros((trees, hosts), dtype=np.int64)  # chunks asked for, from the first on
-    valid = np.zeros((trees, hosts), dtype=np.int64)  # rises whenever what was asked for is void
-    missing = np.zeros(hosts, dtype=np.int64)
-    done = np.full(hosts, np.inf)
-    sent = np.zeros(nodes)
-    received = np.zeros(hosts)
-    busy_up = np.zeros(nodes)
-    busy_down = np.zeros(hosts)
-    sending = np.zeros(nodes, dtype=np.bool_)
-    down_until = np.zeros(hosts)
-    verify_until = np.zeros(hosts)
-    # Requests that wait at senders: lists of (tree, host, chunk, valid), threaded through one pool.
-    pool = np.zeros((int((window * ahead).sum()) * 2 * (len(starts) + 1) + 1, 5), dtype=np.int64)
-    for entry in range(len(pool)):
-        pool[entry, 4] = entry + 1
-    unused = 1
-    head = np.zeros(nodes, dtype=np.int64)
-    tail = np.zeros(nodes, dtype=np.int64)
-    number = 0  # of events, so that those of one moment come in a fixed order
-    heap = [(0.0, 0, 0, 0, 0, 0, 0, 0)]  # when, number, kind, tree, host, chunk, valid, node
-    heap.pop()
-    for version in range(len(starts)):
-        heapq.heappush(heap, (starts[version], version - len(starts), switch, version, 0, 0, 0, 0))
-    for host in range(hosts):
-        if died[host] < np.inf:
-            number += 1
-            heapq.heappush(heap, (died[host], number, death, 0, host, 0, 0, 0))
-        for tree in range(trees):
-            if parents[0, tree, host] != OUTSIDE:
-                missing[host] += 1
-    while len(heap) > 0:
-        now, _, kind, tree, host, chunk, mark, node = heapq.heappop(heap)
-        if now > until:
-            break
-        asks = False
-        sender = -1
-        if kind == switch:
-            epoch = tree
-            for each in range(trees):
-                for child in range(hosts):
-                    parent = parents[epoch, each, child]
-                    if parent != OUTSIDE and (epoch == 0 or parent != parents[epoch - 1, each, child]):
-                        valid[each, child] += 1
-                        wanted[each, child] = got[each, child]
-                        number += 1
-                        heapq.heappush(heap, (now, number, ask, each, child, 0, valid[each, child], 0))
-        elif kind == death:
-            for each in range(trees):
-                for child in range(hosts):
-                    if parents[epoch, each, child] == host:  # what was on its way never arrives
-                        valid[each, child] += 1
-                        wanted[each, child] = got[each, child]
-        elif kind == ask:
-            asks = mark == valid[tree, host]
-        elif kind == queue:
-            if mark == valid[tree, host] and now < died[node]:
-                entry = unused
-                unused = pool[entry, 4]
-                pool[entry, 0], pool[entry, 1], pool[entry, 2], pool[entry, 3] = tree, host, chunk, mark
-                pool[entry, 4] = 0
-                if head[node] == 0:
-                    head[node] = entry
-                else:
-                    pool[tail[node], 4] = entry
-                tail[node] = entry
-                if not sending[node]:
-                    sender = node
-        elif kind == free:
-            sending[node] = False
-            sender = node
-        elif mark == valid[tree, host] and now < died[host]:
-            got[tree, host] += 1
-            asks = True
-            if got[tree, host] == first[tree + 1] - first[tree]:
-                missing[host] -= 1
-                if missing[host] == 0:
-                    done[host] = now
-            at = tree * nodes + host
-            for place in range(begins[epoch, at], begins[epoch, at + 1]):
-                child = children[place]
-                following = wanted[tree, child]
-                below = tree * nodes + child
-                most = window[tree, child] * (ahead[child] if begins[epoch, below + 1] > begins[epoch, below] else 1)
-                if following < got[tree, host] and following - got[tree, child] < most:
-                    wanted[tree, child] += 1
-                    number += 1
-                    later = now + 2 * latency
-                    heapq.heappush(heap, (later, number, queue, tree, child, following, valid[tree, child], host))
-        if asks:
-            parent = parents[epoch, tree, host]
-            there = first[tree + 1] - first[tree]
-            if parent >= 0:
-                there = got[tree, parent] if now < died[parent] else 0
-            below = tree * nodes + host
-            most = window[tree, host] * (ahead[host] if begins[epoch, below + 1] > begins[epoch, below] else 1)
-            while wanted[tree, host] < min(there, got[tree, host] + most):
-                following = wanted[tree, host]
-                wanted[tree, host] += 1
-                to = parent if parent >= 0 else hosts + feeders[first[tree] + following]
-                number += 1
-                later = now + latency
-                heapq.heappush(heap, (later, number, queue, tree, host, following, valid[tree, host], to))
-        while sender >= 0 and not sending[sender] and head[sender] != 0:
-            entry = head[sender]
-            tree, host, chunk, mark, head[sender] = pool[entry]
-            pool[entry, 4] = unused
-            unused = entry
-            if mark != valid[tree, host] or now >= died[host]:
-                continue  # reads from another now
-            length = sizes[first[tree] + chunk]
-            takes = length / up[sender]
-            sending[sender] = True
-            sent[sender] += length
-            busy_up[sender] += takes
-            number += 1
-            heapq.heappush(heap, (now + takes, number, free, 0, 0, 0, 0, sender))
-            # All who send to a host share its network; it is busy for as long as it needs for the bytes.
-            down_until[host] = max(down_until[host], now + latency) + length / down[host]
-            received[host] += length
-            busy_down[host] += length / down[host]
-            whole = max(down_until[host], now + latency + takes)
-            verify_until[host] = max(verify_until[host], whole) + length / verify[host]
-            number += 1
-            heapq.heappush(heap, (verify_until[host], number, verified, tree, host, chunk, mark, 0))
-    return done, sent, received, busy_up, busy_down, number
+def _functions(jit: Callable[[Any], Any]) -> Any:
+    """The simulation, of functions that `jit` has compiled."""
+
+    @jit
+    def push(heap: Any, s: _State, when: float, kind: int, one: int, other: int, chunk: int) -> None:
+        s.totals[3] += 1
+        heapq.heappush(heap, (when, s.totals[3], kind, one, other, chunk))
+
+    @jit
+    def append(ends: Any, following: Any, at: int, question: int) -> None:
+        following[question] = -1
+        if ends[at, 2] == 0:
+            ends[at, 0] = question
+        else:
+            following[ends[at, 1]] = question
+        ends[at, 1] = question
+        ends[at, 2] += 1
+
+    @jit
+    def remove(ends: Any, following: Any, at: int, question: int) -> None:
+        before = -1
+        each = ends[at, 0]
+        while each != question:
+            before = each
+            each = following[each]
+        if before < 0:
+            ends[at, 0] = following[question]
+        else:
+            following[before] = following[question]
+        if ends[at, 1] == question:
+            ends[at, 1] = before
+        ends[at, 2] -= 1
+
+    @jit
+    def answerable(s: _State, rules: Rules, connection: int) -> int:
+        """The question of a connection that may be answered now; -1: none."""
+        owner = connection % len(s.up)
+        chunks = len(s.sizes)
+        question = s.asked[connection, 0]
+        while question >= 0:
+            if not s.begun[question]:
+                if owner >= len(s.down) or s.stage[owner * chunks + question % chunks] == DONE:
+                    return question
+                if rules.in_order:
+                    return -1
+            question = s.following[question]
+        return -1
+
+    @jit
+    def enqueue(s: _State, rules: Rules, connection: int) -> None:
+        """Has a connection wait for its turn, if it has a question that may be answered."""
+        owner = connection % len(s.up)
+        if s.is_queued[connection] or s.left[connection] or answerable(s, rules, connection) < 0:
+            return
+        s.is_queued[connection] = True
+        s.queue[connection] = -1
+        if s.queue_ends[owner, 0] < 0:
+            s.queue_ends[owner, 0] = connection
+        else:
+            s.queue[s.queue_ends[owner, 1]] = connection
+        s.queue_ends[owner, 1] = connection
+
+    @jit
+    def fill(s: _State, rules: Rules, connection: int) -> None:
+        """Asks as much as may be asked at a time."""
+        asker = connection // len(s.up)
+        while s.asked[connection, 2] < rules.window and s.todo[connection, 2] > 0:
+            question = s.todo[connection, 0]
+            s.todo[connection, 0] = s.following[question]
+            s.todo[connection, 2] -= 1
+            append(s.asked, s.following, connection, question)
+            s.questions[asker] += 1
+            s.waiting[asker] -= 1
+            s.open[asker] += 1
+        enqueue(s, rules, connection)
+
+    @jit
+    def place(s: _State, asker: int, chunk: int) -> int:
+        """Puts a question where its stage says. Returns the connection."""
+        chunks, nodes, relays = len(s.sizes), len(s.up), len(s.down)
+        question = asker * chunks + chunk
+        column = s.column[chunk]
+        while True:
+            stage = s.stage[question]
+            if stage == MATE:
+                owner = s.asks[0, column, asker]
+                if owner == OWN_COLUMN:
+                    owner = s.first[chunk]
+            elif stage == SECOND:
+                owner = s.asks[1, column, asker]
+            elif stage == GRANTED:
+                owner = s.named[question]
+            else:
+                owner = relays + s.origins[chunk]
+            if owner >= 0 and owner != asker and not s.left[asker * nodes + owner]:
+                break
+            s.stage[question] += 1
+        connection = asker * nodes + owner
+        if not s.is_known[connection]:
+            s.is_known[connection] = True
+            s.by_owner[connection] = s.owner_head[owner]
+            s.owner_head[owner] = connection
+            s.by_asker[connection] = s.asker_head[asker]
+            s.asker_head[asker] = connection
+        append(s.todo, s.following, connection, question)
+        s.waiting[asker] += 1
+        return connection
+
+    @jit
+    def serve(s: _State, heap: Any, rules: Rules, owner: int, now: float) -> None:
+        """Answers the next question, if the owner is not sending."""
+        chunks, nodes, relays = len(s.sizes), len(s.up), len(s.down)
+        if owner < relays and now >= s.died[owner]:
+            return
+        while not s.sending[owner] and s.queue_ends[owner, 0] >= 0:
+            connection = s.queue_ends[owner, 0]
+            s.queue_ends[owner, 0] = s.queue[connection]
+            s.is_queued[connection] = False
+            asker = connection // nodes
+            question = answerable(s, rules, connection)
+            if question < 0 or s.left[connection] or now >= s.died[asker]:
+                continue
+            chunk = question % chunks
+            if owner >= relays:
+                granted = s.granted[chunk]
+                is_void = granted >= 0 and s.gone[granted] and not s.served[chunk]
+                is_again = s.stage[question] == ANOTHER and granted == s.named[question]
+                if granted >= 0 and granted != asker and not is_void and not is_again:
+                    remove(s.asked, s.following, connection, question)
+                    s.open[asker] -= 1
+                    s.named[question] = granted
+                    s.stage[question] = GRANTED
+                    s.totals[0] += 1
+                    push(heap, s, now + 2 * rules.latency, NAMED, asker, owner, chunk)
+                    fill(s, rules, connection)
+                    continue
+                if granted != asker:
+                    s.totals[1] += 1
+                    s.totals[2] += granted >= 0
+                    s.granted[chunk] = asker
+                    s.served[chunk] = False
+            s.begun[question] = True
+            s.sending[owner] = True
+            takes = s.sizes[chunk] / s.up[owner]
+            s.sent[owner] += s.sizes[chunk]
+            enqueue(s, rules, connection)
+            if owner < relays and s.died[owner] < now + takes:
+                continue
+            push(heap, s, now + takes, FREE, owner, 0, 0)
+            # All that send to a host share its network; it is busy for as long as it needs for the bytes.
+            s.down_until[asker] = max(s.down_until[asker], now + rules.latency) + s.sizes[chunk] / s.down[asker]
+            whole = max(s.down_until[asker], now + rules.latency + takes)
+            s.verify_until[asker] = max(s.verify_until[asker], whole) + s.sizes[chunk] / s.verify[asker]
+            s.received[asker] += s.sizes[chunk]
+            push(heap, s, s.verify_until[asker], VERIFIED, asker, owner, chunk)
+
+    @jit
+    def leave(s: _State, heap: Any, rules: Rules, connection: int, now: float) -> None:
+        """Asks others for all that a peer was asked, and was to be asked."""
+        chunks, nodes = len(s.sizes), len(s.up)
+        asker = connection // nodes
+        s.left[connection] = True
+        s.open[asker] -= s.asked[connection, 2]
+        s.waiting[asker] -= s.todo[connection, 2]
+        for turn in range(2):
+            ends = s.asked if turn == 0 else s.todo
+            question = ends[connection, 0]
+            for _ in range(ends[connection, 2]):
+                after = s.following[question]
+                s.begun[question] = False
+                other = place(s, asker, question % chunks)
+                fill(s, rules, other)
+                serve(s, heap, rules, other % nodes, now)
+                question = after
+            ends[connection, 2] = 0
+            ends[connection, 0] = -1
+
+    @jit
+    def relieve(s: _State, heap: Any, rules: Rules, asker: int, now: float) -> None:
+        """With too little outstanding, asks others for what waits for the relay with most to send."""
+        chunks, nodes, relays = len(s.sizes), len(s.up), len(s.down)
+        while s.open[asker] < rules.enough and s.waiting[asker] > 0:
+            longest, found = 0, -1
+            connection = s.asker_head[asker]
+            while connection >= 0:
+                if connection % nodes < relays and s.todo[connection, 2] > longest and not s.left[connection]:
+                    longest, found = s.todo[connection, 2], connection
+                connection = s.by_asker[connection]
+            if found < 0:
+                return
+            question = s.todo[found, 0]
+            s.todo[found, 0] = s.following[question]
+            s.todo[found, 2] -= 1
+            s.waiting[asker] -= 1
+            s.stage[question] += 1
+            other = place(s, asker, question % chunks)
+            fill(s, rules, other)
+            serve(s, heap, rules, other % nodes, now)
+
+    @jit
+    def check_late(s: _State, heap: Any, rules: Rules, asker: int, now: float) -> None:
+        """Leaves the relays that are far behind with what they were asked."""
+        nodes, relays = len(s.up), len(s.down)
+        connection = s.asker_head[asker]
+        while connection >= 0:
+            question = s.asked[connection, 0]
+            if question >= 0 and connection % nodes < relays and not s.left[connection]:
+                behind = s.have[asker] - s.rank[question]
+                most = rules.late * s.count[asker] * (1 if s.first[question % len(s.sizes)] == connection % nodes else 2)
+                if behind > most:
+                    leave(s, heap, rules, connection, now)
+            connection = s.by_asker[connection]
+
+    @jit
+    def verified(s: _State, heap: Any, rules: Rules, asker: int, owner: int, chunk: int, now: float) -> None:
+        chunks, nodes, relays = len(s.sizes), len(s.up), len(s.down)
+        connection = asker * nodes + owner
+        question = asker * chunks + chunk
+        if s.left[connection] or now >= s.died[asker]:
+            return
+        remove(s.asked, s.following, connection, question)
+        s.open[asker] -= 1
+        s.stage[question] = DONE
+        if owner >= relays and s.granted[chunk] == asker:
+            s.served[chunk] = True
+        s.have[asker] += 1
+        if s.have[asker] == s.count[asker]:
+            s.done[asker] = now
+        other = s.owner_head[asker]
+        while other >= 0:
+            if s.asked[other, 2] > 0:
+                enqueue(s, rules, other)
+            other = s.by_owner[other]
+        serve(s, heap, rules, asker, now)
+        fill(s, rules, connection)
+        serve(s, heap, rules, owner, now)
+        if s.todo[connection, 2] == 0:
+            relieve(s, heap, rules, asker, now)
+        if s.have[asker] % 8 == 0 and s.have[asker] > rules.late * s.count[asker]:
+            check_late(s, heap, rules, asker, now)
+
+    @jit
+    def run(s: _State, rules: Rules) -> None:
+        chunks, nodes, relays = len(s.sizes), len(s.up), len(s.down)
+        heap = [(0.0, 0, 0, 0, 0, 0)]
+        heap.pop()
+        for relay in range(relays):
+            if s.died[relay] < np.inf:
+                push(heap, s, s.died[relay] + rules.noticed, NOTICED, relay, 0, 0)
+            for chunk in range(chunks):
+                if s.stage[relay * chunks + chunk] == MATE:
+                    if s.first[chunk] == relay or s.first[chunk] < 0:
+                        s.stage[relay * chunks + chunk] = GRANT
+                    place(s, relay, chunk)
+            if s.count[relay] == 0:
+                s.done[relay] = 0.0
+        for connection in range(relays * nodes):
+            if s.is_known[connection]:
+                fill(s, rules, connection)
+        for node in range(nodes):
+            serve(s, heap, rules, node, 0.0)
+        while len(heap) > 0:
+            now, _, kind, one, other, chunk = heapq.heappop(heap)
+            if kind == FREE:
+                s.sending[one] = False
+                serve(s, heap, rules, one, now)
+            elif kind == VERIFIED:
+                verified(s, heap, rules, one, other, chunk, now)
+            elif kind == NAMED:
+                if now < s.died[one]:
+                    connection = place(s, one, chunk)
+                    fill(s, rules, connection)
+                    serve(s, heap, rules, connection % nodes, now)
+            else:
+                s.gone[one] = True
+                connection = s.owner_head[one]
+                while connection >= 0:
+                    if not s.left[connection] and now < s.died[connection // nodes]:
+                        leave(s, heap, rules, connection, now)
+                    connection = s.by_owner[connection]
+
+    return run
