@@ -19,8 +19,6 @@ WORKERS_READ = (MEMORY, RELAY, FILES)
 IN_COLLECTIVES = (*WORKERS_READ, "nccl")
 """Those of workers that can take part in a collective."""
 
-RELAYS_READ = (*WORKERS_READ, NETWORK)
-
 COLLECTIVE = "nccl"
 
 

@@ -28,7 +28,7 @@ from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import everybody
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
-from tests.simulation.hosts import RELAYS_READ, ways
+from tests.simulation.hosts import WORKERS_READ, ways
 from tests.simulation.mechanism import Mechanism
 from tests.simulation.nodes import LeadingAgentShell, SpreadEngine
 from tests.simulation.weights import HeldSource, ref_of
@@ -314,7 +314,7 @@ class Invariants:
                     raise BrokenPromiseError(f"epoch {install.fence.epoch} reads the trainer after its callers return")
 
     def _upstream(self, manager: ManagerShell, peer: events.Peer, command: manager_pb2.FillRelay) -> None:
-        """A relay is told to read only what it reaches, and relays that have the version by then."""
+        """A relay is told to read only what it reaches, and holders that have the version by then."""
         told = manager.machine._members.by_peer[peer]
         repeated = command.fence.epoch, command.attempt, told.session_id
         if repeated in self._told_to_fill or self.scenario.ledgers_replaced:
@@ -324,7 +324,7 @@ class Invariants:
             source = self.scenario.truth.sources[ref.digest]
             if isinstance(source, HeldSource) and not source.relay:
                 continue  # of a keeper nobody knows how it is read
-            if not ways(source.host, source.offered, told.host, RELAYS_READ):
+            if not ways(source.host, source.offered, told.host, WORKERS_READ):
                 raise BrokenPromiseError(f"{told.source} is to read memory of {source.host.name}, out of its reach")
             known = isinstance(source, HeldSource) and source.alive and not source.silent
             if known and source.filled != command.identity:

@@ -1,40 +1,40 @@
-"""What a simulated relay passes on while it is being filled, slice by slice, and how it waits for what others pass on.
+"""What a simulated relay sends to others of what it holds, slice by slice, and how it asks others. A slice is a chunk.
 
-A slice is a chunk. Like a real relay it passes on what it has compared with the record, asks its parent first and then
-the alternates, and compares what it is given. Who is cut off or stopped says nothing; who is dead is known to be.
+Like a real relay it sends what it has compared with the record, asks in the order of its table, then an origin, and in
+the end every relay for what it has by then, and it compares what it is given. One that is cut off or stopped says
+nothing; one that is dead is known to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt_engine.core.relay_chunks import SlotChunk, deal_chunks
+from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.weights import SLICES, HeldSource
 from tests.simulation.world import BrokenPromiseError, Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.simulation.relays import RelayShell
 
 STUCK = 1.0
-"""How long one waits for somebody who has nothing."""
+"""How long it waits for a relay that gets nothing."""
 
 
 @dataclass
 class Passing:
-    """One filling. key: plan and root. verified: slices. over: whether nothing comes any more. waits: for whom it waits
-    now, and for which slice."""
+    """One filling. root: of its version. verified: slices. over: whether nothing comes any more. waits: for which relay
+    it waits now, and for which slice."""
 
-    key: tuple[bytes, bytes]
+    root: bytes
     slot: HeldSource
     verified: set[int] = field(default_factory=set)
     over: bool = False
     waits: tuple[RelayShell, int] | None = None
     sources: dict[str, int] = field(default_factory=dict)
+    never: set[int] = field(default_factory=set)
 
     def came(self, source: str) -> None:
         """A slice was brought from there."""
@@ -55,54 +55,97 @@ class Passing:
             return None
         found = self.slot.memory.get(index)
         if found != wanted:
-            raise BrokenPromiseError(f"{self.slot.source} passes on {found}, and {wanted} was sealed")
+            raise BrokenPromiseError(f"{self.slot.source} sends {found}, and {wanted} was sealed")
         return found
 
 
-def asked_for(told: manager_pb2.FanOut) -> dict[int, list[manager_pb2.FanOut.Peer]]:
-    """By slice, whom a relay asks, in this order; nobody: it reads those who hold the version."""
-    chunks = [SlotChunk((index,), (), (), 1) for index in range(SLICES)]
-    trees = zip(told.trees, deal_chunks(chunks, [tree.share for tree in told.trees]), strict=True)
-    return {index: [told.peers[number] for number in tree.ask] for tree, own in trees for index in own}
+def order_of(table: manager_pb2.WantTable, name: str) -> dict[int, list[manager_pb2.WantTable.Relay]]:
+    """By slice, the relays that a relay asks, in this order: those before it, then origins."""
+    asking = {each.relay: each for each in table.relays if not each.origin}
+    origins = [each for each in table.relays if each.origin and each.relay != name]
+    relays = [ChunkRelay(each.relay, 0, 0.0 if each.leaf else 1.0) for each in asking.values()]
+    order = ChunkOrder([1] * SLICES, [range(SLICES)], relays)
+    return {
+        index: [*(asking[other] for other in (order.before(name, index) if name in asking else ())), *origins]
+        for index in range(SLICES)
+    }
 
 
-def wait_for(
+def ask(
     relay: RelayShell,
     passing: Passing,
-    peers: Sequence[manager_pb2.FanOut.Peer],
+    peers: Sequence[manager_pb2.WantTable.Relay],
     index: int,
     wanted: str,
     may_go_on: Callable[[], None],
 ) -> Steps:
-    """A slice that somebody passes on, or None."""
+    """A slice that one of these relays sends, or None."""
     world = relay.world
     for peer in peers:
-        until = world.now + STUCK
+        seen, until = -1, world.now + STUCK
         while world.now < until:
             may_go_on()
-            other = relay.cluster.truth.passing.get(peer.region.locator)
+            other = relay.cluster.truth.passing.get(_where(peer))
             if other is None or not other.alive:
                 break
-            if relay.hears(other) and (theirs := other.passing) is not None and theirs.key == passing.key:
-                found = theirs.passed(index, wanted)
-                if found is not None:
+            if relay.hears(other):
+                if (found := passed(other, passing.root, index, wanted, peer.relay, passing)) is not None:
                     passing.waits = None
-                    passing.came(peer.relay)
                     return found
-                if theirs.over:
+                theirs = other.passing_of(passing.root)
+                if theirs is not None and (theirs.over or index in theirs.never):
                     break
+                if theirs is not None and len(theirs.verified) > seen:
+                    seen, until = len(theirs.verified), world.now + STUCK
             passing.waits = other, index
-            _no_circle(relay, index)
+            _no_circle(relay, passing.root, index)
             yield world.between(0.001, 0.03)
     passing.waits = None
     return None
 
 
-def _no_circle(relay: RelayShell, index: int) -> None:
+def passed(other: RelayShell, root: bytes, index: int, wanted: str, name: str, passing: Passing) -> str | None:
+    """A slice that another relay has now."""
+    theirs = other.passing_of(root)
+    found = None if theirs is None else theirs.passed(index, wanted)
+    if found is not None:
+        passing.came(name)
+    return found
+
+
+def ask_all(
+    relay: RelayShell,
+    passing: Passing,
+    table: manager_pb2.WantTable,
+    index: int,
+    wanted: str,
+    may_go_on: Callable[[], None],
+) -> Steps:
+    """A slice that some relay has by now, or None after a while. None of these questions waits."""
+    passing.never.add(index)
+    until = relay.world.now + STUCK
+    while relay.world.now < until:
+        may_go_on()
+        for peer in table.relays:
+            other = relay.cluster.truth.passing.get(_where(peer))
+            if other is None or other is relay or not other.alive or not relay.hears(other):
+                continue
+            if (found := passed(other, passing.root, index, wanted, peer.relay, passing)) is not None:
+                passing.never.discard(index)
+                return found
+        yield relay.world.between(0.01, 0.1)
+    return None
+
+
+def _where(peer: manager_pb2.WantTable.Relay) -> bytes:
+    return peer.chunks.offers[0].locator if peer.chunks.offers else b""
+
+
+def _no_circle(relay: RelayShell, root: bytes, index: int) -> None:
     seen = {relay.name}
     each = relay
-    while each.passing is not None and each.passing.waits is not None and each.passing.waits[1] == index:
-        each = each.passing.waits[0]
+    while (theirs := each.passing_of(root)) is not None and theirs.waits is not None and theirs.waits[1] == index:
+        each = theirs.waits[0]
         if each.name in seen:
-            raise BrokenPromiseError(f"{', '.join(sorted(seen))} wait for each other to pass on slice {index}")
+            raise BrokenPromiseError(f"{', '.join(sorted(seen))} wait for each other to send slice {index}")
         seen.add(each.name)

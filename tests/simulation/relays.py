@@ -16,9 +16,9 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.relay.member import KIND, RelayMachine
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, SlotFilled, StopFilling
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.hosts import HOST, NETWORK, RELAY, RELAYS_READ, ways
+from tests.simulation.hosts import HOST, NETWORK, RELAY, WORKERS_READ, ways
 from tests.simulation.members import Cluster, MemberShell
-from tests.simulation.passing import Passing, asked_for, wait_for
+from tests.simulation.passing import Passing, ask, ask_all, order_of
 from tests.simulation.weights import SLICES, HeldSource, Source, SourceGoneError, ref_of
 from tests.simulation.world import Signal, Steps
 
@@ -37,10 +37,10 @@ class RelayShell(MemberShell):
         host: weights_pb2.Host = HOST,
     ) -> None:
         session = f"{name}-{cluster.world.random.getrandbits(32):08x}"
-        self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=RELAYS_READ, lends=(RELAY, NETWORK))
-        filling.passes_on.CopyFrom(weights_pb2.Region(transport=NETWORK, locator=session.encode()))
+        self.filling = filling = manager_pb2.Filling(memory_bytes=1 << 30, reads=WORKERS_READ, lends=(RELAY, NETWORK))
+        filling.chunks.offers.add(transport=NETWORK, locator=session.encode())
         cluster.truth.passing[session.encode()] = self
-        self.passing: Passing | None = None
+        self.passings: list[Passing | None] = [None] * SLOTS
         self.sends: manager_pb2.Rate | None = None  # what it says of its network once somebody read from it
         super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
         self.host = host
@@ -53,6 +53,16 @@ class RelayShell(MemberShell):
         self.mapped: set[bytes] = set()
         self.feed(events.Start())
         self.feed(events.HoldVersions(()))
+
+    @property
+    def passing(self) -> Passing | None:
+        """Its newest filling."""
+        return next((each for each in self.passings if each is not None and not each.over), None)
+
+    def passing_of(self, root: bytes) -> Passing | None:
+        """What it sends of a version."""
+        found = [each for each in self.passings if each is not None and each.root == root]
+        return max(found, key=lambda each: len(each.verified), default=None)
 
     def _slot(self) -> HeldSource:
         number = self.world.random.getrandbits(32)
@@ -112,7 +122,8 @@ class RelayShell(MemberShell):
 
     def _count(self, task: CountSlot) -> Steps:
         command = task.command
-        yield from self.fetch((command.record, *command.tables, *command.needs))
+        wanted = [ref for wants in command.wanted.wants for ref in (*wants.needs, *wants.within)]
+        yield from self.fetch((command.record, *command.tables, *command.needs, *command.within, *wanted))
         self.mapped |= {table.digest for table in command.tables}
         return 1
 
@@ -123,8 +134,8 @@ class RelayShell(MemberShell):
             yield before
             return (yield from self._overwrite(task, end, stops))
         except BaseException:
-            if self.passing is not None:
-                self.passing.end()
+            if (passing := self.passings[task.slot]) is not None and not task.more:
+                passing.end()
             raise
         finally:
             mine.set()
@@ -141,20 +152,21 @@ class RelayShell(MemberShell):
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
         lacks: dict[int, weights_pb2.Problem] = {}
-        asked = {}
-        passing = self.passing = Passing((command.fan_out.plan, command.identity.root), slot)
-        if command.HasField("fan_out") and not held:
-            asked = asked_for(command.fan_out)
-        for index in [each for each in range(SLICES) if each not in held]:
+        table = command.wanted if command.HasField("wanted") else None
+        order = order_of(table, slot.source) if table is not None else {}
+        passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
+        others = [each for each in range(SLICES) if each not in held]
+        for index in sorted(others, key=lambda each: bool(order) and not self._near(command, each, record[str(each)])):
             yield self.world.between(0.001, 0.03)
-            if self._over_network(command):
-                yield self.world.between(0.0, self.faults.wire_delay)
             self._may_go_on(end, stops)
             wanted = record[str(index)]
+            found = self._near(command, index, wanted)
+            if found is None and table is not None:
+                yield self.world.between(0.0, self.faults.wire_delay)
+                go_on = lambda: self._may_go_on(end, stops)  # noqa: E731
+                found = yield from ask(self, passing, order[index], index, wanted, go_on)
+                found = found or (yield from ask_all(self, passing, table, index, wanted, go_on))
             try:
-                found = yield from wait_for(
-                    *(self, passing, asked.get(index, ()), index, wanted), lambda: self._may_go_on(end, stops)
-                )
                 slot.memory[index] = slot.sealed[index] = found or self._read(command, index, wanted)
                 passing.verified.add(index)
             except CkptEngineError as error:
@@ -168,7 +180,7 @@ class RelayShell(MemberShell):
         told = manager_pb2.RelayFilled(
             bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks), brought=passing.brought()
         )
-        if asked and self.sends is not None:
+        if table is not None and self.sends is not None:
             told.sent.CopyFrom(self.sends)
         return SlotFilled(slot.table(), data, told)
 
@@ -178,28 +190,28 @@ class RelayShell(MemberShell):
         if self.world.now >= end:
             raise deadline("the time for filling is over")
 
-    def _over_network(self, command: manager_pb2.FillRelay) -> bool:
-        sources = (self.cluster.truth.sources[ref.digest] for ref in command.tables)
-        return any(self._way(source) == NETWORK for source in sources)
+    def _near(self, command: manager_pb2.FillRelay, index: int, wanted: str) -> str | None:
+        """What sources of its host have of a slice; None: not this."""
+        try:
+            return self._read(command, index, wanted)
+        except CkptEngineError:
+            return None
 
     def _way(self, source: Source) -> str:
         """The transport over which it reads a source; empty if none leads there."""
-        found = ways(source.host, source.offered, self.host, RELAYS_READ)
+        found = ways(source.host, source.offered, self.host, WORKERS_READ)
         return found[0].transport if found else ""
 
     def _read(self, command: manager_pb2.FillRelay, index: int, wanted: str) -> str:
         for ref in command.tables:
             source = self.cluster.truth.sources[ref.digest]
-            way = self._way(source)
-            if not way or (way == NETWORK and self._fails(source)):
+            if not self._way(source):
                 continue
             try:
                 found = source.read(index)
             except SourceGoneError:
                 continue
             if found == wanted:
-                if self.passing is not None:
-                    self.passing.came(source.source if isinstance(source, HeldSource) else f"rank {source.rank}")
                 return found
         raise data_loss(f"nobody brings slice {index} as it was sealed")
 
@@ -210,8 +222,5 @@ class RelayShell(MemberShell):
     def hears(self, other: RelayShell) -> bool:
         """Whether another relay says anything on the network."""
         cut = frozenset({other.host.name, self.host.name}) in self.faults.wire_cuts
-        return not cut and not other.slots[0].silent
+        return not cut and not other.slots[0].silent and not self.world.chance(self.faults.wire)
 
-    def _fails(self, source: Source) -> bool:
-        cut = frozenset({source.host.name, self.host.name}) in self.faults.wire_cuts
-        return cut or (isinstance(source, HeldSource) and source.silent) or self.world.chance(self.faults.wire)

@@ -1,14 +1,11 @@
-"""Updates of several hosts whose relays are filled together and pass on to each other what they have verified."""
+"""Updates of several hosts whose relays are filled together and send each other what they have verified."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 import pytest
 
-from ckpt_engine.core.fan_out_orders import fan_out_orders
-from ckpt_engine.machines.manager import relay_filling
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.core.chunk_order import ChunkOrder
+from ckpt_engine.v1 import manager_pb2
 from tests.simulation.hosts import host_of
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
 from tests.simulation.passing import Passing
@@ -35,7 +32,7 @@ def test_several_hosts_are_filled_together_and_report_it(story: Story) -> None:
         report = trained(story, group)
         assert outcomes(report) == {agent.name: NEW for agent in agents}
         assert "relay b" in report.prefetch
-        assert "it is filled along with 3 others, and reads relay c, relay d, relay e meanwhile" in report.prefetch
+        assert "it is filled along with 3 others" in report.prefetch
         brought = [one for each in report.relays for one in each.filled.brought]
         assert sum(one.bytes for one in brought if one.source == "relay a") == 4, "each slice leaves the host once"
     assert all(relay.fills == 3 for relay in relays)
@@ -72,24 +69,23 @@ def test_one_host_is_filled_as_ever(story: Story) -> None:
     assert "along with" not in report.prefetch
 
 
-def test_who_does_not_pass_on_is_filled_as_ever_and_so_is_who_reads_otherwise(story: Story) -> None:
+def test_a_relay_that_cannot_be_asked_passes_nothing_on(story: Story) -> None:
     _, b, c = relays_on(story, A, *FAR[:2])
-    b.filling.ClearField("passes_on")
+    b.filling.ClearField("chunks")
     b.break_streams()
     story.wait(3.0)
     agents = [story.replica(host=host) for host in FAR[:2]]
     report = trained(story, story.ranks())
     assert outcomes(report) == {agent.name: NEW for agent in agents}
-    assert "along with" not in report.prefetch
-    assert c.fills == 1
+    assert "relay b" not in {one.source for each in report.relays for one in each.filled.brought}
+    assert (b.fills, c.fills) == (1, 1)
 
 
-def test_nobody_is_shown_where_a_relay_passes_on(story: Story) -> None:
+def test_where_a_relay_is_asked_is_not_shown(story: Story) -> None:
     relays_on(story, A)
     assert story.cluster.manager is not None
     (holder,) = story.cluster.manager.machine.status().holders
-    assert holder.filling.memory_bytes
-    assert not holder.filling.HasField("passes_on")
+    assert not holder.filling.HasField("chunks")
 
 
 @pytest.mark.parametrize(
@@ -160,27 +156,18 @@ def a_relay_passes_on_what_it_has_verified_only(patch: Patch) -> None:
     patch.setattr(Passing, "passed", passed)
 
 
-def whom_a_relay_asks_comes_before_it_in_a_tree(patch: Patch) -> None:
-    """Each asks the other one, whoever that is, and nobody reads those who hold the version."""
+def a_relay_asks_only_relays_before_it(patch: Patch) -> None:
+    """Each asks all others."""
 
-    def orders(
-        relays: Mapping[str, weights_pb2.Region], about: bytes, leaves: Collection[str]
-    ) -> dict[str, manager_pb2.FanOut]:
-        found = fan_out_orders(relays, about, leaves)
-        for name, one in found.items():
-            del one.peers[:]
-            for other in relays.keys() - {name}:
-                one.peers.add(relay=other, region=relays[other])
-            for tree in one.trees:
-                tree.ask[:] = range(len(one.peers))
-        return found
+    def before(self: ChunkOrder, name: str, chunk: int) -> tuple[str, ...]:
+        return tuple(other for other in self._names if other != name)
 
-    patch.setattr(relay_filling, "fan_out_orders", orders)
+    patch.setattr(ChunkOrder, "before", before)
 
 
 RULES: list[Mistake] = [
     a_relay_passes_on_what_it_has_verified_only,
-    whom_a_relay_asks_comes_before_it_in_a_tree,
+    a_relay_asks_only_relays_before_it,
 ]
 
 

@@ -11,7 +11,7 @@ from ckpt_engine.machines.events import Message, Send
 from ckpt_engine.machines.manager.members import Member, Replica
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.simulation.hosts import NETWORK, RELAY, host_of
+from tests.simulation.hosts import host_of
 from tests.simulation.manager import ManagerShell
 from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
@@ -168,7 +168,7 @@ def test_the_trainer_goes_on_once_relays_of_other_hosts_hold_the_version(story: 
 def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: str) -> None:
     (a,) = relays_on(story, A)
     (b,) = relays_on(story, B)
-    spare = story.join_relay("spare", A)
+    story.join_relay("spare", A)
     far, group = story.replica(host=B), story.ranks()
 
     def reached() -> bool:
@@ -190,7 +190,7 @@ def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: s
     (report,) = result
     assert outcomes(report) == {far.name: NEW}, report
     assert holds(far) == report.identity
-    assert spare.fills or a.fills
+    assert any(relay.fills for relay in story.relays if relay.host == A)
 
 
 def test_an_answer_that_comes_again_is_no_answer_to_the_next_command(
@@ -324,13 +324,3 @@ def test_replicas_go_back_to_what_relays_of_other_hosts_hold(story: Story) -> No
     assert set(outcomes(report).values()) == {NEW}
     assert holds(late) == first.identity
     assert c.fills == 2
-
-
-def test_an_old_relay_says_nothing_of_transports_and_is_read_on_its_host(story: Story) -> None:
-    (a,) = relays_on(story, A)
-    old = story.join_relay("old", B)
-    del old.filling.lends[:], old.filling.reads[:]
-    story.wait(1.0)
-    story.replica(host=B)
-    refused(trained(story, story.ranks()), Problem.FAILED_PRECONDITION, "relay old cannot read over tcp")
-    assert {RELAY, NETWORK} == set(a.filling.lends)

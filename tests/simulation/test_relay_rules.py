@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from ckpt_engine.core.relay_routes import Route
-from ckpt_engine.machines.manager import prefetch
-from ckpt_engine.machines.manager.course import Course
-from ckpt_engine.machines.manager.prefetch import UpdatePrefetch
+from ckpt_engine.machines.manager.placing import PlacedFilling, RelayPlacing
 from ckpt_engine.machines.manager.recipients import Problem, Recipients
-from ckpt_engine.machines.manager.relay_facts import KnownNeeds
 from ckpt_engine.machines.manager.update import CandidateJob, CommitJob, InstallJob, Job
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.mistakes import Mistake, Patch, must_be_noticed, name_of
@@ -61,34 +56,22 @@ def callers_return_when_the_intent_is_durable(patch: Patch) -> None:
     patch.setattr(CandidateJob, "advance", advance)
 
 
-def a_relay_waits_until_its_upstream_holds_the_version(patch: Patch) -> None:
-    """It is told at once, with whatever lies there."""
-    original = UpdatePrefetch._table_of
-
-    def table_of(self: UpdatePrefetch, name: str) -> manager_pb2.BlobRef | None:
-        held = getattr(self._state.members.holders.get(name), "held", ())
-        return original(self, name) or next((each.table for each in held), None)
-
-    patch.setattr(UpdatePrefetch, "_table_of", table_of)
-
-
 def a_relay_is_told_to_read_only_what_it_reaches(patch: Patch) -> None:
     """The tables of all sources go to every relay."""
-    original = prefetch.fill_command
+    original = RelayPlacing._command
 
-    def fill_command(
-        course: Course, known: KnownNeeds, identity: weights_pb2.Identity, name: str, route: Route, upstream: Any
-    ) -> manager_pb2.FillRelay:
-        everybody = tuple(source.source for source in course.goal.published.sources if source.source != name)
-        return original(course, known, identity, name, replace(route, sources=everybody), upstream)
+    def command(self: RelayPlacing, filling: PlacedFilling) -> manager_pb2.FillRelay:
+        everybody = tuple(each.source for each in self._goal.published.sources if each.source != filling.relay)
+        placement, filling.placement = filling.placement, replace(filling.placement, sources=everybody)
+        try:
+            return original(self, filling)
+        finally:
+            filling.placement = placement
 
-    patch.setattr(prefetch, "fill_command", fill_command)
+    patch.setattr(RelayPlacing, "_command", command)
 
 
-FAR: list[Mistake] = [
-    a_relay_waits_until_its_upstream_holds_the_version,
-    a_relay_is_told_to_read_only_what_it_reaches,
-]
+FAR: list[Mistake] = [a_relay_is_told_to_read_only_what_it_reaches]
 
 
 RULES: list[Mistake] = [

@@ -16,7 +16,7 @@ from ckpt_engine.core.problems import not_found
 from ckpt_engine.core.version import Version
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.collective import Collectives
-from tests.simulation.hosts import COLLECTIVE, FILES, HOST, MEMORY, NETWORK, RELAY
+from tests.simulation.hosts import COLLECTIVE, FILES, HOST, MEMORY, RELAY
 from tests.simulation.world import World
 
 SLICES = 4
@@ -131,7 +131,7 @@ class HeldSource(Source):
     @property
     def offered(self) -> tuple[str, ...]:
         """The transports over which it is read."""
-        return (RELAY, NETWORK) if self.relay else (MEMORY,)
+        return (RELAY,) if self.relay else (MEMORY,)
 
     def has(self, index: int) -> bool:
         """Whether it has this slice."""

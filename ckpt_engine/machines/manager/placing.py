@@ -234,7 +234,7 @@ class RelayPlacing:
                 replicas=each.replicas,
                 relays=each.placement.children,
                 upstream=each.placement.origins,
-                stage=bool(each.placement.origins),
+                stage=int(bool(each.placement.origins)),
             )
             for each in self._fillings.values()
         ]
