@@ -240,9 +240,13 @@ def test_an_owner_that_was_killed_leaves_no_helper_and_ends_the_connection(
     facts = other("facts")
     pids = [facts["fork_server"], *facts["helpers"]]
     os.kill(facts["helpers"][0], signal.SIGSTOP)  # even one that hangs goes with its relay
-    monkeypatch.setattr(
-        link_module.UcxChunk, "poll", lambda self, poll=link_module.UcxChunk.poll: other.kill() or poll(self)
-    )
+    poll = link_module.UcxChunk.poll
+
+    def polled(self: link_module.UcxChunk) -> int:
+        other.kill()
+        return poll(self)
+
+    monkeypatch.setattr(link_module.UcxChunk, "poll", polled)
     with pytest.raises(CkptEngineError) as caught:
         asking.get(3)
     assert caught.value.problem.code == Problem.UNAVAILABLE

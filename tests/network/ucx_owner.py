@@ -56,6 +56,10 @@ class _Commands:
             assert self._asking.receive(chunk, runs) == ""
         return time.monotonic() - began
 
+    def close(self) -> None:
+        assert self._asking is not None
+        self._asking.asker.close()
+
     def digest(self, slot: int) -> int:
         return digest_box(self._owner.slot(slot), (0,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +46,15 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come true"
         time.sleep(0.01)
+
+
+def helpers(pid: int) -> list[int]:
+    """All processes below one, as this host numbers them."""
+    children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in helpers(child)]
+
+
+def maps(pid: int) -> set[str]:
+    """How a process maps memory files of relays."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[1] for line in lines if "memfd:ckpt-engine relay" in line}
