@@ -15,7 +15,6 @@ from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import deadline, invalid, precondition, unavailable
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.base import OpenedRegions, Transport, Viewable
-from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.v1 import weights_pb2
 
 ATOMS_AT_ONCE = 1024
@@ -62,7 +61,7 @@ def _usable(region: weights_pb2.OfferedRegion, transports: Mapping[str, Transpor
     """The first offer of a region that this process can map."""
     ways = by_transport(region)
     for name, way in ways.items():
-        if name in transports and not isinstance(transports[name], FetchedTransport):
+        if name in transports:
             return way
     raise unavailable(
         f"the source needs transport {' or '.join(map(repr, ways))}, which is off here; see `ckpt-engine doctor`"

@@ -113,7 +113,7 @@ def relay(
     from ckpt_engine.host.relay_directory import DIRECTORY
     from ckpt_engine.relay.alone import TakenError
     from ckpt_engine.relay.settings import RelaySettings, half_of_the_room
-    from ckpt_engine.transport.ucx.reader import availability
+    from ckpt_engine.transport.ucx.packages import availability
     from ckpt_engine.transport.ucx.settings import DEVICES
 
     deadlines = configured_deadlines(deadline)

@@ -12,14 +12,13 @@ from ckpt_engine.addresses import split_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.core.sizes import in_words
-from ckpt_engine.core.transports import arena_kinds, make
+from ckpt_engine.core.transports import chunk_kinds, make
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
 from ckpt_engine.relay.alone import TakenError, alone
 from ckpt_engine.relay.arena import Arena, free_huge_pages
 from ckpt_engine.relay.settings import RELAY_INSECURE, RELAY_LISTEN, half_of_the_room
 from ckpt_engine.transport.base import Network
-from ckpt_engine.transport.registry import all_transports
 
 Row = tuple[str, bool | None, str]
 
@@ -70,13 +69,12 @@ def _network() -> Row:
     listen = os.environ.get(RELAY_LISTEN, "")
     if not listen:
         return name, None, f"do not reach it: no relay --listen, and no {RELAY_LISTEN}"
-    usable = all_transports(relay=True)
     arena = Arena(SLOTS * GROUP_BYTES)
     try:
         address = os.environ.get("CKPT_ENGINE_ADVERTISE", "") or split_address(listen, RELAY_LISTEN)[0]
         insecure = os.environ.get(RELAY_INSECURE, "") not in ("", "0", "false")
-        for kind in (each for each in arena_kinds() if each.name in usable and each.checks is None):
-            make(kind.arena or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
+        for kind in chunk_kinds():
+            make(kind.chunks or "", arena.lendable(), Network(listen, address, 0.0, insecure)).close()
     except CkptEngineError as error:
         return name, False, error.problem.message
     finally:

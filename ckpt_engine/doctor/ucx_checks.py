@@ -12,9 +12,7 @@ from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.ucx.lanes import lanes_on
-from ckpt_engine.transport.ucx.lender import UcxLender
 from ckpt_engine.transport.ucx.packages import installed
 from ckpt_engine.transport.ucx.settings import DEVICES, ucx_devices
 
@@ -37,7 +35,7 @@ def ucx_rows(
         yield (
             "UCX",
             None,
-            "NIXL is not installed: relays read each other over TCP; pip install 'ckpt-engine[relay-ucx]'",
+            "NIXL is not installed: chunks between relays come over TCP; pip install 'ckpt-engine[relay-ucx]'",
         )
         return
     chosen = [device for device in ucx_devices() if device]
@@ -62,15 +60,10 @@ def ucx_rows(
 
 def _try_ucx(package: str, devices: tuple[str, ...]) -> Row:
     try:
-        arena = Arena(SLOTS * GROUP_BYTES, writers=[partial(lanes_on, devices=devices)])
+        arena = Arena(SLOTS * GROUP_BYTES, carriers=[partial(lanes_on, devices=devices)])
     except CkptEngineError as error:
         return "UCX", False, error.problem.message
-    try:
-        UcxLender(arena.lendable(), Network("", "", 0.0))
-    except CkptEngineError as error:
-        return "UCX", False, error.problem.message
-    finally:
-        arena.close()
+    arena.close()
     hint = "" if ucx_devices() else f"; a relay uses it with --ucx-devices ({DEVICES})"
     return "UCX", True, f"{package}: a helper process started an agent with UCX{hint}"
 

@@ -23,7 +23,6 @@ from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precondition
 from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
-from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.fill import SlotFilling
 from ckpt_engine.relay.sources import Sources
@@ -162,10 +161,7 @@ class Reader:
             return
         self.close()
         self._buffer = torch.empty(size, dtype=torch.uint8)
-        kinds = transport_kinds()
-        readers = {name: each for name, each in all_transports(relay=True).items() if kinds[name].writer is None}
-        host = this_host()
-        self._sources = Sources(self._record, self._tables, readers, host, landing=self._buffer)
+        self._sources = Sources(self._record, self._tables, all_transports(), this_host(), landing=self._buffer)
 
     def _bring(self, layout: SlotLayout) -> None:
         if not layout.atoms:

@@ -85,6 +85,13 @@ class Arena:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 log.info("ckpt-engine: this kernel has no transparent huge pages for shared memory")
+        if any(carrier.takes_all for carrier in self.carriers):
+            try:
+                for slot in range(SLOTS):
+                    self.reserve(slot, self.slot_bytes, "a relay whose network cards must have all of its memory")
+            except CkptEngineError:
+                self.close()
+                raise
 
     def _make_carriers(
         self, memory: mmap.mmap, makers: Sequence[Callable[[ArenaMapping], ChunkCarrier | None]]

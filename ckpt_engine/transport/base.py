@@ -383,9 +383,9 @@ class CarriedChunk(Protocol):
 class CarrierLink(Protocol):
     """A connection to another relay's memory. One thread."""
 
-    def read(self, slot: int, remote: ChunkRuns, local: ChunkRuns) -> CarriedChunk:
-        """Asks for a chunk that lies in these runs of the owner's slot, to land in these runs of our slot. Does not
-        wait. Raises CkptEngineError."""
+    def read(self, slot: int, remote: ChunkRuns, memory: memoryview, local: ChunkRuns) -> CarriedChunk:
+        """Asks for a chunk that lies in the runs `remote` of a slot of the owner. It is to land in the runs `local` of
+        `memory`, a slot of this relay. Does not wait for bytes. Raises CkptEngineError."""
         ...
 
     def sever(self) -> None:
@@ -405,6 +405,11 @@ class ChunkCarrier(Protocol):
     @property
     def reserved(self) -> list[int]:
         """Bytes that each slot has taken, which the arena sets whenever that changes."""
+        ...
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all memory of the arena must be reserved before `region` is asked for."""
         ...
 
     @property

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63kpt_engine/v1/ucx.proto\x12\x0e\x63kpt_engine.v1\"\x81\x01\n\nUcxLocator\x12\r\n\x05\x61rena\x18\x01 \x01(\x0c\x12.\n\x05lanes\x18\x05 \x03(\x0b\x32\x1f.ckpt_engine.v1.UcxLocator.Lane\x1a.\n\x04Lane\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0e\n\x06memory\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04J\x04\x08\x02\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63kpt_engine/v1/ucx.proto\x12\x0e\x63kpt_engine.v1\"z\n\nUcxLocator\x12\x12\n\nslot_bytes\x18\x01 \x01(\x04\x12.\n\x05lanes\x18\x02 \x03(\x0b\x32\x1f.ckpt_engine.v1.UcxLocator.Lane\x1a(\n\x04Lane\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0e\n\x06memory\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ckpt_engine.v1.ucx_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UCXLOCATOR']._serialized_start=45
-  _globals['_UCXLOCATOR']._serialized_end=174
-  _globals['_UCXLOCATOR_LANE']._serialized_start=122
-  _globals['_UCXLOCATOR_LANE']._serialized_end=168
+  _globals['_UCXLOCATOR']._serialized_start=44
+  _globals['_UCXLOCATOR']._serialized_end=166
+  _globals['_UCXLOCATOR_LANE']._serialized_start=126
+  _globals['_UCXLOCATOR_LANE']._serialized_end=166
 # @@protoc_insertion_point(module_scope)

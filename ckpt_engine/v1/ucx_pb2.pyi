@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UcxLocator(_message.Message):
-    __slots__ = ("arena", "lanes")
+    __slots__ = ("slot_bytes", "lanes")
     class Lane(_message.Message):
         __slots__ = ("metadata", "memory")
         METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -15,8 +15,8 @@ class UcxLocator(_message.Message):
         metadata: bytes
         memory: int
         def __init__(self, metadata: _Optional[bytes] = ..., memory: _Optional[int] = ...) -> None: ...
-    ARENA_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
-    arena: bytes
+    slot_bytes: int
     lanes: _containers.RepeatedCompositeFieldContainer[UcxLocator.Lane]
-    def __init__(self, arena: _Optional[bytes] = ..., lanes: _Optional[_Iterable[_Union[UcxLocator.Lane, _Mapping]]] = ...) -> None: ...
+    def __init__(self, slot_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[UcxLocator.Lane, _Mapping]]] = ...) -> None: ...

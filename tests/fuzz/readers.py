@@ -34,11 +34,11 @@ from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
 from ckpt_engine.transport.file.files import FileTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import wire
-from ckpt_engine.transport.tcp.fetcher import read_locator as read_tcp_locator
-from ckpt_engine.transport.tcp.lendings import Lendings
+from ckpt_engine.transport.tcp.asker import read_locator as read_tcp_locator
+from ckpt_engine.transport.tcp.lending import Asker, Lendings, Send
 from ckpt_engine.transport.ucx import channel
 from ckpt_engine.transport.ucx.helpers import Helper
-from ckpt_engine.transport.ucx.reader import read_locator as read_ucx_locator
+from ckpt_engine.transport.ucx.link import read_locator as read_ucx_locator
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from tests.fuzz.seeds import HOST, TwoTensors, needs_seed, prepare_order, safetensors_file, sealed_record, table
@@ -139,44 +139,52 @@ def regions() -> Iterator[Callable[[bytes], None]]:
 
 
 @contextlib.contextmanager
-def relay_readers() -> Iterator[Callable[[bytes], None]]:
-    """What another relay says that reads a slot of 4 KiB over TCP: a greeting, then questions."""
-    lendings = Lendings(bytes(16), 2, 0.0)
-    lendings.offer(0, 4096)
-    lendings.lend(0)
-    lendings.pass_on(1, bytes(16), [[(0, 64)], [(64, 64)]]).verified(1)
+def relay_askers() -> Iterator[Callable[[bytes], None]]:
+    """What another relay says that asks for chunks over TCP: a greeting, a name, then questions."""
+    lendings = Lendings(bytes(16), 0.0)
+    lendings.lend(1, bytes(16), lambda chunk: [(64 * chunk, 64)], range(2)).verified(1)
 
     def take(data: bytes) -> None:
         said = wire.read_hello(data[: wire.HELLO.size])
         with contextlib.suppress(CkptEngineError):
             lendings.admit(said)
-        at = wire.HELLO.size
+        at = wire.HELLO.size + said.name
+        asker = Asker(wire.read_name(data[wire.HELLO.size : at]))
+        places = []
         while at < len(data):
             asked = wire.read_question(data[at : at + wire.QUESTION.size])
             at += wire.QUESTION.size
-            if asked.kind == wire.PASS:
-                with contextlib.suppress(CkptEngineError):
-                    found = lendings.chunk(asked.lending, asked.runs, take, 0.0)
-                    assert isinstance(found, int) or (asked.lending == bytes(16) and asked.runs == 1), "not verified"
-                continue
-            runs = wire.read_runs(data[at : at + asked.runs * wire.RUN.size], lendings.size(0)) if asked.runs else []
-            at += asked.runs * wire.RUN.size
-            assert all(offset + length <= 4096 for offset, length in runs)
-            assert all(lendings.why_not(0, asked.lending, *run) for run in runs), "nobody knows the lending"
+            if asked.kind == wire.LEAVE:
+                lendings.leave(asker, asked.key)
+            elif asked.kind == wire.RELEASE and places:
+                lendings.release(places.pop().lending, asker, asked.chunk, served=True)
+            elif asked.kind == wire.CHUNK:
+                found = lendings.answer(asked.key, asked.chunk, asked.how, asker, 0.0)
+                if isinstance(found, Send):
+                    assert (asked.key, asked.chunk) == (bytes(16), 1), "not verified"
+                    places.append(found)
+        lendings.leave(asker)
+        assert not lendings.retire(0)
 
     yield take
 
 
 @contextlib.contextmanager
 def relay_answers() -> Iterator[Callable[[bytes], None]]:
-    """The heads of what an owner answers over TCP."""
+    """What an owner answers over TCP."""
 
     def take(data: bytes) -> None:
         while data:
             found = wire.read_frame(data[: wire.FRAME.size])
+            content, data = data[wire.FRAME.size :][: found.size], data[wire.FRAME.size + found.size :]
             assert found.size <= wire.FRAME_BYTES
             assert found.kind != wire.WAIT or found.size == wire.PULSE.size
-            data = data[wire.FRAME.size + found.size :]
+            if found.kind == wire.TO:
+                assert len(wire.read_name(content)) <= wire.NAME_BYTES
+            elif found.kind == wire.PLACE:
+                place = wire.read_place(content)
+                assert len(place.runs) <= wire.MOST_RUNS
+                assert all(length > 0 and offset + length < 1 << 63 for offset, length in place.runs)
 
     yield take
 
@@ -199,7 +207,6 @@ def ucx_locators() -> Iterator[Callable[[bytes], None]]:
         region = weights_pb2.Region.FromString(data)
         for lane in read_ucx_locator(region).lanes:
             channel.pack_runs([(lane.memory + region.size, 0, 1)])
-            channel.TOKEN.pack(lane.board, bytes(16))
 
     yield take
 
@@ -212,7 +219,7 @@ def ucx_helpers() -> Iterator[Callable[[bytes], None]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             helper = Helper(ours, 0, -1, "fuzz")
-            numbers = [helper.ask(channel.READ), helper.ask(channel.CHECK)]
+            numbers = [helper.ask(channel.READ), helper.ask(channel.LEND)]
             for at in range(0, len(data), 40):
                 theirs.send(data[at : at + 40])
             for number in numbers:

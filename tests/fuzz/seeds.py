@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, canonical
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
+from ckpt_engine.transport.base import Ask
 from ckpt_engine.transport.file.files import file_region
 from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.transport.tcp import wire
@@ -229,29 +230,36 @@ def region_seeds() -> list[bytes]:
     ]
 
 
-def relay_reader() -> bytes:
-    """All that a relay says that reads another one over TCP."""
-    read = wire.question(wire.READ, bytes(range(16)), [(0, 64), (128, 3968)])
-    said = wire.hello(0, bytes(16), bytes(32)) + wire.question(wire.HOLD)
+def relay_asker() -> bytes:
+    """All that a relay says that asks another one for chunks over TCP."""
+    key = bytes(16)
     return (
-        said
-        + read
-        + wire.question(wire.RELEASE)
-        + wire.chunk_question(bytes(16), 1)
-        + wire.chunk_question(bytes(16), 0)
+        wire.hello(bytes(16), bytes(32), "relay h1")
+        + wire.question(wire.CHUNK, key, 1, Ask.GRANT, placed=True)
+        + wire.question(wire.RELEASE, key, 1)
+        + wire.question(wire.CHUNK, key, 0)
+        + wire.question(wire.CHUNK, bytes(range(16)), 1, Ask.NOW)
+        + wire.question(wire.CHUNK, key, 1, Ask.GRANT_ANOTHER)
+        + wire.question(wire.LEAVE, key)
     )
 
 
 def relay_owner() -> bytes:
     """Answers to it."""
-    lending = wire.frame(wire.YES, 0) + wire.frame(wire.YES, 16) + bytes(16)
-    waits = wire.frame(wire.WAIT, wire.PULSE.size) + wire.PULSE.pack(7)
-    return lending + waits + wire.frame(wire.DATA, 3) + b"abc" + wire.refusal(wire.GONE, "it was given up")
+    return (
+        wire.frame(wire.YES)
+        + wire.frame(wire.WAIT, wire.PULSE.pack(7))
+        + wire.frame(wire.DATA, b"abc")
+        + wire.frame(wire.TO, b"relay h2")
+        + wire.refusal(wire.NOT, "no source has it")
+        + wire.place(1, [(0, 64), (128, 3968)])
+        + wire.refusal(wire.GONE, "it was given up")
+    )
 
 
 def ucx_region() -> bytes:
-    lane = UcxLocator.Lane(metadata=b"nixlSerDes|Agent", memory=1 << 40, board=1 << 41)
-    locator = UcxLocator(arena=bytes(16), slot=1, token=bytes(16), offset=64, lanes=[lane, lane])
+    lane = UcxLocator.Lane(metadata=b"nixlSerDes|Agent", memory=1 << 40)
+    locator = UcxLocator(slot_bytes=32, lanes=[lane, lane])
     return weights_pb2.Region(transport="ucx", size=64, locator=locator.SerializeToString()).SerializeToString()
 
 
@@ -266,7 +274,7 @@ def ucx_helper() -> bytes:
 
 
 def tcp_region() -> bytes:
-    locator = TcpLocator(addresses=["10.0.0.1:7000"], arena=bytes(16), token=bytes(32), offset=64)
+    locator = TcpLocator(addresses=["10.0.0.1:7000"], arena=bytes(16), token=bytes(32))
     return weights_pb2.Region(transport="tcp", size=64, locator=locator.SerializeToString()).SerializeToString()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from ckpt_engine.transport.base import Ask, ChunkRuns, Network
 from ckpt_engine.transport.tcp.asker import TcpAsker
 from ckpt_engine.transport.tcp.lending import TcpLending
 from ckpt_engine.transport.tcp.server import TcpChunkLender
+from ckpt_engine.transport.ucx.lanes import lanes_on
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import OfferedRegion
 
@@ -39,10 +41,11 @@ RANDOM = torch.frombuffer(bytearray(random.Random(5).randbytes(SLOT_BYTES)), dty
 
 
 class Owner:
-    """Memory of two slots, full of random bytes, and its lender."""
+    """Memory of two slots, full of random bytes, and its lender. devices: UCX's; none: without UCX."""
 
-    def __init__(self, network: Network = LOOPBACK) -> None:
-        self.arena = Arena(2 * SLOT_BYTES)
+    def __init__(self, network: Network = LOOPBACK, devices: tuple[str, ...] = ()) -> None:
+        carriers = [partial(lanes_on, devices=devices)] if devices else []
+        self.arena = Arena(2 * SLOT_BYTES, carriers=carriers)
         for slot in range(2):
             self.arena.reserve(slot, SLOT_BYTES, "a test")
             self.slot(slot).copy_(RANDOM.roll(slot))
@@ -73,7 +76,7 @@ class Owner:
 
     @property
     def offered(self) -> OfferedRegion:
-        return region_offered([self.lender.chunks])
+        return region_offered([self.lender.chunks, *(each.region for each in self.arena.carriers)])
 
     @property
     def locator(self) -> TcpLocator:
@@ -87,10 +90,17 @@ class Owner:
 
 
 class Asking:
-    """An asker, and a slot of its own."""
+    """An asker, and a slot in which chunks land. landing: None: memory of its own."""
 
-    def __init__(self, offered: OfferedRegion, name: str = "relay far", key: bytes = KEY) -> None:
-        self.landing = torch.from_numpy(np.zeros(SLOT_BYTES, np.uint8))  # taken as it is written
+    def __init__(
+        self,
+        offered: OfferedRegion,
+        name: str = "relay far",
+        key: bytes = KEY,
+        landing: torch.Tensor | None = None,
+    ) -> None:
+        own = torch.from_numpy(np.zeros(SLOT_BYTES, np.uint8))  # taken as it is written
+        self.landing = own if landing is None else landing
         self.asker = TcpAsker(offered, "relay near", name, time.monotonic() + 10)
         self.asker.begin(key, 0, self.landing.numpy().data)
 

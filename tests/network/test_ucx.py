@@ -1,186 +1,365 @@
-"""Reading a relay of another process over UCX on loopback: bit for bit, and nothing else."""
+"""Chunks that UCX carries, on loopback: bit for bit, and nothing else; what could still write is killed first."""
 
 from __future__ import annotations
 
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import ByteRun
+from ckpt_engine.transport.base import Ask
+from ckpt_engine.transport.tcp import wire
+from ckpt_engine.transport.ucx import link as link_module
+from ckpt_engine.transport.ucx.helpers import Helper
+from ckpt_engine.transport.ucx.lanes import UcxLanes
+from ckpt_engine.transport.ucx.link import UcxLink
 from ckpt_engine.v1.ucx_pb2 import UcxLocator
-from ckpt_engine.v1.weights_pb2 import Problem, Region
-from tests.network.ucx_relay import Relay, fetched, pattern
-from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, alive, until
+from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem
+from tests.network.chunk_owner import CHUNKS, KEY, LOOPBACK, RANDOM, SLOT_BYTES, Asking, Owner
+from tests.network.ucx_world import NEEDS_NIXL, Other, alive, until
 
 pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
+MARK = 0xAB
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp")
         yield
 
 
-@pytest.fixture(scope="module")
-def owner(environment: None) -> Iterator[Other]:
-    with Other() as other:
-        other("fill", slot=0, seed=1)
-        yield other
+@pytest.fixture
+def other() -> Iterator[Other]:
+    with Other() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def reader(environment: None) -> Iterator[Relay]:
-    relay = Relay(SLOT, ("lo",))
-    yield relay
-    relay.close()
+def far(environment: None) -> Iterator[Owner]:
+    with Owner(devices=("lo",)) as found:
+        yield found
 
 
-def test_what_is_read_is_what_lies_there_and_nothing_else_is_written(owner: Other, reader: Relay) -> None:
-    there, here = pattern(SLOT, 1), reader.slot(0)
-    here.fill_(0xAB)
-    link = reader.linked(owner.offered())
-    runs = [
-        ByteRun(0, 64, 1),
-        ByteRun(1, 65, 4095),
-        ByteRun(8192, 4161, 64 << 10),
-        ByteRun(3 << 20, 1 << 20, (5 << 20) - 3),
-    ]
-    fetched(link, runs)
-    expected = torch.full_like(here, 0xAB)
-    for remote, local, length in runs:
-        expected[local : local + length] = there[remote : remote + length]
-    assert torch.equal(here, expected)
-    link.sever()
+@pytest.fixture
+def asking(other: Other, far: Owner) -> Iterator[Asking]:
+    """Asks the other process; chunks land in slot 1."""
+    far.slot(1).fill_(MARK)
+    with Asking(other.lent(), landing=far.slot(1)) as found:
+        yield found
 
 
-def test_a_region_begins_where_its_owner_says(owner: Other, environment: None) -> None:
-    with_two = Relay(SLOT, ("lo",))
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots of owners from which chunks were carried."""
+    found: list[int] = []
+    read = UcxLink.read
+
+    def noted(self: UcxLink, slot: int, *arguments: object) -> object:
+        reading = read(self, slot, *arguments)  # type: ignore[arg-type]
+        found.append(slot)
+        return reading
+
+    monkeypatch.setattr(UcxLink, "read", noted)
+    return found
+
+
+def lanes_of(owner: Owner) -> UcxLanes:
+    (lanes,) = owner.arena.carriers
+    assert isinstance(lanes, UcxLanes)
+    return lanes
+
+
+def readers(owner: Owner) -> list[int]:
+    """The helpers with which it reads."""
+    lanes = lanes_of(owner)
+    return [pid for pid in lanes.helpers if pid not in [each.pid for each in lanes._lenders]]
+
+
+def lender(other: Other) -> int:
+    """The helper of the other process that lends."""
+    (pid,) = other("facts")["helpers"]
+    return int(pid)
+
+
+def only(chunks: list[int]) -> torch.Tensor:
+    """A slot in which only these chunks have landed."""
+    found = torch.full((SLOT_BYTES,), MARK, dtype=torch.uint8)
+    for chunk in chunks:
+        for at, size in CHUNKS[chunk]:
+            found[at : at + size] = RANDOM[at : at + size]
+    return found
+
+
+def test_what_is_carried_is_what_lies_there_and_nothing_else_is_written(
+    other: Other, asking: Asking, far: Owner, carried: list[int]
+) -> None:
+    for chunk in (3, 1, 2):
+        asking.asker.ask(chunk)
+    for chunk in (3, 1, 2):
+        assert asking.receive(chunk) == ""
+    assert torch.equal(asking.landing, only([1, 2, 3]))
+    assert len(carried) == 3
+    until(lambda: other("facts")["held"] == 0)
+    assert len(readers(far)) == 1
+    assert sum(flow.bytes for flow in asking.asker.flows) == sum(size for each in (1, 2, 3) for _, size in CHUNKS[each])
+    assert asking.asker.end()
+    asking.asker.begin(KEY, 0, far.slot(0).numpy().data)
+    before = readers(far)
+    runs = [(7, 5), (100, (1 << 20) - 5)]
+    assert asking.get(0, runs=runs) == "", "another slot, another layout, the same helper"
+    assert torch.equal(torch.cat([far.slot(0)[at : at + size] for at, size in runs]), RANDOM[: 1 << 20])
+    assert readers(far) == before
+    with pytest.raises(CkptEngineError) as caught:
+        asking.get(9, runs=[(0, 1)])
+    assert caught.value.problem.code == Problem.NOT_FOUND
+    assert len(carried) == 4
+
+
+def test_fifty_chunks_leave_no_descriptor_and_no_helper(asking: Asking, far: Owner) -> None:
+    def counted() -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *readers(far))]
+
+    asking.get(2)
+    before = counted()
+    for _ in range(50):
+        asking.get(2)
+    assert counted() == before
+    asking.asker.close()
+    assert not readers(far)
+
+
+def test_without_a_carrier_on_either_side_chunks_come_over_tcp(other: Other, far: Owner, carried: list[int]) -> None:
+    offered = other.lent()
+    with Asking(offered) as elsewhere:
+        assert elsewhere.get(2) == ""
+    with Owner(LOOPBACK) as plain:
+        plain.lend()
+        with Asking(plain.offered, landing=far.slot(1)) as of_plain:
+            assert of_plain.get(2) == ""
+    assert not carried
+
+
+@pytest.mark.parametrize("stopped", ["owner", "reader"])
+def test_a_helper_that_hangs_costs_its_chunk_and_is_killed(
+    other: Other, asking: Asking, far: Owner, monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    """What was asked for after it comes over TCP as well, in its order, and the slot is given back."""
+    assert asking.get(1) == ""
+    (helper,) = readers(far)
+    monkeypatch.setattr(link_module, "STALL_SECONDS", 0.3)
+    os.kill(helper if stopped == "reader" else lender(other), signal.SIGSTOP)
+    for chunk, how in ((3, Ask.GRANT), (9, Ask.WAIT), (2, Ask.WAIT), (0, Ask.GRANT)):
+        asking.asker.ask(chunk, how)
+    assert asking.receive(3) == ""
+    assert not alive(helper), "before its memory is written otherwise"
+    with pytest.raises(CkptEngineError, match="chunk 9 is not among those"):
+        asking.receive(9, [(0, 1)])
+    assert asking.receive(2) == ""
+    assert asking.receive(0) == ""
+    assert torch.equal(asking.landing, only([0, 1, 2, 3]))
+    until(lambda: other("facts")["held"] == 0)
+    assert asking.asker.end()
+    monkeypatch.setattr(link_module, "STALL_SECONDS", 60.0)
+    if stopped == "reader":
+        asking.asker.begin(KEY, 1, far.slot(1).numpy().data)
+        assert asking.get(3) == ""
+        assert len(readers(far)) == 1, "the next filling tries a helper again"
+
+
+def interrupted(asking: Asking, monkeypatch: pytest.MonkeyPatch, other: Other) -> None:
+    """A filling ends while a chunk is on its way and the owner is stopped."""
+    assert asking.get(1) == ""
+    os.kill(lender(other), signal.SIGSTOP)
+    monkeypatch.setattr(link_module, "STALL_SECONDS", 0.3)
+    poll = link_module.UcxChunk.poll
+
+    def polled(self: link_module.UcxChunk) -> int:
+        poll(self)
+        raise AssertionError("the filling ends here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link_module.UcxChunk, "poll", polled)
+        with pytest.raises(AssertionError):
+            asking.get(3)
+    asking.asker.close()
+
+
+def is_written(asking: Asking, other: Other, seconds: float) -> bool:
+    asking.landing.fill_(MARK)
+    os.kill(lender(other), signal.SIGCONT)
     try:
-        with_two.slot(1).copy_(pattern(SLOT, 5))
-        region = with_two.lent(1, 4096, 1 << 20)
-        link = with_two.linked(region, 0)
-        fetched(link, [ByteRun(100, 0, 1000)])
-        assert torch.equal(with_two.slot(0)[:1000], pattern(SLOT, 5)[4196:5196])
-        with pytest.raises(CkptEngineError, match="are not in a region"):
-            link.read([ByteRun(1 << 20, 0, 1)])
-        with pytest.raises(CkptEngineError, match="are not in a landing"):
-            link.read([ByteRun(0, SLOT, 1)])
-    finally:
-        with_two.close()
+        until(lambda: not bool((asking.landing == MARK).all()), seconds)
+    except AssertionError:
+        return False
+    return True
 
 
-def test_the_same_offer_is_made_from_version_to_version(owner: Other) -> None:
-    assert owner.offered() == owner.offered()
+def test_nothing_lands_once_an_asker_is_closed(
+    other: Other, asking: Asking, far: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(asking, monkeypatch, other)
+    assert not readers(far)
+    assert not is_written(asking, other, 0.5)
 
 
-def test_all_regions_of_a_slot_are_one_registration(reader: Relay) -> None:
-    offers = [reader.lender.offer(number, 1, number << 20, 4096) for number in range(3)]
-    lanes = [UcxLocator.FromString(offer.locator).lanes for offer in offers]
-    assert lanes[0] == lanes[1] == lanes[2]
-    assert [UcxLocator.FromString(offer.locator).offset - SLOT for offer in offers] == [0, 1 << 20, 2 << 20]
+def test_it_would_land_if_its_helper_were_not_killed(
+    other: Other, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test before this one can fail: what was asked for does land when the helper lives on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Helper, "kill", lambda helper, why="": None)
+        interrupted(asking, monkeypatch, other)
+        assert is_written(asking, other, 60.0)
 
 
-def test_a_slot_that_is_not_lent_is_not_read(owner: Other, reader: Relay) -> None:
-    link = reader.linked(owner.offered())
-    owner("refuse", slot=0)
-    with pytest.raises(CkptEngineError, match="does not lend that memory now") as refused:
-        link.hold(30.0)
-    assert refused.value.problem.code == Problem.UNAVAILABLE
-    owner.offered()
-    link.hold(30.0)
-    fetched(link, [ByteRun(0, 0, 64)])
-    link.sever()
+def test_a_filling_that_is_replaced_ends_at_once(asking: Asking, far: Owner) -> None:
+    def moved() -> None:
+        raise aborted("a newer command")
+
+    asking.asker.ask(3)
+    with pytest.raises(CkptEngineError, match="a newer command"):
+        asking.asker.receive(3, CHUNKS[3], moved)
+    assert not asking.asker.end()
+    asking.asker.close()
+    assert not readers(far)
 
 
-def test_no_peer_could_write_to_what_is_lent(owner: Other, reader: Relay) -> None:
-    owner.offered()
-    (helper,) = owner("facts")["helpers"]
-    lines = Path(f"/proc/{helper}/maps").read_text().splitlines()
-    assert [line.split()[1] for line in lines if "memfd:ckpt-engine" in line] == ["r--s", "r--s"]
+def test_an_owner_that_was_killed_leaves_no_helper_and_ends_the_connection(
+    other: Other, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asking.get(1) == ""
+    facts = other("facts")
+    pids = [facts["fork_server"], *facts["helpers"]]
+    os.kill(facts["helpers"][0], signal.SIGSTOP)  # even one that hangs goes with its relay
+    poll = link_module.UcxChunk.poll
+
+    def polled(self: link_module.UcxChunk) -> int:
+        other.kill()
+        return poll(self)
+
+    monkeypatch.setattr(link_module.UcxChunk, "poll", polled)
+    with pytest.raises(CkptEngineError) as caught:
+        asking.get(3)
+    assert caught.value.problem.code == Problem.UNAVAILABLE
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_helpers_leave_the_arena_sealed(reader: Relay) -> None:
-    descriptor = reader.arena.descriptor
-    assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & 0x10
-    with pytest.raises(PermissionError):
-        mmap.mmap(descriptor, SLOT, flags=mmap.MAP_SHARED)
+def test_without_the_process_that_makes_helpers_chunks_come_over_tcp(other: Other, carried: list[int]) -> None:
+    with Owner(devices=("lo",)) as far:
+        lanes = lanes_of(far)
+        os.kill(lanes.fork_server, signal.SIGKILL)
+        lanes._server._process.wait()
+        with Asking(other.lent(), landing=far.slot(1)) as asking:
+            assert asking.get(3) == ""
+            assert torch.equal(asking.landing[3 << 20 : 12 << 20], RANDOM[3 << 20 : 12 << 20])
+    assert not carried
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    "spoil",
     [
-        (lambda locator: locator.lanes[0].__setattr__("metadata", b"no metadata"), "UCX"),
-        (lambda locator: locator.lanes[0].__setattr__("metadata", locator.lanes[0].metadata[:60]), "UCX|helper"),
-        (lambda locator: locator.__setattr__("token", b"short"), "names no memory"),
-        (lambda locator: locator.ClearField("lanes"), "names no memory"),
-        (lambda locator: locator.lanes[0].__setattr__("board", 1 << 20), "UCX|helper"),
-        (lambda locator: locator.lanes[0].__setattr__("memory", (1 << 64) - 1), "names no memory"),
-        (lambda locator: locator.lanes[0].__setattr__("metadata", bytes(1 << 20)), "names no memory"),
+        lambda locator: locator.lanes[0].__setattr__("metadata", b"no metadata"),
+        lambda locator: locator.lanes[0].__setattr__("metadata", locator.lanes[0].metadata[:60]),
+        lambda locator: locator.__setattr__("slot_bytes", 0),
+        lambda locator: locator.__setattr__("slot_bytes", 1 << 40),
+        lambda locator: locator.ClearField("lanes"),
+        lambda locator: locator.lanes[0].__setattr__("memory", 1 << 20),
+        lambda locator: locator.lanes[0].__setattr__("memory", (1 << 64) - 1),
+        lambda locator: locator.lanes[0].__setattr__("metadata", bytes(1 << 20)),
     ],
-    ids=["metadata", "half", "token", "lanes", "address", "beyond", "large"],
+    ids=["metadata", "half", "slots", "wide", "lanes", "address", "beyond", "large"],
 )
-def test_a_locator_that_is_wrong_costs_a_link_and_nothing_else(
-    owner: Other, reader: Relay, spoil: object, said: str
+def test_a_locator_that_is_wrong_costs_nothing_but_ucx(
+    other: Other, far: Owner, spoil: Callable[[UcxLocator], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region = owner.offered()
-    locator = UcxLocator.FromString(region.locator)
-    assert callable(spoil)
+    monkeypatch.setattr(link_module, "STALL_SECONDS", 2.0)
+    offered = OfferedRegion.FromString(other.lent().SerializeToString())
+    (offer,) = [each for each in offered.offers if each.transport == "ucx"]
+    locator = UcxLocator.FromString(offer.locator)
     spoil(locator)
-    wrong = Region(id=1, transport="ucx", size=region.size, locator=locator.SerializeToString())
-    with pytest.raises(CkptEngineError, match=said):
-        reader.linked(wrong)
-    fetched(reader.linked(region), [ByteRun(0, 0, 64)])
+    offer.locator = locator.SerializeToString()
+    far.slot(1).fill_(MARK)
+    with Asking(offered, landing=far.slot(1)) as asking:
+        assert asking.get(3) == ""
+        assert torch.equal(asking.landing, only([3]))
 
 
-def test_descriptors_and_helpers_stay_as_many_over_fifty_reads(owner: Other, reader: Relay) -> None:
-    region = owner.offered()
-
-    def counted() -> tuple[int, ...]:
-        pids = [os.getpid(), *reader.lanes.helpers, *owner("facts")["helpers"]]
-        return tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
-
-    def once() -> None:
-        link = reader.linked(region)
-        fetched(link, [ByteRun(0, 0, 3 << 20), ByteRun(4 << 20, 4 << 20, 1000)])
-        link.sever()
-
-    once()
-    before = counted()
-    for _ in range(50):
-        once()
-    assert counted() == before
+def test_an_owner_that_names_memory_which_it_does_not_have(
+    other: Other, asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (wire.Place(7, [(0, 9 << 20)]), wire.Place(0, [(0, 1)]), wire.Place(0, [(0, 10 << 20)])):
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "read_place", lambda data, place=place: place)
+            assert asking.get(3) == "", "over TCP"
+        assert asking.asker.end()
+        asking.asker.begin(KEY, 1, asking.landing.numpy().data)
 
 
-def test_landing_memory_that_is_no_arenas_is_refused(owner: Other, reader: Relay) -> None:
-    with pytest.raises(CkptEngineError, match="into a relay's memory only"):
-        reader.fetcher.connect(owner.offered(), torch.zeros(SLOT, dtype=torch.uint8), 5.0)
+def test_no_peer_could_write_to_what_is_lent(other: Other) -> None:
+    other.lent()
+    lines = Path(f"/proc/{lender(other)}/maps").read_text().splitlines()
+    assert [line.split()[1] for line in lines if "memfd:ckpt-engine" in line] == ["r--s"]
+
+
+def test_helpers_leave_the_arena_sealed_and_the_offer_stays_the_same(far: Owner) -> None:
+    descriptor = far.arena.descriptor
+    assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & 0x10
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, SLOT_BYTES, flags=mmap.MAP_SHARED)
+    assert far.offered == far.offered
+
+
+def test_a_lender_that_ended_is_replaced_by_another(other: Other, far: Owner, carried: list[int]) -> None:
+    first = other.lent()
+    os.kill(lender(other), signal.SIGKILL)
+    with Asking(first, landing=far.slot(1)) as asking:
+        assert asking.get(3) == "", "over TCP"
+    assert not carried
+    again = other.lent()
+    assert again != first
+    with Asking(again, landing=far.slot(1)) as asking:
+        assert asking.get(3) == ""
+    assert carried == [0]
 
 
 def test_devices_that_do_not_exist_are_found_at_the_start(environment: None) -> None:
     with pytest.raises(CkptEngineError, match="UCX cannot be used"):
-        Relay(1 << 22, ("nowhere7",))
+        Owner(devices=("nowhere7",))
 
 
-def test_an_arena_without_ucx_starts_no_process() -> None:
-    arena = Arena(1 << 22)
-    assert not arena.writers
+def test_an_arena_whose_cards_register_it_takes_all_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is InfiniBand: the kernel pins what is registered."""
+    from functools import partial
+
+    from ckpt_engine.transport.ucx import lanes
+
+    monkeypatch.setattr(lanes, "has_rdma", lambda: True)
+    arena = Arena(2 * SLOT_BYTES, carriers=[partial(lanes.lanes_on, devices=("lo",))])
+    assert arena.reserved == arena.size
     arena.close()
+    plain = Arena(2 * SLOT_BYTES)
+    assert (plain.carriers, plain.reserved) == ((), 0)
+    plain.close()
 
 
-def test_nothing_is_left_when_a_relay_closes(environment: None, owner: Other) -> None:
-    relay = Relay(SLOT, ("lo",))
-    relay.linked(owner.offered())
-    relay.lent(1)
-    pids = [relay.lanes.fork_server, *relay.lanes.helpers]
+def test_nothing_is_left_when_a_relay_closes(other: Other) -> None:
+    far = Owner(devices=("lo",))
+    asking = Asking(other.lent(), landing=far.slot(1))
+    assert asking.get(1) == ""
+    lanes = lanes_of(far)
+    pids = [lanes.fork_server, *lanes.helpers]
     assert len(pids) == 3
-    relay.close()
-    relay.close()
+    for _ in range(2):
+        far.lender.close()
+        far.arena.close()
     until(lambda: not [pid for pid in pids if alive(pid)])
+    asking.asker.close()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
+from tests.network.chunk_owner import SLOT_BYTES
 from tests.network.hosts import NetworkHost, hosts, ip
-from tests.network.ucx_world import NEEDS_NIXL, SLOT, Other, until
+from tests.network.ucx_world import NEEDS_NIXL, Other, helpers, maps
 
 pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 
-SIZE = 4 * SLOT
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 def second_lane(near: NetworkHost, far: NetworkHost) -> None:
@@ -24,52 +31,45 @@ def sent(host: NetworkHost, device: str) -> int:
     return int(ip("netns", "exec", host.namespace, "cat", f"/sys/class/net/{device}/statistics/tx_bytes"))
 
 
-def test_two_lanes_carry_it_together_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+def other(host: NetworkHost, devices: str) -> Other:
+    return Other(devices, host.address, tuple(host.inside))
+
+
+def test_two_lanes_carry_it_together_bit_for_bit() -> None:
     with hosts(2) as (near, far):
         second_lane(near, far)
         devices = "eth0,lane1"
-        with (
-            Other(SIZE, devices, before=tuple(near.inside)) as owner,
-            Other(SIZE, devices, before=tuple(far.inside)) as reader,
-        ):
-            digest = owner("fill", slot=0, seed=4)
-            reader("connect", region=owner("offer", slot=0), slot=1)
+        with other(near, devices) as owner, other(far, devices) as asker:
+            asker("connect", offered=owner("lend_whole"))
             before = {device: sent(near, device) for device in devices.split(",")}
-            reader("read", runs=[[0, 0, SIZE]])
-            assert reader("digest", slot=1) == digest
+            asker("read_whole")
+            assert asker("digest", slot=1) == owner("digest", slot=0)
             assert len(owner("facts")["helpers"]) == 2
-            assert len(reader("facts")["helpers"]) == 4
+            assert len(asker("facts")["helpers"]) == 4
             for device, count in before.items():
-                assert SIZE // 4 < sent(near, device) - count < 1.02 * SIZE, device
+                assert SLOT_BYTES // 4 < sent(near, device) - count < 1.02 * SLOT_BYTES, device
 
 
-def test_a_cable_that_is_pulled_ends_the_read_and_the_next_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    with hosts(2) as (near, far):
-        with (
-            Other(SLOT, "eth0", before=tuple(near.inside)) as owner,
-            Other(SLOT, "eth0", stall=1.0, before=tuple(far.inside)) as reader,
-        ):
-            digest = owner("fill", slot=0, seed=5)
-            region = owner("offer", slot=0)
-            reader("connect", region=region, slot=0)
-            (lends, reads) = reader("facts")["helpers"]
-            near.cut()
-            with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):
-                reader("read", runs=[[0, 0, SLOT]])
-            reader("sever")
-            assert reader("facts")["helpers"] == [lends]
-            near.mend()
+def test_an_owner_whose_helper_hangs_sends_over_tcp() -> None:
+    with hosts(2) as (near, far), other(near, "eth0") as owner, other(far, "eth0") as asker:
+        asker("connect", offered=owner("lend_whole"))
+        (lender,) = [pid for pid in helpers(owner.process.pid) if maps(pid) == {"r--s"}]
+        os.kill(lender, signal.SIGSTOP)
+        asker("read_whole")
+        assert asker("digest", slot=1) == owner("digest", slot=0)
+        assert len(asker("facts")["helpers"]) == 1, "the one that read was killed"
 
-            def again() -> bool:
-                try:
-                    reader("connect", region=owner("offer", slot=0), slot=0)
-                    reader("read", runs=[[0, 0, SLOT]])
-                except RuntimeError:
-                    return False
-                return True
 
-            until(again, 60.0)
-            assert reader("digest", slot=0) == digest
-            assert reads not in reader("facts")["helpers"]
+def test_a_cable_that_is_pulled_ends_the_connection_and_the_next_one_reads() -> None:
+    with hosts(2) as (near, far), other(near, "eth0") as owner, other(far, "eth0") as asker:
+        asker("connect", offered=owner("lend_whole"))
+        (lends,) = asker("facts")["helpers"]
+        near.cut()
+        with pytest.raises(RuntimeError, match=r"DEADLINE_EXCEEDED|UNAVAILABLE"):
+            asker("read_whole")
+        asker("close")
+        assert asker("facts")["helpers"] == [lends]
+        near.mend()
+        asker("connect", offered=owner("lend_whole"))
+        asker("read_whole")
+        assert asker("digest", slot=1) == owner("digest", slot=0)

@@ -1,30 +1,27 @@
-"""Relays with UCX, in this process and in others. Everything here needs NIXL."""
+"""Relays with UCX in other processes. Everything here needs NIXL."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.transport.ucx.packages import installed
-from ckpt_engine.v1.weights_pb2 import Region
+from ckpt_engine.v1.weights_pb2 import OfferedRegion
 from tests.line_process import LineProcess
 
 NEEDS_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not installed (pip install nixl-cu12 --no-deps)")
 
-SLOT = 8 << 20
-
 
 class Other(LineProcess):
-    """A relay in a process of its own; see ucx_relay.py. before: of its command line, such as `ip netns exec`."""
+    """An owner in a process of its own; see ucx_owner.py. before: of its command line, such as `ip netns exec`."""
 
-    def __init__(
-        self, size: int = SLOT, devices: str = "lo", stall: float = 20.0, before: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__("tests.network.ucx_relay", str(size), devices, str(stall), before=before)
+    def __init__(self, devices: str = "lo", address: str = "127.0.0.1", before: tuple[str, ...] = ()) -> None:
+        super().__init__("tests.network.ucx_owner", devices, address, before=before)
 
     def __call__(self, do: str, **given: Any) -> Any:
         """Has a command done. Raises RuntimeError with what the relay says against it."""
@@ -33,13 +30,13 @@ class Other(LineProcess):
             raise RuntimeError(answer["no"])
         return answer["ok"]
 
-    def offered(self, slot: int = 0) -> Region:
-        """What it lends."""
-        return Region.FromString(bytes.fromhex(self("offer", slot=slot)))
+    def lent(self) -> OfferedRegion:
+        """Where its chunks are asked for, which it lends from now on."""
+        return OfferedRegion.FromString(bytes.fromhex(self("lend")))
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process; one that has ended and that nobody has waited for yet is none."""
+    """Whether there is such a process; one that has ended and that its parent has not waited for yet is none."""
     return process_start_time(pid) != 0
 
 
@@ -49,3 +46,15 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come true"
         time.sleep(0.01)
+
+
+def helpers(pid: int) -> list[int]:
+    """All processes below one, as this host numbers them."""
+    children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in helpers(child)]
+
+
+def maps(pid: int) -> set[str]:
+    """How a process maps memory files of relays."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[1] for line in lines if "memfd:ckpt-engine relay" in line}

@@ -6,20 +6,23 @@ for. Any thread may shut the connection, which wakes that thread up.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.offers import by_transport
 from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, invalid, not_found, unavailable
 from ckpt_engine.core.rates import Flow
+from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import Ask, ChunkRuns
+from ckpt_engine.transport.base import Ask, CarriedChunk, CarrierLink, ChunkRuns
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
@@ -38,6 +41,8 @@ from ckpt_engine.transport.tcp.sockets import (
 )
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import OfferedRegion, Problem, Region
+
+log = logging.getLogger("ckpt_engine.relay")
 
 AnswerT = TypeVar("AnswerT")
 
@@ -60,8 +65,25 @@ _SHORT = 64 << 10
 _GATHERED = 256
 """Short runs that are received in one call."""
 
+_POLL_SECONDS = 100e-6
+"""Between two looks at a chunk that a carrier reads."""
+
 _unreached: dict[bytes, float] = {}
 """By locator, which a relay that starts again changes: until when (monotonic seconds)."""
+
+
+_Answer = tuple[str, str]
+"""The relay that has a chunk granted, and why the chunk does not come; both empty: it has landed."""
+
+
+@dataclass(eq=False)
+class _Question:
+    """A chunk that was asked for."""
+
+    chunk: int
+    how: Ask
+    placed: bool  # whether its answer may be where it lies in the owner's memory
+    answer: _Answer | None = None  # if it came before its turn
 
 
 class TcpAsker:
@@ -74,7 +96,9 @@ class TcpAsker:
         self.flows: list[Flow] = []  # without what was in the kernel's memory already
         self._key = b""
         self._memory = memoryview(b"")
-        self._asked: deque[int] = deque()  # chunks whose answers have not come
+        self._asked: deque[_Question] = deque()  # those whose answers were not received
+        self._ways = ways
+        self._link: CarrierLink | None = None  # reads the owner's memory, where both sides have a carrier
         self._coming: Flow | None = None  # the current chunk, with all of the frame that has begun
         self._leave_reason = ""  # why this asker waits for no more; see `leave`
         self._broken = False
@@ -99,21 +123,29 @@ class TcpAsker:
         assert not self._asked, "answers for the last filling are still to come"
         self._key, self._memory = key, memory
         self.flows = []
+        for kind in carrier_kinds() if self._link is None else ():
+            if kind.name in self._ways and kind.link is not None and self._link is None:
+                try:
+                    self._link = make(kind.link, self._ways[kind.name], self.owner, memory)
+                except CkptEngineError as error:
+                    log.warning("%s is not read over %s: %s", self.owner, kind.name, error.problem.message)
 
     def ask(self, chunk: int, how: Ask = Ask.WAIT) -> None:
         """Asks for a chunk; answers come in the order of the questions."""
         if self._broken:
             raise unavailable(self._leave_reason or f"the connection to {self.owner} has ended")
-        self._naming_owner(lambda: send(self._socket, wire.question(wire.CHUNK, self._key, chunk, how)), chunk)
-        self._asked.append(chunk)
+        question = _Question(chunk, how, self._link is not None)
+        self._naming_owner(lambda: self._send(question), chunk)
+        self._asked.append(question)
 
     def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
         """Waits for the answer to the oldest question; see ChunkAsker."""
-        assert [*self._asked][:1] == [chunk], f"chunk {chunk} is not the next that was asked for"
+        assert [each.chunk for each in self._asked][:1] == [chunk], f"chunk {chunk} is not the next that was asked for"
         landing = [self._memory[offset : offset + length] for offset, length in runs]
         if not landing or not all(map(len, landing)) or sum(map(len, landing)) != sum(length for _, length in runs):
             raise invalid(f"chunk {chunk} is to land in runs that the slot of {len(self._memory)} bytes does not have")
-        relay, why = self._naming_owner(lambda: self._receive(chunk, landing, moved), chunk)
+        question = self._asked[0]
+        relay, why = question.answer or self._naming_owner(lambda: self._receive(question, landing, runs, moved), chunk)
         self._asked.popleft()
         if why:
             raise not_found(f"{self.owner} does not have chunk {chunk}: {why}")
@@ -151,6 +183,8 @@ class TcpAsker:
     def close(self) -> None:
         """Closes the connection, on the thread that uses it. May be repeated."""
         self._broken = True
+        if self._link is not None:
+            self._link.sever()
         self._memory = memoryview(b"")
         self._socket.close()
 
@@ -170,7 +204,7 @@ class TcpAsker:
                     f"{self.owner} said nothing for {SILENCE_SECONDS:g} s while chunk {chunk} was waited for: it is "
                     "stopped, or the network is cut"
                 ) from error
-            if isinstance(error, (HungUp, OSError)):
+            if isinstance(error, HungUp | OSError):
                 raise unavailable(
                     self._leave_reason or f"{self.owner} is gone, while chunk {chunk} was waited for: {error}"
                 ) from error
@@ -178,15 +212,22 @@ class TcpAsker:
 
     # -- an answer
 
-    def _receive(self, chunk: int, landing: list[memoryview], moved: Callable[[], None]) -> tuple[str, str]:
+    def _send(self, question: _Question) -> None:
+        asked = wire.question(wire.CHUNK, self._key, question.chunk, question.how, question.placed)
+        send(self._socket, asked)
+
+    def _receive(
+        self, question: _Question, landing: list[memoryview], runs: ChunkRuns, moved: Callable[[], None]
+    ) -> _Answer:
         """Lets a chunk land, or returns the relay that has it granted, or why it does not come."""
+        chunk, earlier = question.chunk, deque[_Question]()  # questions of later chunks whose answers come before
         size = sum(map(len, landing))
         landing.reverse()
         pulse, since = -1, time.monotonic()
         began, buffered = 0.0, 0
         while landing:
             kind, length = self._frame()
-            if kind == wire.DATA:
+            if kind == wire.DATA and not earlier:
                 if not began:
                     began, buffered = time.monotonic(), unread(self._socket)
                 before = self._coming.bytes if self._coming else 0
@@ -205,15 +246,55 @@ class TcpAsker:
                         f"{self.owner} has not got chunk {chunk}, nor anything else, for {STUCK_SECONDS:g} s: the "
                         "source that it waits for does not send"
                     )
-            elif kind == wire.TO:
-                return self._understood(wire.read_name, content), ""
-            elif kind == wire.NOT:
-                return "", _words(content)
+            elif kind == wire.PLACE and (placed := earlier.popleft() if earlier else question).placed:
+                place = self._understood(wire.read_place, content)
+                if placed is question and self._carry(place, size, runs, moved):
+                    send(self._socket, wire.question(wire.RELEASE, self._key, chunk))
+                    return "", ""
+                if placed is question:
+                    earlier.extend(each for each in [*self._asked][1:] if each.placed)
+                placed.placed = False
+                send(self._socket, wire.question(wire.RELEASE, self._key, placed.chunk))
+                self._send(placed)
+            elif kind in (wire.TO, wire.NOT):
+                said = self._understood(wire.read_name, content) if kind == wire.TO else _words(content)
+                answer = (said, "") if kind == wire.TO else ("", said)
+                if not earlier:
+                    return answer
+                earlier.popleft().answer = answer
             else:
                 raise data_loss(f"{self.owner} does not speak as relays do: it sent an answer of kind {kind}")
         self._coming = None
         self.flows.append(Flow(began, time.monotonic(), max(0, size - buffered)))
         return "", ""
+
+    def _carry(self, place: wire.Place, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
+        """Reads a chunk where it lies in the owner's memory; False: that failed, and nothing lands any more."""
+        began, landed = time.monotonic(), 0
+        reading: CarriedChunk | None = None
+        while landed < size:
+            before = landed
+            try:
+                if self._link is None:
+                    return False
+                reading = reading or self._link.read(place.slot, place.runs, self._memory, runs)
+                landed = reading.poll()
+            except CkptEngineError as error:
+                log.warning("chunks of %s come over TCP from now on: %s", self.owner, error.problem.message)
+                if self._link is not None:
+                    self._link.sever()
+                self._link = self._coming = None
+                return False
+            if landed > before:
+                self._coming = Flow(began, began, size)
+                moved()
+            elif has_hung_up(self._socket):
+                raise HungUp("it has hung up")
+            else:
+                time.sleep(_POLL_SECONDS)
+        self._coming = None
+        self.flows.append(Flow(began, time.monotonic(), size))
+        return True
 
     def _frame(self) -> wire.Frame:
         return self._understood(wire.read_frame, receive(self._socket, wire.FRAME.size))

@@ -11,22 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 HEADER = struct.Struct("<B3xIQ")
 """Kind, number, and a value that each kind defines."""
 
-LEND, CONNECT, CHECK, READ = range(1, 5)
+LEND, CONNECT, READ = range(1, 4)
 """Requests of a relay.
 
 LEND: register the first `value` bytes of the part of the arena that starts at the offset in the body (OFFSET);
-answered with the metadata of the agent. CONNECT: to the owner whose metadata is the body. CHECK: whether the token in
-the body (TOKEN) lies at that address of the connected owner. READ: the runs in the body (RUN) of the owner's memory.
+answered with the metadata of the agent. CONNECT: to the owner whose metadata is the body. READ: the runs in the body
+(RUN) of the owner's memory.
 """
 
 READY, DONE, FAILED = range(16, 19)
 """Messages of a helper. READY: its agent has started, or the body says why not. DONE: the body is the answer, if there
-is one. FAILED: the body says why; `value` is NOT_LENT if the owner only does not lend the memory now."""
-
-NOT_LENT = 1
+is one. FAILED: the body says why."""
 
 OFFSET = struct.Struct("<Q")
-TOKEN = struct.Struct("<Q16s")
 RUN = struct.Struct("<QQQ")
 """Address in the owner's helper; offset in this relay's arena; length."""
 

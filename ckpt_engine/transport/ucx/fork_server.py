@@ -18,8 +18,8 @@ import sys
 from ckpt_engine.transport.ucx.channel import LENDER, READER
 from ckpt_engine.transport.ucx.memory import die_with_parent, map_shared, unmap
 
-ADDRESSES = struct.Struct("<QQQ")
-"""Its first message: addresses of the writable and the read-only mapping of the arena, and of the board of tokens."""
+ADDRESSES = struct.Struct("<QQ")
+"""Its first message: addresses of the writable and the read-only mapping of the arena."""
 
 REQUEST = struct.Struct("<B7x64s256s")
 """Role, name of the agent, UCX_NET_DEVICES or nothing; the helper's end of a channel comes with it. Answered with the
@@ -28,13 +28,11 @@ process id, that name, and a descriptor of the process (pidfd)."""
 STARTED = struct.Struct("<Q64s")
 
 
-def serve(channel: socket.socket, arena: int, size: int, board: int, board_size: int) -> None:
-    """Forks helpers until the relay hangs up. arena, board: descriptors."""
+def serve(channel: socket.socket, arena: int, size: int) -> None:
+    """Forks helpers until the relay hangs up. arena: its descriptor."""
     writable, readable = map_shared(arena, size, True), map_shared(arena, size, False)
-    tokens = map_shared(board, board_size, False)
     os.close(arena)
-    os.close(board)
-    channel.send(ADDRESSES.pack(writable, readable, tokens))
+    channel.send(ADDRESSES.pack(writable, readable))
     # The kernel reaps them; the relay knows each by its descriptor, which no later process gets.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     own = os.getpid()
@@ -53,7 +51,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             base = readable if role == LENDER else writable
             unmap(writable if role == LENDER else readable, size)
-            _help(descriptors[0], role, name.rstrip(b"\0").decode(), devices.rstrip(b"\0").decode(), base, size, tokens)
+            _help(descriptors[0], role, name.rstrip(b"\0").decode(), devices.rstrip(b"\0").decode(), base, size)
         for each in descriptors:
             os.close(each)
         handle = os.pidfd_open(child)
@@ -61,7 +59,7 @@ def serve(channel: socket.socket, arena: int, size: int, board: int, board_size:
         os.close(handle)
 
 
-def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int, tokens: int) -> None:
+def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: int) -> None:
     """Runs a helper. Does not return."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # all weights would be in it
@@ -70,7 +68,7 @@ def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: 
         from ckpt_engine.transport.ucx.helper import help_relay
 
         with socket.socket(fileno=descriptor) as channel:
-            help_relay(channel, name, base, size, tokens, role == READER)
+            help_relay(channel, name, base, size, role == READER)
     except BaseException as error:
         print(f"ckpt-engine: a UCX helper has ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
@@ -78,6 +76,6 @@ def _help(descriptor: int, role: int, name: str, devices: str, base: int, size: 
 
 
 if __name__ == "__main__":
-    _channel, _arena, _size, _board, _board_size = (int(each) for each in sys.argv[1:])
+    _channel, _arena, _size = (int(each) for each in sys.argv[1:])
     with socket.socket(fileno=_channel) as _relay:
-        serve(_relay, _arena, _size, _board, _board_size)
+        serve(_relay, _arena, _size)

@@ -6,7 +6,6 @@ relay and knows nothing of weights. One thread of its own; a lender's NIXL has o
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
@@ -26,25 +25,18 @@ NAP_SECONDS = 50e-6
 PREPARED = 4096
 """Reads that stay prepared for repetition."""
 
-_TOKEN_BYTES = 16
 
-_Key = tuple[int, bytes]
-"""Kind and body of a request."""
-
-
-def help_relay(channel: socket.socket, name: str, base: int, size: int, tokens: int, reads: bool) -> None:
+def help_relay(channel: socket.socket, name: str, base: int, size: int, reads: bool) -> None:
     """Serves one relay until it hangs up, then ends this process.
 
-    base: address of the arena of `size` bytes. tokens: address of the board. reads: it reads; else it lends.
+    base: address of the arena of `size` bytes. reads: it reads; else it lends.
     """
     channel.recv(1)  # until the relay knows this process
     os.dup2(2, 1)  # what libraries print must not go where people read answers
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         agent = Agent(name, progress=not reads)
-        helper = (
-            _HelperReader(channel, agent, base, size) if reads else _HelperLender(channel, agent, base, size, tokens)
-        )
+        helper = _HelperReader(channel, agent, base, size) if reads else _HelperLender(channel, agent, base, size)
     except Exception as error:
         channel.send(c.message(c.READY, 0, 0, f"{type(error).__name__}: {error}".encode()[: c.MOST_BYTES // 2]))
         raise
@@ -92,24 +84,13 @@ class _Service:
 
 
 class _HelperLender(_Service):
-    """Lets peers read parts of the arena. It is NIXL's thread that answers them."""
-
-    def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int, tokens: int) -> None:
-        super().__init__(channel, agent, base, size)
-        agent.register([(tokens, os.sysconf("SC_PAGESIZE"))])
-        self._lent: dict[int, tuple[int, Any]] = {}
+    """Lets peers read the arena. It is NIXL's thread that answers them."""
 
     def _perform(self, kind: int, number: int, value: int, body: bytes) -> bytes | None:
         if kind != c.LEND:
             raise ValueError(f"a lender does not understand message {kind}")
         (start,) = c.OFFSET.unpack(body)
-        size, registered = self._lent.get(start, (0, None))
-        if size < value:
-            address = self._inside(start, value)
-            if registered is not None:
-                self._agent.deregister(self._lent.pop(start)[1])
-            populate(address, value, writable=False)
-            self._lent[start] = value, self._agent.register([(address, value)])
+        self._agent.register([(self._inside(start, value), value)])
         return self._agent.metadata()
 
 
@@ -118,13 +99,11 @@ class _HelperReader(_Service):
 
     def __init__(self, channel: socket.socket, agent: Agent, base: int, size: int) -> None:
         super().__init__(channel, agent, base, size)
-        self._token = ctypes.create_string_buffer(_TOKEN_BYTES)
-        agent.register([(ctypes.addressof(self._token), _TOKEN_BYTES)])
         self._registered: dict[int, tuple[int, Any]] = {}
         self._peer = ""
-        self._waiting: deque[tuple[int, _Key]] = deque()
-        self._flying: dict[int, tuple[_Key, Any]] = {}
-        self._prepared: OrderedDict[_Key, Any] = OrderedDict()
+        self._waiting: deque[tuple[int, bytes]] = deque()  # number and body of requests
+        self._flying: dict[int, tuple[bytes, Any]] = {}
+        self._prepared: OrderedDict[bytes, Any] = OrderedDict()
 
     def serve(self) -> None:
         while True:
@@ -145,11 +124,11 @@ class _HelperReader(_Service):
             (start,) = c.OFFSET.unpack(body)
             self._register(start, value)
             return b""
-        if kind not in (c.READ, c.CHECK):
+        if kind != c.READ:
             raise ValueError(f"a reader does not understand message {kind}")
         if not self._peer:
             raise ValueError("it is not connected to an owner")
-        self._waiting.append((number, (kind, body)))
+        self._waiting.append((number, body))
         self._begin()
         return None
 
@@ -166,26 +145,21 @@ class _HelperReader(_Service):
 
     def _begin(self) -> None:
         while self._waiting and len(self._flying) < IN_FLIGHT:
-            number, key = self._waiting.popleft()
+            number, body = self._waiting.popleft()
             try:
-                read = self._take_prepared(key)
+                read = self._take_prepared(body)
                 finished = self._agent.begin(read)
             except Exception as error:
                 self._report_failure(number, error)
                 continue
-            self._flying[number] = key, read
+            self._flying[number] = body, read
             if finished:
                 self._finish(number)
 
-    def _take_prepared(self, key: _Key) -> Any:
-        """A prepared read, the last one of this key if that has ended."""
-        if key in self._prepared:
-            return self._prepared.pop(key)
-        kind, body = key
-        if kind == c.CHECK:
-            address, _ = c.TOKEN.unpack(body)
-            own = ctypes.addressof(self._token)
-            return self._agent.prepare(self._peer, [(own, _TOKEN_BYTES)], [(address, _TOKEN_BYTES)])
+    def _take_prepared(self, body: bytes) -> Any:
+        """A prepared read, the last one of the same runs if that has ended."""
+        if body in self._prepared:
+            return self._prepared.pop(body)
         runs = c.unpack_runs(body)
         local = [(self._inside(offset, length), length) for _, offset, length in runs]
         return self._agent.prepare(self._peer, local, [(remote, length) for remote, _, length in runs])
@@ -208,12 +182,8 @@ class _HelperReader(_Service):
         return moved
 
     def _finish(self, number: int) -> None:
-        key, read = self._flying.pop(number)
-        self._prepared[key] = read
+        body, read = self._flying.pop(number)
+        self._prepared[body] = read
         while len(self._prepared) > PREPARED:
             self._prepared.popitem(last=False)
-        kind, body = key
-        if kind == c.CHECK and c.TOKEN.unpack(body)[1] != self._token.raw:
-            self._channel.send(c.message(c.FAILED, number, c.NOT_LENT, b"its owner does not lend that memory now"))
-            return
         self._channel.send(c.message(c.DONE, number))

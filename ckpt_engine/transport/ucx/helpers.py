@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import secrets
 import select
@@ -20,7 +19,7 @@ import threading
 import time
 from collections import deque
 
-from ckpt_engine.core.problems import CkptEngineError, deadline, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.ucx import channel as c
 from ckpt_engine.transport.ucx.fork_server import ADDRESSES, REQUEST, STARTED
@@ -163,7 +162,7 @@ class Helper:
         self._why = f"the helper process {self.pid} has ended{f' ({error})' if error else ''}"
 
     def _take_answer(self, data: bytes) -> None:
-        kind, number, value, body = c.parts(data)
+        kind, number, _, body = c.parts(data)
         if kind == c.READY:
             self._answers[0] = unavailable(f"UCX cannot be used: {_words(body)}") if body else b""
             return
@@ -173,8 +172,7 @@ class Helper:
         if kind == c.DONE:
             self._answers[number] = body
         else:
-            refused = precondition if value == c.NOT_LENT else unavailable
-            self._answers[number] = refused(f"UCX: {_words(body)}")
+            self._answers[number] = unavailable(f"UCX: {_words(body)}")
 
 
 def readable(descriptor: int, seconds: float) -> bool:
@@ -191,18 +189,17 @@ def _words(body: bytes) -> str:
 class ForkServer:
     """Makes the helpers of one arena. Made before the arena is sealed.
 
-    arena, size: the arena's descriptor and bytes. board: descriptor of the page of tokens. Raises UNAVAILABLE,
-    DEADLINE_EXCEEDED.
+    arena, size: the arena's descriptor and bytes. Raises UNAVAILABLE, DEADLINE_EXCEEDED.
     """
 
-    def __init__(self, arena: int, size: int, board: int) -> None:
+    def __init__(self, arena: int, size: int) -> None:
         self._lock = threading.Lock()
         self._helpers: set[Helper] = set()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(START_SECONDS)
         with theirs:
-            descriptors = (theirs.fileno(), arena, board)
-            numbers = [str(each) for each in (theirs.fileno(), arena, size, board, mmap.PAGESIZE)]
+            descriptors = (theirs.fileno(), arena)
+            numbers = [str(each) for each in (*descriptors, size)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "ckpt_engine.transport.ucx.fork_server", *numbers],
                 stdin=subprocess.DEVNULL,
@@ -224,12 +221,17 @@ class ForkServer:
         if len(addresses) != ADDRESSES.size:
             self.close()
             raise unavailable("the process that starts UCX helpers did not start; its log says why")
-        self.writable, self.readable, self.board = ADDRESSES.unpack(addresses)
+        self.writable, self.readable = ADDRESSES.unpack(addresses)
 
     @property
     def pid(self) -> int:
         """The pid of its process."""
         return self._process.pid
+
+    @property
+    def helpers(self) -> list[int]:
+        """The pids of helpers that were not killed."""
+        return [each.pid for each in list(self._helpers) if not each.killed]
 
     def start(self, role: int, devices: str, seconds: float = START_SECONDS) -> Helper:
         """A new helper, ready. devices: as UCX_NET_DEVICES has them; empty: as UCX finds them.
