@@ -1,9 +1,9 @@
 """Decides which relays bring a version to the hosts of replicas: each from sources of its host, and from other relays.
 
 For each relay that replicas wait for it says which sources that reads, and which relays have what these lack. A relay
-that no replica waits for is an origin too if others need what only it reaches. Which relay asks which for which chunk is
-not decided here, but by each relay (chunk_order.py); so there are no stages, and all are told at once. Pure; it knows
-hosts and transports, but neither boxes nor time.
+that no replica waits for is an origin too if others need what only it reaches. Which relay asks which one for a chunk
+is decided by each relay (chunk_order.py); so there are no stages, and all are told at once. Pure; it knows hosts and
+transports, but neither boxes nor time.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class _Placing:
         }
         # Files that another host may or may not have are no reason to do without a relay that surely has them.
         self._direct = {
-            name: self._made_of(
-                [origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE]
-            )
+            name: self._made_of([origin for origin in found if self._distance(origin, name) < Distance.SHARED_FILE])
             for name, found in self._reached.items()
         }
         self._held = {name: self._made_of(sources) for name, sources in holding.items() if name in self._relays}
@@ -197,8 +195,8 @@ class _Placing:
         lender, reader = self._relays[other], self._relays[relay]
         if not lender.lends:
             return precondition(
-                f"{other} lends nothing to relays of other hosts: start it with --listen HOST:PORT, and bring all relays "
-                "to one version"
+                f"{other} lends nothing to relays of other hosts: start it with --listen HOST:PORT, and bring all "
+                "relays to one version"
             )
         transport = passing_transport()
         try:

@@ -60,18 +60,10 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> 
         for worker, place in enumerate(places)
         if (name, worker) in served
     ]
-    fills = [[line.edge for line in wave] for wave in answer.fills]
+    fills = [line.edge for line in answer.fills]
     installs = [line.edge for line in answer.installs]
-    stages = predict(rates, sealed=sealed, fills=fills, installs=installs, verified=verified)
-    unknown = tuple(
-        sorted(
-            {
-                edge.transport
-                for edge in (*installs, *(edge for wave in fills for edge in wave))
-                if rates.link(edge) is None
-            }
-        )
-    )
+    stages = predict(rates, sealed=sealed, fills=[fills] if fills else [], installs=installs, verified=verified)
+    unknown = tuple(sorted({edge.transport for edge in (*installs, *fills) if rates.link(edge) is None}))
     own = engine_kind(engine).seconds
     if unknown or own is None:
         return Forecast(stages, None, None, unknown, engine if own is None else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.planning.foresight import Forecast
@@ -13,8 +13,8 @@ from ckpt_engine.planning.update import Line, PlanAnswer, traffic
 def as_json(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) -> dict[str, Any]:
     """A whole plan as JSON, with bytes and seconds as numbers."""
     model, relays = answer.question.model, answer.relays
-    edges = [_edge(line, wave) for wave, lines in enumerate(answer.fills) for line in lines]
-    edges += [_edge(line, None) for line in answer.installs]
+    edges = [_edge(line, "fill") for line in answer.fills]
+    edges += [_edge(line, "install") for line in answer.installs]
     return {
         "ok": not answer.impossible,
         "model": {
@@ -31,11 +31,10 @@ def as_json(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) 
             {
                 "relay": relay.name,
                 "replicas": list(relay.replicas),
-                "wave": relay.wave,
                 "bytes": sum(read.bytes for read in relay.reads),
                 "slot_bytes": relay.slot.size,
                 "memory_bytes": SLOTS * relay.slot.size,
-                "trees": [{"asks": peer, "share": share} for peer, share in relays.trees.get(relay.name, ())],
+                "asks": dict(relays.asks.get(relay.name, {})),
             }
             for relay in relays.filled.values()
         ],
@@ -54,8 +53,8 @@ def as_json(answer: PlanAnswer, forecast: Forecast, setting: Mapping[str, str]) 
     }
 
 
-def _edge(line: Line, wave: int | None) -> dict[str, Any]:
-    """An edge as JSON. wave: in which a relay reads it; None: a worker reads it in the pause."""
+def _edge(line: Line, stage: Literal["fill", "install"]) -> dict[str, Any]:
+    """An edge as JSON. stage: fill: a relay reads it, before any pause; install: a worker does, in the pause."""
     edge = line.edge
     return {
         "source": edge.source,
@@ -64,7 +63,7 @@ def _edge(line: Line, wave: int | None) -> dict[str, Any]:
         "reader_host": edge.reader_host,
         "replica": line.replica or None,
         "worker": line.worker if line.replica else None,
-        "wave": wave,
+        "stage": stage,
         "transport": edge.transport,
         "reason": line.choice.reason,
         "bytes": edge.bytes,

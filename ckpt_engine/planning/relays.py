@@ -1,8 +1,7 @@
 """What relays would do in an update: the manager's own rules, applied to planned relays. Pure.
 
-Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what
-(core/relay_routes.py), and which relay passes on to which (machines/manager/relay_filling.py). This one counts the
-bytes.
+Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what (core/placing.py),
+and which relay asks which for a chunk (core/chunk_order.py). This one counts the bytes.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from ckpt_engine.core.manifest import blob_digest, canonical
+from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
+from ckpt_engine.core.placing import Origin, Placement, Placements, Station, as_reader, placements
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
-from ckpt_engine.core.relay_reach import Origin, Station, as_reader
-from ckpt_engine.core.relay_routes import RelayRoutes, Route, relay_routes
 from ckpt_engine.core.topology import Choice, choose_transport
-from ckpt_engine.core.transports import passing_transport, reading_kinds, relay_transport
-from ckpt_engine.core.version import Fence
-from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.relay_filling import PlannedFilling, SharedFilling, filled_together
+from ckpt_engine.core.transports import passing_transport, reading_kinds
 from ckpt_engine.machines.manager.relay_or_collective import by_way_of, in_between, prefetch_decision
 from ckpt_engine.planning.offered import PlannedOffer
 from ckpt_engine.planning.places import Cluster
 from ckpt_engine.planning.slots import Slot, bytes_by_source, slot_of
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
+
+SHARES = 64
+"""Parts of all bytes, of which the order of relays is asked as if they were chunks."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class Relay:
     host: int
     replicas: tuple[str, ...]  # that install from it
     slot: Slot
-    wave: int  # 0: it begins at once
-    ahead: bool  # it reads its own sources in the first wave
     reads: tuple[RelayRead, ...]
 
 
@@ -59,9 +54,8 @@ class Relays:
     filled: Mapping[str, Relay]  # by name
     why: Mapping[str, str]  # for each relay a sentence: why it is filled, or not
     unreached: Mapping[str, str]  # why relays that replicas wait for cannot be filled
-    trees: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
-    """Of relays that are filled together: in each tree the peer that a relay asks, as `_Deciding._trees` returns it,
-    and its share of the bytes."""
+    asks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of relays that are filled together: by relay that it asks (empty: an origin), the share of the bytes."""
 
 
 def relay_name(host: str) -> str:
@@ -85,14 +79,14 @@ def decide(
     """
     names = [relay_name(host) for host in cluster.hosts]
     why: dict[str, str] = {}
-    fillings: dict[str, PlannedFilling] = {}
+    replicas: dict[str, tuple[str, ...]] = {}
     for host, name in enumerate(names):
         near = {replica: distances[replica] for replica, hosts in workers.items() if host in hosts}
         decision = prefetch_decision(name, prefetch, until, near)
         why[name] = decision.why
         if decision.replicas:
-            fillings[name] = PlannedFilling(name, decision.replicas)
-    deciding = _Deciding(offer, cluster, names, fillings, workers, everything)
+            replicas[name] = decision.replicas
+    deciding = _Deciding(offer, cluster, names, replicas, workers, everything)
     return deciding.relays(why)
 
 
@@ -102,14 +96,14 @@ class _Deciding:
         offer: PlannedOffer,
         cluster: Cluster,
         names: Sequence[str],
-        fillings: dict[str, PlannedFilling],
+        replicas: Mapping[str, tuple[str, ...]],
         workers: Mapping[str, Sequence[int]],
         everything: bool,
     ) -> None:
         self._offered = offer
         self._cluster = cluster
         self._host = {name: host for host, name in enumerate(names)}
-        self._fillings = fillings
+        self._replicas = replicas
         self._workers = workers
         self._everything = everything
         self._tables = {table.id: table for table in offer.publication.tables}
@@ -118,32 +112,26 @@ class _Deciding:
 
     def relays(self, why: dict[str, str]) -> Relays:
         """Decides for all relays. why: the reasons so far, which are extended."""
-        routes = self._routes()
-        for name, route in routes.by_relay.items():
-            filling = self._fillings.setdefault(name, PlannedFilling(name, ()))
-            filling.route = route
-            if not filling.replicas:
-                why[name] = in_between(name, route.children, "the trainer")
-            elif route.upstream:
-                why[name] += "; " + by_way_of(route.upstream, "the trainer", bool(route.sources))
-        filled = {name: self._fillings[name] for name in routes.by_relay}
-        shared = self._shared_filling(filled)
-        for name, words in shared.why.items():
-            why[name] += f"; {words}"
-        near = {name: self._near(filling) for name, filling in filled.items()}
-        trees = {name: self._trees(name, order) for name, order in shared.orders.items()}
-        found = {}
-        for name, filling in filled.items():
-            reads = self._reads(name, filling.route, near, trees.get(name))
-            route = filling.route
-            slot = self._slot(self._needs(name, route), route.within)
-            host = self._host[name]
-            found[name] = Relay(name, host, filling.replicas, slot, route.stage, route.ahead, tuple(reads))
-        return Relays(found, why, routes.unreached, trees)
+        found = self._placements()
+        for name, place in found.by_relay.items():
+            if name not in self._replicas:
+                why[name] = in_between(name, place.children, "the trainer")
+            elif place.origins:
+                why[name] += "; " + by_way_of(place.origins, "the trainer", bool(place.sources))
+        asks = self._asks(found.by_relay)
+        for name in asks:
+            why[name] += f"; it is filled along with {len(asks) - 1} other{'s' * (len(asks) > 2)}"
+        near = {name: self._near(name, place) for name, place in found.by_relay.items()}
+        relays = {}
+        for name, place in found.by_relay.items():
+            slot = self._slot(self._needs(name, place), self._within(name, place))
+            reads = self._reads(name, place, near, asks.get(name, {"": 1.0}))
+            relays[name] = Relay(name, self._host[name], self._replicas.get(name, ()), slot, tuple(reads))
+        return Relays(relays, why, found.unreached, asks)
 
     # -- the manager's rules
 
-    def _routes(self) -> RelayRoutes:
+    def _placements(self) -> Placements:
         publication = self._offered.publication
         origins = [
             Origin(
@@ -156,66 +144,54 @@ class _Deciding:
         ]
         sets = {frozenset(holder.source for holder in part.holders) for parts in publication.parts for part in parts}
         parts = frozenset(frozenset(publication.tables[source].id for source in each) for each in sets)
-        transport = passing_transport()
-        lends = frozenset({relay_transport(), transport})
         stations = [
-            Station(name, self._cluster.relay_host(host), (*reading_kinds(), transport), lends)
+            Station(name, self._cluster.relay_host(host), tuple(reading_kinds()), True)
             for name, host in self._host.items()
         ]
-        targets = [name for name, filling in self._fillings.items() if filling.replicas]
-        return relay_routes(origins, parts, stations, targets, {})
+        return placements(origins, parts, stations, self._replicas, {})
 
-    def _shared_filling(self, filled: Mapping[str, PlannedFilling]) -> SharedFilling:
-        """Plans relays that are filled together, as if all of a stage got their orders at one time."""
-        holders = {name: self._holder(name) for name in filled}
-        stages = sorted({filling.route.stage for filling in filled.values()})
-        orders: dict[str, manager_pb2.FanOut] = {}
-        why: dict[str, str] = {}
-        for stage in stages:
-            due = [filling for filling in filled.values() if filling.route.stage == stage]
-            found = filled_together(due, holders, self._command, Fence())
-            orders |= found.orders
-            why |= found.why
-        return SharedFilling(orders, why)
-
-    def _holder(self, name: str) -> Holder:
-        host = self._cluster.relay_host(self._host[name])
-        filling = manager_pb2.Filling(
-            everything=self._everything, passes_on=weights_pb2.Region(transport=passing_transport())
-        )
-        return Holder("relay", host.name, "", host, Peer(name), 0.0, (), filling)
-
-    def _command(self, filling: PlannedFilling) -> manager_pb2.FillRelay:
-        needs = [self._offered.needs[worker] for worker in self._needs(filling.relay, filling.route)]
-        refs = [
-            manager_pb2.BlobRef(digest=digest) for digest in sorted({blob_digest(canonical(each)) for each in needs})
-        ]
-        return manager_pb2.FillRelay(needs=refs, everything=self._everything)
+    def _asks(self, placed: Mapping[str, Placement]) -> dict[str, dict[str, float]]:
+        """Of relays that are filled together, the share of the bytes that each asks of each other. Those that want the
+        same are counted as sharing it; what others share with them is not."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, place in placed.items():
+            if place.origins:
+                groups.setdefault(self._needs(name, place), []).append(name)
+        found: dict[str, dict[str, float]] = {}
+        for names in groups.values():
+            if len(names) > 1:
+                order = ChunkOrder([1] * SHARES, [range(SHARES)], [ChunkRelay(name, 0) for name in names])
+                for name in names:
+                    first = Counter(next(iter(order.before(name, share)), "") for share in range(SHARES))
+                    found[name] = {other: count / SHARES for other, count in first.items()}
+        return found
 
     # -- bytes
 
-    def _needs(self, name: str, route: Route) -> tuple[int, ...]:
+    def _within(self, name: str, place: Placement) -> tuple[str, ...]:
+        return () if name in self._replicas else place.within
+
+    def _needs(self, name: str, place: Placement) -> tuple[int, ...]:
         """The workers, by number in a replica, whose needs a relay holds."""
-        hosts = {self._host[each] for each in (name, *route.feeds)}
+        hosts = {self._host[each] for each in (name, *place.children)}
         found = {worker for own in self._workers.values() for worker, host in enumerate(own) if host in hosts}
         return tuple(sorted(found))
 
     def _slot_of(self, workers: tuple[int, ...], within: tuple[str, ...]) -> Slot:
         return slot_of(self._offered, workers, self._everything, within)
 
-    def _near(self, filling: PlannedFilling) -> tuple[Counter[str], Counter[frozenset[str]]]:
-        name, sources = filling.relay, set(filling.route.sources)
+    def _near(self, name: str, place: Placement) -> tuple[Counter[str], Counter[frozenset[str]]]:
+        sources = set(place.sources)
 
         def distance(source: str) -> int | None:
             if source not in sources:
                 return None
             found = self._choice(source, name).distance
             # Files that another host may have are read last of all.
-            return None if found >= Distance.SHARED_FILE and filling.route.upstream else found
+            return None if found >= Distance.SHARED_FILE and place.origins else found
 
-        return bytes_by_source(
-            self._offered, self._slot(self._needs(name, filling.route), filling.route.within), distance
-        )
+        slot = self._slot(self._needs(name, place), self._within(name, place))
+        return bytes_by_source(self._offered, slot, distance)
 
     def _choice_of(self, source: str, relay: str) -> Choice:
         """The nearest way from a source to a relay."""
@@ -236,48 +212,29 @@ class _Deciding:
         transport = passing_transport()
         return choose_transport(source, transport, reader, [transport])
 
-    def _trees(self, name: str, order: manager_pb2.FanOut) -> list[tuple[str, float]]:
-        """In each tree the peer that a relay asks (empty: the version's holders), and its share of the bytes."""
-        whole = sum(tree.share for tree in order.trees)
-        peers = [order.peers[tree.ask[0]].relay if tree.ask else "" for tree in order.trees]
-        return [(peer, tree.share / whole) for peer, tree in zip(peers, order.trees, strict=True)]
-
     def _reads(
         self,
         name: str,
-        route: Route,
+        place: Placement,
         near: Mapping[str, tuple[Counter[str], Counter[frozenset[str]]]],
-        trees: Sequence[tuple[str, float]] | None,
+        asks: Mapping[str, float],
     ) -> list[RelayRead]:
         own, far = near[name]
         reads = [RelayRead(source, self._choice(source, name), size) for source, size in own.items()]
-        upstream: Counter[str] = Counter()
+        origins: Counter[str] = Counter()
         for holders, size in far.items():
-            has = (each for each in route.upstream if holders & near[each][0].keys())
-            lender = next(has, route.upstream[0] if route.upstream else "")
-            upstream[lender] += size
-        lacking = upstream.pop("", 0)
-        total = sum(upstream.values())
-        assert not lacking or route.lacks
-        found: Counter[str] = Counter()
-        remaining = total
-        for peer, share in (trees or ())[1:]:
-            size = round(total * share)
-            remaining -= size
-            _deal(found, size, peer, upstream)
-        _deal(found, remaining, trees[0][0] if trees else "", upstream)
+            has = (each for each in place.origins if holders & near[each][0].keys())
+            origins[next(has, place.origins[0] if place.origins else "")] += size
+        lacking = origins.pop("", 0)
+        assert not lacking or place.lacks
+        total = sum(origins.values())
+        found = Counter({other: round(total * share) for other, share in asks.items() if other})
+        remaining = total - found.total()
+        for number, (origin, size) in enumerate(sorted(origins.items())):
+            part = remaining if number + 1 == len(origins) else (total - found.total()) * size // max(total, 1)
+            part = min(part, remaining)
+            found[origin] += part
+            remaining -= part
         return reads + [
             RelayRead(other, self._passing_choice(other, name), size) for other, size in found.items() if size
         ]
-
-
-def _deal(found: Counter[str], size: int, peer: str, upstream: Mapping[str, int]) -> None:
-    """Counts bytes that come from a peer; empty: from the upstream relays, each by its part."""
-    if peer:
-        found[peer] += size
-        return
-    total, remaining = sum(upstream.values()), size
-    for number, (name, own) in enumerate(sorted(upstream.items())):
-        part = remaining if number + 1 == len(upstream) else size * own // max(total, 1)
-        found[name] += part
-        remaining -= part

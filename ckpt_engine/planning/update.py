@@ -82,7 +82,7 @@ class PlanAnswer:
     question: PlanQuestion
     offered: PlannedOffer | None  # None: the model cannot be split so
     installs: tuple[Line, ...]  # into workers
-    fills: tuple[tuple[Line, ...], ...]  # into relays, wave by wave
+    fills: tuple[Line, ...]  # into relays, all at once
     relays: Relays
     impossible: tuple[str, ...]  # sentences; the rest of the answer has what is possible nevertheless
 
@@ -215,9 +215,9 @@ class _Planning:
         )
         return Line(edge, choice, name, worker)
 
-    def _fills(self, relays: Relays) -> tuple[tuple[Line, ...], ...]:
+    def _fills(self, relays: Relays) -> tuple[Line, ...]:
         hosts = self._cluster.hosts
-        waves: dict[int, list[Line]] = {}
+        found = []
         for relay in relays.filled.values():
             for read in relay.reads:
                 rank = self._places.get(read.source)
@@ -225,9 +225,8 @@ class _Planning:
                 edge = PredictedEdge(
                     read.source, relay.name, read.choice.transport, read.bytes, hosts[host], hosts[relay.host]
                 )
-                wave = 0 if relay.ahead and rank is not None else relay.wave
-                waves.setdefault(wave, []).append(Line(edge, read.choice))
-        return tuple(tuple(waves[wave]) for wave in sorted(waves))
+                found.append(Line(edge, read.choice))
+        return tuple(found)
 
     def _too_large(self, relays: Relays) -> list[str]:
         """Relays that have no room for two versions."""
@@ -279,7 +278,7 @@ def traffic(answer: PlanAnswer) -> dict[str, Counter[str]]:
     """Bytes that each host sends, receives, and moves within itself: by host, then "network out", "network in", "same
     GPU" or "TRANSPORT on the host"."""
     found: dict[str, Counter[str]] = {host: Counter() for host in answer.question.cluster.hosts}
-    lines: Sequence[Line] = [*answer.installs, *(line for wave in answer.fills for line in wave)]
+    lines: Sequence[Line] = [*answer.installs, *answer.fills]
     for edge, choice, *_ in lines:
         if edge.source_host == edge.reader_host:
             way = "same GPU" if edge.same_gpu else f"{choice.transport} on the host"

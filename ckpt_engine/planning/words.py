@@ -81,12 +81,11 @@ def _model(answer: PlanAnswer, setting: Mapping[str, str]) -> list[str]:
 
 
 def _edges(answer: PlanAnswer) -> list[str]:
-    count = len(answer.installs) + sum(map(len, answer.fills))
+    count = len(answer.installs) + len(answer.fills)
     if not count:
         return []
     lines = [f"Edges: {count}"]
-    for number, wave in enumerate(answer.fills):
-        lines += _alike(wave, f"before any pause, wave {number + 1}")
+    lines += _alike(answer.fills, "before any pause") if answer.fills else []
     lines += _alike(answer.installs, "in the pause")
     return lines
 
@@ -121,12 +120,12 @@ def _hosts(answer: PlanAnswer) -> list[str]:
     lines = ["Hosts: bytes over each link"] if by_way else []
     for flows, hosts in by_way.items():
         lines += _wrapped("  ", f"{several(hosts)}: {', '.join(flows)}{' each' if len(hosts) > 1 else ''}")
-    trees = answer.relays.trees
-    if trees:
-        share = Counter(peer for tree_peers in trees.values() for peer, _ in tree_peers)
+    asks = answer.relays.asks
+    if asks:
+        passing = {other for shares in asks.values() for other in shares if other}
         words = (
-            f"{several(trees)} are filled together: each reads a part from the version's holders and the rest "
-            f"from each other, in {max(map(len, trees.values()))} trees; {len(share.keys() - {''})} of them pass on"
+            f"{several(asks)} are filled together: each reads a part from the version's holders and the rest from each "
+            f"other; {len(passing)} of them pass on"
         )
         lines += _wrapped("  ", words)
     return lines
@@ -139,7 +138,7 @@ def _relays(answer: PlanAnswer) -> list[str]:
     groups: dict[tuple[object, ...], list[Relay]] = {}
     for relay in relays.filled.values():
         brings = sum(read.bytes for read in relay.reads)
-        groups.setdefault((relay.slot.size, bool(relay.replicas), human_bytes(brings), relay.wave), []).append(relay)
+        groups.setdefault((relay.slot.size, bool(relay.replicas), human_bytes(brings)), []).append(relay)
     lines = ["Relays"]
     for alike in groups.values():
         relay = alike[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Self, TypeVar
 
@@ -18,21 +18,27 @@ from google.protobuf.message import DecodeError, Message
 from ckpt_engine.channel import ManagerStub, blob_ref, error_of, open_blocking_channel
 from ckpt_engine.core.arguments import checked_version
 from ckpt_engine.core.boxes import whole
+from ckpt_engine.core.chunks import chunks_of
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precondition
 from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.relay.fill import SlotFilling
+from ckpt_engine.relay.asking import ChunkTable
+from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
+from ckpt_engine.transport.askers import KeptAskers
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
 
 GROUP_BYTES = 256 << 20
 """Tensors up to so many bytes are brought together, into one buffer; a larger one comes by itself."""
+
+NAME = "a reader"
+"""The name under which it asks relays."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -74,6 +80,9 @@ class Reader:
         self._specs = list(self._record.record.manifest.tensors)
         self._numbers = {spec.name: number for number, spec in enumerate(self._specs)}
         self._tables = [_parse(SourceTable, table) for table in tables]
+        self._chunks = chunks_of(self._record)
+        self._relays = self._table_of(found.relays)
+        self._askers = KeptAskers(NAME)
         self._sources: Sources | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -130,6 +139,8 @@ class Reader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         if sources is not None:
             sources.close()
+            self._askers.close()
+            self._askers = KeptAskers(NAME)
 
     def _number(self, name: str) -> int:
         if name not in self._numbers:
@@ -153,7 +164,7 @@ class Reader:
 
     def _layout(self, group: Sequence[int]) -> SlotLayout:
         boxes = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
-        return lay_out(self._record, [boxes])
+        return lay_out(self._record, [boxes], chunks=self._chunks)
 
     def _open(self, size: int) -> None:
         """Opens sources that read into a buffer of so many bytes."""
@@ -161,16 +172,30 @@ class Reader:
             return
         self.close()
         self._buffer = torch.empty(size, dtype=torch.uint8)
-        self._sources = Sources(self._record, self._tables, all_transports(), this_host(), landing=self._buffer)
+        self._sources = Sources(self._record, self._tables, all_transports(), this_host())
+
+    def _table_of(self, relays: Iterable[manager_pb2.WantTable.Relay]) -> ChunkTable | None:
+        """The relays of other hosts that hold the version; None: there are none. This process passes nothing on."""
+        table = manager_pb2.WantTable(relays=relays, wants=[manager_pb2.WantTable.Wants(everything=True)])
+        if not table.relays:
+            return None
+        for relay in table.relays:
+            relay.origin, relay.wants = True, 0
+        table.relays.add(relay=NAME, leaf=True)
+        sizes = [chunk.bytes for chunk in self._chunks]
+        return ChunkTable(NAME, sizes, [range(len(sizes))], table)
 
     def _bring(self, layout: SlotLayout) -> None:
         if not layout.atoms:
             return
         if self._sources is None:
             raise precondition("the reader was closed while its tensors were read: ask for the others again")
-        filling = SlotFilling(layout, self._at, self._sources)
-        filling.check()
-        filled = filling.run(self._record, time.monotonic() + self._deadlines.fill)
+        memory = SlotMemory(0, self._at, self._buffer.numpy().data)
+        filling = ChunkFilling(layout, self._chunks, memory, self._sources)
+        if self._relays is None:
+            filling.check()
+        until = time.monotonic() + self._deadlines.fill
+        filled = filling.run(self._record, until, table=self._relays, askers=self._askers)
         if filled.missing:
             raise CkptEngineError(filled.missing[0].problem)
 

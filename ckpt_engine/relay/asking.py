@@ -174,8 +174,9 @@ class ChunkQuestions:
         """Ends all questions: nothing can land once it returns, not even from a thread that is connecting."""
         with self._changed:
             self._stopped = True
-            for connection in self._connections.values():
-                connection.shut()
+            for name, connection in self._connections.items():
+                if self._flying.get(name):  # one without questions is kept for the next filling
+                    connection.shut()
             self._changed.notify_all()
             threads = list(self._threads.values())
         for thread in threads:

@@ -117,8 +117,9 @@ def _sealed(report: manager_pb2.UpdateReport, total: int) -> list[ProcessWork]:
 
 
 def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
-    """Edges of relays' fillings, wave by wave. Relays read other relays over the network, all else on their host."""
-    waves: dict[int, list[PredictedEdge]] = {}
+    """Edges of relays' fillings, which go on at once. Relays ask other relays over the network, all else is read on
+    their host."""
+    found = []
     gpus = {source.source for source in report.timeline.sources if source.gpu}
     for relay in report.relays:
         for amount in relay.filled.brought:
@@ -126,8 +127,8 @@ def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
             transport = passing_transport() if amount.source.startswith("relay ") else transport_on_host
             hosts = (amount.source.removeprefix("relay "), relay.relay.removeprefix("relay "))
             edge = PredictedEdge(amount.source, relay.relay, transport, amount.bytes, *hosts)
-            waves.setdefault(relay.stage, []).append(edge)
-    return [waves[wave] for wave in sorted(waves)]
+            found.append(edge)
+    return [found] if found else []
 
 
 def _edges(outcome: manager_pb2.ReplicaOutcome, places: Whereabouts) -> list[PredictedEdge]:
@@ -159,7 +160,7 @@ def _memory(outcome: manager_pb2.ReplicaOutcome, rank: int, places: Whereabouts)
 
 
 def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
-    """Seconds of the slowest by stage; of relays in several waves, from the first begin to the last end."""
+    """Seconds of the slowest by stage."""
     slowest = stage_seconds(report.stages)
     facts = {stage: seconds for stage, seconds in slowest.items() if stage in STAGES and stage != "plan"}
     phases = report.timeline.phases
@@ -172,8 +173,6 @@ def _facts(report: manager_pb2.UpdateReport) -> dict[str, float]:
     sealed = [source.copy_seconds + source.digest_seconds for source in report.timeline.sources]
     if sealed:
         facts[SEAL] = max(sealed)
-    waves = {relay.stage for relay in report.relays}
     if report.relays:
-        slowest_fill = max(relay.filled.fill_seconds for relay in report.relays)
-        facts[FILL] = slowest_fill if len(waves) == 1 else max(slowest_fill, spent.get("filling", 0.0))
+        facts[FILL] = max(relay.filled.fill_seconds for relay in report.relays)
     return facts

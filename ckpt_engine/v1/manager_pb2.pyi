@@ -1289,14 +1289,16 @@ class LocateVersionRequest(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LocateVersionResponse(_message.Message):
-    __slots__ = ("identity", "record", "tables")
+    __slots__ = ("identity", "record", "tables", "relays")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
     identity: _weights_pb2.Identity
     record: BlobRef
     tables: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[WantTable.Relay]
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[WantTable.Relay, _Mapping]]] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("identity", "holders", "replicas")

@@ -11,7 +11,7 @@ from ckpt_engine.core.chunk_sizes import LEAST_BYTES, MOST_BYTES, chunk_bytes
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.publication import Publication, merge_tables
-from ckpt_engine.core.relay_chunks import chunks_of
+from ckpt_engine.core.chunks import chunks_of
 from ckpt_engine.core.relay_layout import lay_out
 from tests.core.core_tables import everything, table
 from tests.core.relay_records import recorded
@@ -46,7 +46,7 @@ def test_a_relay_passes_a_large_tensor_on_in_chunks() -> None:
     shape = (5000, 4096)
     made = publication(large=shape)
     (tiling,) = compile_plans(made, made.table_digests, []).cells.tilings
-    sizes = [chunk.bytes for chunk in chunks_of(lay_out(recorded([shape], [tiling.boxes]), [], True))]
+    sizes = [chunk.bytes for chunk in chunks_of(recorded([shape], [tiling.boxes]))]
     assert sum(sizes) == made.bytes
     assert LEAST_BYTES <= min(sizes) <= max(sizes) < 2 * LEAST_BYTES
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from ckpt_engine.core.relay_routes import Route
+from ckpt_engine.core.placing import Placement
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.relay_filling import PlannedFilling, shortfalls
+from ckpt_engine.machines.manager.placing import PlacedFilling, shortfalls
 from ckpt_engine.v1.manager_pb2 import RelayFilled
 from ckpt_engine.v1.weights_pb2 import Host, Problem
 
 HOLDERS = {"relay up": Holder("relay", "up", "s", Host(address="10.0.0.7"), None, 0.0)}
-SEE = "it reads relay up at 10.0.0.7: see whether that runs and the network carries"
+SEE = "it asks relay up at 10.0.0.7: see whether that runs and the network carries"
 
 
-def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) -> PlannedFilling:
-    return PlannedFilling(
+def filling(left_out: Problem | None = None, answer: RelayFilled | None = None) -> PlacedFilling:
+    return PlacedFilling(
         "relay down",
         ("one",),
-        Route(1, (), ("relay up",)),
-        command_route=Route(1, (), ("relay up",)),
+        Placement(origins=("relay up",)),
         answer=answer,
         exclusion=left_out,
     )
 
 
-def said(found: PlannedFilling) -> str:
+def said(found: PlacedFilling) -> str:
     return shortfalls([found], HOLDERS)["one"].message
 
 

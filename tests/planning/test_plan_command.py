@@ -95,7 +95,7 @@ def told_of_experts(run: Run, line: str, replicas: int) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(shown.output)
     assert told["ok"]
     assert any("quantised (fp8)" in note for note in told["model"]["notes"])
-    installs = [edge for edge in told["edges"] if edge["wave"] is None]
+    installs = [edge for edge in told["edges"] if edge["stage"] == "install"]
     assert {(edge["transport"], edge["bytes"]) for edge in installs} == {("relay_memory", installs[0]["bytes"])}
     assert len(installs) == replicas * 8
     assert sum(edge["bytes"] for edge in installs if edge["replica"] == "replica-0") > told["model"]["bytes"]

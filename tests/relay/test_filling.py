@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpt_engine.core import chunks as core_chunks
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import ProvenRecord
@@ -28,7 +29,7 @@ from ckpt_engine.relay import sources as relay_sources
 from ckpt_engine.relay.arena import Arena, free_huge_pages
 from ckpt_engine.relay.batches import PieceBatch, Words
 from ckpt_engine.relay.fill import SlotFilling
-from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.transport.file.files import FileTransport
@@ -142,8 +143,11 @@ def test_the_rest_is_brought_beside_what_readers_have_mapped(slots: Slots) -> No
     assert_holds(again, other)
 
 
-def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_finds_all_of_it(slots: Slots) -> None:
+def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_finds_all_of_it(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps in between, each with room for what its trainer rank has and not for the model, and who reads both."""
+    monkeypatch.setattr(core_chunks, "chunk_bytes", lambda model: 1)
     checkpoint, recorded = checkpoint_of(9)
     parts = tables(checkpoint)
     held: list[SlotVersion] = []
@@ -153,7 +157,7 @@ def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_fin
             small = slots_of(f"step {number}", 16 << 20)
             stack.callback(small.close)
             whole = small.count(0, all_of(recorded, [part]), 60.0)
-            asked = replace(all_of(recorded, [part]), within=[part])
+            asked = replace(all_of(recorded, [part]), want=Want(everything=True, within=[part]))
             assert small.count(1, asked, 60.0) < whole
             held.append(small.fill(1, asked, 60.0))
             assert held[-1].filled.missing == (), "what lies elsewhere is not missed"
@@ -163,7 +167,9 @@ def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_fin
         assert_holds(end, checkpoint)
         checkpoint.arenas[0].tensor(0, (64,), torch.uint8).fill_(77)
         lacking = stack.enter_context(closing(slots_of("third", 16 << 20)))
-        broken = lacking.fill(0, replace(all_of(recorded, parts[:1]), within=parts[:1]), 60.0)
+        broken = lacking.fill(
+            0, replace(all_of(recorded, parts[:1]), want=Want(everything=True, within=parts[:1])), 60.0
+        )
         assert broken.filled.missing, "what was to be brought and was not is missed by name"
         assert broken.filled.missing[0].problem.tensors
 
@@ -171,7 +177,7 @@ def test_a_relay_in_between_takes_memory_for_what_it_brings_and_the_next_one_fin
 def test_who_has_nothing_that_is_needed_holds_nothing(slots: Slots) -> None:
     checkpoint, recorded = checkpoint_of(9)
     part = tables(checkpoint)[0]
-    held = slots.fill(0, replace(wish(recorded, 1, [part]), within=[part]), 60.0)
+    held = slots.fill(0, replace(wish(recorded, 1, [part]), want=Want(within=[part])), 60.0)
     assert (held.layout.size, held.filled.missing, len(held.table.shards)) == (0, (), 0)
 
 
@@ -445,7 +451,8 @@ def test_the_next_batch_is_copied_while_one_is_digested(
 
 def batches_of(slots: Slots) -> int:
     (ready,) = [each for each in slots._ready if each is not None]
-    return len(ready.filling._batches)
+    (reading,) = ready.filling._prepared.values()
+    return len(reading._batches)
 
 
 def test_a_batch_that_cannot_be_copied_leaves_the_others_as_they_are(
@@ -478,7 +485,8 @@ def test_what_was_not_read_is_missing_though_the_sum_of_what_was_is_right(
     checkpoint, recorded = checkpoint_of(14)
     slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     (filling,) = [each.filling for each in slots._ready if each is not None]
-    pieces = [piece for batch in filling._batches for piece in batch.pieces]
+    (reading,) = filling._prepared.values()
+    pieces = [piece for batch in reading._batches for piece in batch.pieces]
     cell = max((piece.cell for piece in pieces), key=[piece.cell for piece in pieces].count)
     its = [piece for piece in pieces if piece.cell == cell]
     assert len(its) > 2
@@ -494,7 +502,7 @@ def test_what_was_not_read_is_missing_though_the_sum_of_what_was_is_right(
 
     monkeypatch.setattr(PieceBatch, "bring", fails)
     arrived: list[int] = []
-    filled = filling.run(replace(recorded, values=values), time.monotonic() + 60, arrived=arrived.extend)
+    filled = reading.run(replace(recorded, values=values), time.monotonic() + 60, arrived=arrived.extend)
     assert [(missing.cell, missing.problem.message) for missing in filled.missing] == [(cell, "the trainer has gone")]
     assert sorted(arrived) == sorted({piece.cell for piece in pieces} - {cell}), "each once, and not what is missing"
 

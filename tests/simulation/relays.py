@@ -223,4 +223,3 @@ class RelayShell(MemberShell):
         """Whether another relay says anything on the network."""
         cut = frozenset({other.host.name, self.host.name}) in self.faults.wire_cuts
         return not cut and not other.slots[0].silent and not self.world.chance(self.faults.wire)
-

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.machines.manager.prefetch import UpdatePrefetch
+from ckpt_engine.machines.manager.placing import RelayPlacing
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
@@ -165,14 +165,14 @@ def test_the_slot_that_replicas_read_is_kept_by_an_update_of_another_run_too(sto
 
 
 def _forget_what_is_to_be_kept(patch: pytest.MonkeyPatch) -> None:
-    original = UpdatePrefetch._command
+    original = RelayPlacing._command
 
-    def command(self: UpdatePrefetch, *arguments: Any) -> manager_pb2.FillRelay:
+    def command(self: RelayPlacing, *arguments: Any) -> manager_pb2.FillRelay:
         made = original(self, *arguments)
         made.ClearField("keep")
         return made
 
-    patch.setattr(UpdatePrefetch, "_command", command)
+    patch.setattr(RelayPlacing, "_command", command)
 
 
 def held_and_slow(story: Story) -> tuple[Group, Any, Any]:

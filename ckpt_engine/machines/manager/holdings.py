@@ -216,7 +216,15 @@ def located(state: ManagerState, request: manager_pb2.LocateVersionRequest) -> m
             "snapshot=True, or from a directory"
         )
     return manager_pb2.LocateVersionResponse(
-        identity=version.identity.message(), record=version.record, tables=version.tables
+        identity=version.identity.message(),
+        record=version.record,
+        tables=version.tables,
+        relays=[
+            manager_pb2.WantTable.Relay(relay=holder.source, chunks=holder.filling.chunks, origin=True)
+            for holder in state.members.connected_holders()
+            if holder.filling is not None and holder.filling.HasField("chunks")
+            if any(held.identity == version.identity for held in holder.held)
+        ],
     )
 
 

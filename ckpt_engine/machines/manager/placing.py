@@ -5,8 +5,8 @@
 - All relays are commanded at once. Each reads the sources of its host, and asks other relays for the rest: those that
   want the same, and origins (`core.placing`), which may still be filled themselves. Which one it asks for which chunk
   it decides by the table of its command, which names all of them.
-- A relay that failed is commanded again as soon as there is an origin that its last command did not name, and else a few
-  times, since a network may be cut for a moment. One whose origin is left out is commanded again at once.
+- A relay that failed is commanded again as soon as there is an origin that its last command did not name, and else a
+  few times, since a network may be cut for a moment. One whose origin is left out is commanded again at once.
 - A relay counts as filled once its hello names the version with the same table as its answer.
 - A relay that fails, disconnects, or does not answer in time is excluded with a reason; this affects no replica.
 - A slot that replicas may be reading is never overwritten: the slot of the version that an earlier update still

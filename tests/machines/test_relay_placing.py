@@ -10,9 +10,8 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.prefetch import UpdatePrefetch
+from ckpt_engine.machines.manager.placing import PlacedFilling, RelayPlacing
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_filling import PlannedFilling
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -30,9 +29,9 @@ class Update:
         published = Published(manager_pb2.BlobRef(digest=b"manifest"), (), 1, 1)
         order = Goal("run", 1, published, ("r",), {}, manager_pb2.PAUSE_MODE_UNSPECIFIED, None, frozenset(("r",)), 60.0)
         self.course = Course(self.state, order)
-        self.prefetch = UpdatePrefetch(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
+        self.placing = RelayPlacing(self.course, Recipients(self.state, order, self.course.fence), IDENTITY, RECORD)
         command = manager_pb2.FillRelay(fence=self.course.fence.message(), identity=IDENTITY.message())
-        self.prefetch._fillings["relay a"] = PlannedFilling("relay a", ("r",), command=command)
+        self.placing._fillings["relay a"] = PlacedFilling("relay a", ("r",), command=command)
 
     def hello(self, *held: tuple[Version, bytes], session: str = "first") -> None:
         hello = manager_pb2.HolderHello(
@@ -45,28 +44,28 @@ class Update:
         for identity, table in held:
             hello.held.add(identity=identity.message(), table=manager_pb2.BlobRef(digest=table))
         holder, _ = self.state.members.holder_hello(Peer(f"stream {session}"), hello, 0.0)
-        self.prefetch.note_return(holder)
+        self.placing.note_return(holder)
 
     def answer(self, table: bytes) -> None:
         holder = self.state.members.holders["relay a"]
-        self.prefetch.take(holder, manager_pb2.RelayFilled(identity=IDENTITY.message(), table=table))
+        self.placing.take(holder, manager_pb2.RelayFilled(identity=IDENTITY.message(), table=table))
 
     def lose(self) -> None:
         holder = self.state.members.holders["relay a"]
         assert holder.peer is not None
         self.state.members.lose(holder.peer)
-        self.prefetch.lost(holder)
+        self.placing.lost(holder)
 
     @property
     def counts(self) -> bool:
-        assert bool(self.prefetch.held()) != bool(self.prefetch.missing())
-        return bool(self.prefetch.held())
+        assert bool(self.placing.held()) != bool(self.placing.missing())
+        return bool(self.placing.held())
 
     def commands(self) -> int:
         """How many are sent to it when all is sent again, and what has come up since."""
         self.state.out.clear()
-        self.prefetch.send(1.0)
-        self.prefetch.advance(1.0)
+        self.placing.send(1.0)
+        self.placing.advance(1.0)
         return len(self.state.out)
 
 
@@ -113,16 +112,16 @@ def test_another_process_is_told_again_and_the_same_one_is_not(update: Update) -
 def test_one_that_is_back_is_not_gone(update: Update) -> None:
     update.lose()
     update.hello()
-    update.prefetch.drop("relay a", "it did not come back")
-    assert update.prefetch.missing()
+    update.placing.drop("relay a", "it did not come back")
+    assert update.placing.missing()
     update.lose()
-    update.prefetch.drop("relay a", "it did not come back")
-    assert not update.prefetch.missing()
-    assert not update.prefetch.held()
-    assert "relay a is left out: it did not come back" in update.prefetch.describe()
+    update.placing.drop("relay a", "it did not come back")
+    assert not update.placing.missing()
+    assert not update.placing.held()
+    assert "relay a is left out: it did not come back" in update.placing.describe()
     update.hello((IDENTITY, b"new"))
     update.answer(b"new")
-    assert not update.prefetch.held(), "what was left out stays out"
+    assert not update.placing.held(), "what was left out stays out"
 
 
 def test_a_reason_is_said_once() -> None:
