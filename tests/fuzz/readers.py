@@ -150,7 +150,7 @@ def relay_askers() -> Iterator[Callable[[bytes], None]]:
             lendings.admit(said)
         at = wire.HELLO.size + said.name
         asker = Asker(wire.read_name(data[wire.HELLO.size : at]))
-        places = []
+        places: list[Send] = []
         while at < len(data):
             asked = wire.read_question(data[at : at + wire.QUESTION.size])
             at += wire.QUESTION.size

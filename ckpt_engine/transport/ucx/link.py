@@ -24,6 +24,9 @@ from ckpt_engine.v1.weights_pb2 import Region
 REQUEST_BYTES = 8 << 20
 """The most of one request to a helper: the unit of progress, and what lanes take in turns."""
 
+LEAST_BYTES = 256 << 10
+"""Of a request, where a chunk is cut so that all lanes carry some of it."""
+
 MOST_LANES = 64
 """The most of an owner; a host has no more network devices."""
 
@@ -86,7 +89,8 @@ class UcxLink:
                 found.take(number, helper.ask(c.LEND, size, c.OFFSET.pack(start)), 0)
                 found.patience = ANSWER_SECONDS
         runs = ((first + there, here + at, length) for there, at, length in _paired(self._owner, remote, local))
-        for size, request in c.in_requests(runs, REQUEST_BYTES):
+        share = -(-sum(length for _, length in remote) // len(self._helpers))
+        for size, request in c.in_requests(runs, max(LEAST_BYTES, min(REQUEST_BYTES, share))):
             number = min(range(len(self._helpers)), key=self._load.__getitem__)
             base = self._lane(number).memory
             body = c.pack_runs([(base + there, at, length) for there, at, length in request])
