@@ -277,13 +277,13 @@ class ChunkLender(Protocol):
         slot: int,
         key: bytes,
         runs: Callable[[int], ChunkRuns],
-        wanted: Collection[int],
+        chunks: Collection[int],
         passed: Callable[[Rate], None],
     ) -> ChunkLending:
         """Begins the filling of a slot without readers.
 
-        key: 16 bytes, by which askers name the version (`core.chunks.chunk_key`). runs: where a chunk lies. wanted: the
-        chunks that the slot is to hold; others are refused at once. passed: called on any thread with the rate at which
+        key: 16 bytes, by which askers name the version (`core.chunks.chunk_key`). runs: where a chunk lies. chunks:
+        those that the slot is to hold; others are refused at once. passed: called on any thread with the rate at which
         chunks were sent, whenever the last asker has left.
         """
         ...

@@ -35,7 +35,7 @@ from ckpt_engine.transport.file.files import FileTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.tcp.asker import read_locator as read_tcp_locator
-from ckpt_engine.transport.tcp.lending import Asker, Lendings, Send
+from ckpt_engine.transport.tcp.lending import Asker, ChunkSend, Lendings
 from ckpt_engine.transport.ucx import channel
 from ckpt_engine.transport.ucx.helpers import Helper
 from ckpt_engine.transport.ucx.link import read_locator as read_ucx_locator
@@ -150,7 +150,7 @@ def relay_askers() -> Iterator[Callable[[bytes], None]]:
             lendings.admit(said)
         at = wire.HELLO.size + said.name
         asker = Asker(wire.read_name(data[wire.HELLO.size : at]))
-        places = []
+        places: list[ChunkSend] = []
         while at < len(data):
             asked = wire.read_question(data[at : at + wire.QUESTION.size])
             at += wire.QUESTION.size
@@ -160,7 +160,7 @@ def relay_askers() -> Iterator[Callable[[bytes], None]]:
                 lendings.release(places.pop().lending, asker, asked.chunk, served=True)
             elif asked.kind == wire.CHUNK:
                 found = lendings.answer(asked.key, asked.chunk, asked.how, asker, 0.0)
-                if isinstance(found, Send):
+                if isinstance(found, ChunkSend):
                     assert (asked.key, asked.chunk) == (bytes(16), 1), "not verified"
                     places.append(found)
         lendings.leave(asker)

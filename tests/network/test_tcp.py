@@ -359,7 +359,8 @@ def test_a_chunk_lands_only_in_the_slot(owner: Owner) -> None:
 )
 def test_an_asker_without_the_token_gets_nothing(owner: Owner, field: str, value: bytes, words: str) -> None:
     owner.lend()
-    said = refused(changed(owner.offered, **{field: value}))
+    fields: dict[str, Any] = {field: value}
+    said = refused(changed(owner.offered, **fields))
     assert said.startswith("relay near (127.0.0.1:")
     assert words in said
     with Owner() as other:

@@ -296,7 +296,11 @@ def test_a_locator_that_is_wrong_costs_nothing_but_ucx(
 def test_an_owner_that_names_memory_which_it_does_not_have(
     other: Other, asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in (wire.Place(7, [(0, 9 << 20)]), wire.Place(0, [(0, 1)]), wire.Place(0, [(0, 10 << 20)])):
+    for place in (
+        wire.PlacedRuns(7, [(0, 9 << 20)]),
+        wire.PlacedRuns(0, [(0, 1)]),
+        wire.PlacedRuns(0, [(0, 10 << 20)]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(wire, "read_place", lambda data, place=place: place)
             assert asking.get(3) == "", "over TCP"

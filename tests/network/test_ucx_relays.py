@@ -21,6 +21,7 @@ from ckpt_engine.transport.ucx import packages
 from ckpt_engine.transport.ucx.lanes import UcxLanes
 from ckpt_engine.transport.ucx.settings import DEVICES
 from ckpt_engine.v1.manager_pb2 import WantTable
+from ckpt_engine.v1.weights_pb2 import OfferedRegion
 from tests.install.install_world import Checkpoint
 from tests.network.chunk_owner import LOOPBACK
 from tests.network.ucx_world import NEEDS_NIXL, alive, until
@@ -76,6 +77,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield made
 
 
+def ways(region: OfferedRegion | None) -> list[str]:
+    assert region is not None
+    return [offer.transport for offer in region.offers]
+
+
 def lanes_in(slots: Slots) -> UcxLanes:
     """What a relay has for UCX."""
     (lanes,) = slots._arena.carriers
@@ -84,7 +90,7 @@ def lanes_in(slots: Slots) -> UcxLanes:
 
 
 def test_a_relay_fills_itself_over_ucx_bit_for_bit(world: World) -> None:
-    assert [offer.transport for offer in world.near.chunks.offers] == ["tcp", "ucx"]
+    assert ways(world.near.chunks) == ["tcp", "ucx"]
     read = lanes_in(world.far)
     assert len(read.helpers) == 1  # its own lender
     for slot in (0, 1, 0):
@@ -103,7 +109,7 @@ def test_a_relay_uses_ucx_only_if_it_was_told_to(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(DEVICES, raising=False)
     assert not packages.availability().ok
     with contextlib.closing(Slots("a", this_host(), 16 << 20, all_transports(), network=LOOPBACK)) as plain:
-        assert [offer.transport for offer in plain.chunks.offers] == ["tcp"]
+        assert ways(plain.chunks) == ["tcp"]
     monkeypatch.setenv(DEVICES, "all")
     assert packages.availability().ok
 

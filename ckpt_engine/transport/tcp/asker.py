@@ -77,7 +77,7 @@ _Answer = tuple[str, str]
 
 
 @dataclass(eq=False)
-class _Question:
+class _ChunkQuestion:
     """A chunk that was asked for."""
 
     chunk: int
@@ -96,7 +96,7 @@ class TcpAsker:
         self.flows: list[Flow] = []  # without what was in the kernel's memory already
         self._key = b""
         self._memory = memoryview(b"")
-        self._asked: deque[_Question] = deque()  # those whose answers were not received
+        self._questions: deque[_ChunkQuestion] = deque()  # those whose answers were not received
         self._ways = ways
         self._link: CarrierLink | None = None  # reads the owner's memory, where both sides have a carrier
         self._coming: Flow | None = None  # the current chunk, with all of the frame that has begun
@@ -120,7 +120,7 @@ class TcpAsker:
 
     def begin(self, key: bytes, slot: int, memory: memoryview) -> None:
         """Begins a filling of version `key` into `memory`."""
-        assert not self._asked, "answers for the last filling are still to come"
+        assert not self._questions, "answers for the last filling are still to come"
         self._key, self._memory = key, memory
         self.flows = []
         for kind in carrier_kinds() if self._link is None else ():
@@ -134,19 +134,21 @@ class TcpAsker:
         """Asks for a chunk; answers come in the order of the questions."""
         if self._broken:
             raise unavailable(self._leave_reason or f"the connection to {self.owner} has ended")
-        question = _Question(chunk, how, self._link is not None)
+        question = _ChunkQuestion(chunk, how, self._link is not None)
         self._naming_owner(lambda: self._send(question), chunk)
-        self._asked.append(question)
+        self._questions.append(question)
 
     def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
         """Waits for the answer to the oldest question; see ChunkAsker."""
-        assert [each.chunk for each in self._asked][:1] == [chunk], f"chunk {chunk} is not the next that was asked for"
+        assert [each.chunk for each in self._questions][:1] == [chunk], (
+            f"chunk {chunk} is not the next that was asked for"
+        )
         landing = [self._memory[offset : offset + length] for offset, length in runs]
         if not landing or not all(map(len, landing)) or sum(map(len, landing)) != sum(length for _, length in runs):
             raise invalid(f"chunk {chunk} is to land in runs that the slot of {len(self._memory)} bytes does not have")
-        question = self._asked[0]
+        question = self._questions[0]
         relay, why = question.answer or self._naming_owner(lambda: self._receive(question, landing, runs, moved), chunk)
-        self._asked.popleft()
+        self._questions.popleft()
         if why:
             raise not_found(f"{self.owner} does not have chunk {chunk}: {why}")
         return relay
@@ -160,7 +162,7 @@ class TcpAsker:
 
     def end(self) -> bool:
         """Ends the filling; False: the connection cannot be used for another one."""
-        if self._broken or self._asked or self._leave_reason or has_hung_up(self._socket):
+        if self._broken or self._questions or self._leave_reason or has_hung_up(self._socket):
             return False
         self._memory = memoryview(b"")
         try:
@@ -212,15 +214,15 @@ class TcpAsker:
 
     # -- an answer
 
-    def _send(self, question: _Question) -> None:
-        asked = wire.question(wire.CHUNK, self._key, question.chunk, question.how, question.placed)
-        send(self._socket, asked)
+    def _send(self, question: _ChunkQuestion) -> None:
+        message = wire.question(wire.CHUNK, self._key, question.chunk, question.how, question.placed)
+        send(self._socket, message)
 
     def _receive(
-        self, question: _Question, landing: list[memoryview], runs: ChunkRuns, moved: Callable[[], None]
+        self, question: _ChunkQuestion, landing: list[memoryview], runs: ChunkRuns, moved: Callable[[], None]
     ) -> _Answer:
         """Lets a chunk land, or returns the relay that has it granted, or why it does not come."""
-        chunk, earlier = question.chunk, deque[_Question]()  # questions of later chunks whose answers come before
+        chunk, earlier = question.chunk, deque[_ChunkQuestion]()  # questions of later chunks whose answers come before
         size = sum(map(len, landing))
         landing.reverse()
         pulse, since = -1, time.monotonic()
@@ -252,13 +254,14 @@ class TcpAsker:
                     send(self._socket, wire.question(wire.RELEASE, self._key, chunk))
                     return "", ""
                 if placed is question:
-                    earlier.extend(each for each in [*self._asked][1:] if each.placed)
+                    earlier.extend(each for each in [*self._questions][1:] if each.placed)
                 placed.placed = False
                 send(self._socket, wire.question(wire.RELEASE, self._key, placed.chunk))
                 self._send(placed)
             elif kind in (wire.TO, wire.NOT):
-                said = self._understood(wire.read_name, content) if kind == wire.TO else _words(content)
-                answer = (said, "") if kind == wire.TO else ("", said)
+                is_name = kind == wire.TO
+                text = self._understood(wire.read_name, content) if is_name else _words(content)
+                answer = (text, "") if is_name else ("", text)
                 if not earlier:
                     return answer
                 earlier.popleft().answer = answer
@@ -268,7 +271,7 @@ class TcpAsker:
         self.flows.append(Flow(began, time.monotonic(), max(0, size - buffered)))
         return "", ""
 
-    def _carry(self, place: wire.Place, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
+    def _carry(self, place: wire.PlacedRuns, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
         """Reads a chunk where it lies in the owner's memory; False: that failed, and nothing lands any more."""
         began, landed = time.monotonic(), 0
         reading: CarriedChunk | None = None

@@ -46,7 +46,7 @@ class TcpLending:
         slot: int,
         key: bytes,
         runs: Callable[[int], ChunkRuns],
-        wanted: Collection[int],
+        chunks: Collection[int],
         passed: Callable[[Rate], None],
         changed: threading.Condition,
     ) -> None:
@@ -57,7 +57,7 @@ class TcpLending:
         self.is_lent = True  # whether chunks that are being sent may still be
         self.end_reason = ""  # why no more questions are answered
         self.held: dict[Asker, list[float]] = {}  # askers that are sent something, or read it: since when, each
-        self._wanted = frozenset(wanted)
+        self._chunks = frozenset(chunks)
         self._verified: set[int] = set()
         self._never: set[int] = set()
         self._filled = False
@@ -119,7 +119,7 @@ class TcpLending:
             return self.end_reason
         if chunk in self._verified:
             return ""
-        if chunk not in self._wanted:
+        if chunk not in self._chunks:
             return f"chunk {chunk} is not among those that it holds of this version"
         return "no source has it as it was sealed" if self._filled or chunk in self._never else ""
 
@@ -189,7 +189,7 @@ class TcpLending:
             self._passed(rate)
 
 
-class Send(NamedTuple):
+class ChunkSend(NamedTuple):
     """The answer to a question: send the chunk. The asker holds the slot until `Lendings.release`."""
 
     lending: TcpLending
@@ -235,7 +235,7 @@ class Lendings:
 
     # -- askers
 
-    def answer(self, key: bytes, chunk: int, how: Ask, asker: Asker, seconds: float) -> Send | To | Not | Pulse:
+    def answer(self, key: bytes, chunk: int, how: Ask, asker: Asker, seconds: float) -> ChunkSend | To | Not | Pulse:
         """The answer to a question; waits for it for at most `seconds`. Raises UNAVAILABLE once nothing is lent any
         more.
 
@@ -250,7 +250,7 @@ class Lendings:
                     return found
                 self._changed.wait(remaining)
 
-    def _answer(self, key: bytes, chunk: int, how: Ask, asker: Asker) -> Send | To | Not | Pulse:
+    def _answer(self, key: bytes, chunk: int, how: Ask, asker: Asker) -> ChunkSend | To | Not | Pulse:
         if not self._open:
             raise unavailable("this relay is being stopped")
         known = [each for each in self._slots.values() if hmac.compare_digest(each.key, key)]
@@ -267,11 +267,11 @@ class Lendings:
             return To(relay)
         if lending.has(chunk):
             lending.hold(asker)
-            return Send(lending, lending.runs(chunk))
+            return ChunkSend(lending, lending.runs(chunk))
         return Not(f"it does not have chunk {chunk} yet") if how == Ask.NOW else Pulse(lending.pulse)
 
     def release(self, lending: TcpLending, asker: Asker, chunk: int, served: bool, flow: Flow | None = None) -> None:
-        """Ends the hold of a Send. served: the asker has all of the chunk. flow: how it was sent, if that is known."""
+        """Ends the hold of a ChunkSend. served: the asker has all of the chunk. flow: how it was sent, if known."""
         with self._changed:
             lending.release(asker, chunk, served, flow)
 
@@ -289,13 +289,13 @@ class Lendings:
         slot: int,
         key: bytes,
         runs: Callable[[int], ChunkRuns],
-        wanted: Collection[int],
+        chunks: Collection[int],
         passed: Callable[[Rate], None] = lambda rate: None,
     ) -> TcpLending:
         """Begins the filling of a slot. See ChunkLender."""
         with self._changed:
             self._end(slot)
-            lending = self._slots[slot] = TcpLending(slot, key, runs, wanted, passed, self._changed)
+            lending = self._slots[slot] = TcpLending(slot, key, runs, chunks, passed, self._changed)
             self._changed.notify_all()
             return lending
 

@@ -28,7 +28,7 @@ from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
-from ckpt_engine.transport.tcp.lending import REPLACED, Asker, Lendings, Not, Pulse, Send, TcpLending, To
+from ckpt_engine.transport.tcp.lending import REPLACED, Asker, ChunkSend, Lendings, Not, Pulse, TcpLending, To
 from ckpt_engine.transport.tcp.sockets import HungUp, Silence, has_hung_up, receive, send, shut, tune, unsent
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
@@ -124,11 +124,11 @@ class TcpChunkLender:
         slot: int,
         key: bytes,
         runs: Callable[[int], ChunkRuns],
-        wanted: Collection[int],
+        chunks: Collection[int],
         passed: Callable[[Rate], None] = lambda rate: None,
     ) -> TcpLending:
         """Begins the filling of a slot."""
-        return self._lendings.lend(slot, key, runs, wanted, passed)
+        return self._lendings.lend(slot, key, runs, chunks, passed)
 
     def refuse(self, slot: int) -> None:
         """Refuses further questions about the slot."""
@@ -208,7 +208,7 @@ class TcpChunkLender:
                 self._admitted.add(connection)
             send(connection, wire.frame(wire.YES))
             tune(connection, SEND_SECONDS)
-            _Conversation(connection, asker, self._lendings, self._memory, self._bytes).serve()
+            _AskerConnection(connection, asker, self._lendings, self._memory, self._bytes).serve()
         except CkptEngineError as error:
             log.info("the relay at %s is not served: %s", where, error.problem.message)
             with contextlib.suppress(HungUp, Silence):
@@ -224,7 +224,7 @@ class TcpChunkLender:
             connection.close()
 
 
-class _Conversation:
+class _AskerConnection:
     """One connection that showed the token. arena: the bytes of its memory."""
 
     def __init__(
@@ -292,7 +292,7 @@ class _Conversation:
 
     # -- a chunk
 
-    def _send_chunk(self, found: Send, chunk: int) -> None:
+    def _send_chunk(self, found: ChunkSend, chunk: int) -> None:
         began, waiting, sent, is_whole = time.monotonic(), unsent(self._connection), 0, False
         try:
             for part in _frames(found.runs):

@@ -107,7 +107,7 @@ class Frame(NamedTuple):
     size: int  # bytes that follow
 
 
-class Place(NamedTuple):
+class PlacedRuns(NamedTuple):
     """Where a chunk lies in the owner's arena."""
 
     slot: int
@@ -116,10 +116,10 @@ class Place(NamedTuple):
 
 def hello(arena: bytes, token: bytes, name: str) -> bytes:
     """An asker's first message. Raises INVALID_ARGUMENT for a name that is empty or too long."""
-    said = name.encode()
-    if not 1 <= len(said) <= NAME_BYTES:
-        raise invalid(f"the name of a relay has {len(said)} bytes, not 1 to {NAME_BYTES}: {name[:40]!r}")
-    return HELLO.pack(MAGIC, VERSION, arena, token, len(said)) + said
+    text = name.encode()
+    if not 1 <= len(text) <= NAME_BYTES:
+        raise invalid(f"the name of a relay has {len(text)} bytes, not 1 to {NAME_BYTES}: {name[:40]!r}")
+    return HELLO.pack(MAGIC, VERSION, arena, token, len(text)) + text
 
 
 def read_hello(data: bytes) -> Hello:
@@ -190,7 +190,7 @@ def read_frame(data: bytes) -> Frame:
     return found
 
 
-def read_place(data: bytes) -> Place:
+def read_place(data: bytes) -> PlacedRuns:
     """Reads what follows the head of PLACE. Raises INVALID_ARGUMENT if it is malformed. Whether the runs lie in the
     owner's arena is for the reader of that memory to check."""
     if len(data) < SLOT.size or (len(data) - SLOT.size) % RUN.size:
@@ -199,4 +199,4 @@ def read_place(data: bytes) -> Place:
     if not all(length for _, length in runs) or any(offset + length >= 1 << 63 for offset, length in runs):
         raise invalid("a chunk is said to lie in runs that no memory has")
     (slot,) = SLOT.unpack_from(data)
-    return Place(slot, runs)
+    return PlacedRuns(slot, runs)

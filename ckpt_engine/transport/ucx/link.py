@@ -24,6 +24,9 @@ from ckpt_engine.v1.weights_pb2 import Region
 REQUEST_BYTES = 8 << 20
 """The most of one request to a helper: the unit of progress, and what lanes take in turns."""
 
+LEAST_BYTES = 256 << 10
+"""Of a request, where a chunk is cut so that all lanes carry some of it."""
+
 MOST_LANES = 64
 """The most of an owner; a host has no more network devices."""
 
@@ -76,8 +79,8 @@ class UcxLink:
             raise data_loss(f"{self._owner} says that a chunk lies where its memory has ended")
         for number in range(len(self._helpers), len(self._lanes.devices)):
             self._connect(number)
-        here = _address(memory) - self._lanes.arena.address
-        own = here // self._lanes.arena.slot_bytes
+        local_at = _address(memory) - self._lanes.arena.address
+        own = local_at // self._lanes.arena.slot_bytes
         start, size = own * self._lanes.arena.slot_bytes, self._lanes.reserved[own]
         found = UcxChunk(self)
         for number, helper in enumerate(self._helpers):
@@ -85,11 +88,14 @@ class UcxLink:
                 helper.registered[start] = size
                 found.take(number, helper.ask(c.LEND, size, c.OFFSET.pack(start)), 0)
                 found.patience = ANSWER_SECONDS
-        runs = ((first + there, here + at, length) for there, at, length in _paired(self._owner, remote, local))
-        for size, request in c.in_requests(runs, REQUEST_BYTES):
+        runs = (
+            (first + remote_at, local_at + at, length) for remote_at, at, length in _paired(self._owner, remote, local)
+        )
+        share = -(-sum(length for _, length in remote) // len(self._helpers))
+        for size, request in c.in_requests(runs, max(LEAST_BYTES, min(REQUEST_BYTES, share))):
             number = min(range(len(self._helpers)), key=self._load.__getitem__)
             base = self._lane(number).memory
-            body = c.pack_runs([(base + there, at, length) for there, at, length in request])
+            body = c.pack_runs([(base + remote_at, at, length) for remote_at, at, length in request])
             found.take(number, self._helpers[number].ask(c.READ, 0, body), size)
         return found
 
@@ -149,15 +155,15 @@ def _address(memory: memoryview) -> int:
 def _paired(owner: str, remote: ChunkRuns, local: ChunkRuns) -> Iterator[tuple[int, int, int]]:
     """(offset in the owner's slot, offset in ours, length) of each piece that is contiguous in both."""
     ours = iter(local)
-    here = room = 0
-    for there, length in remote:
+    local_at = room = 0
+    for remote_at, length in remote:
         while length:
             if not room:
-                here, room = next(ours, (0, 0))
+                local_at, room = next(ours, (0, 0))
                 if not room:
-                    raise data_loss(f"{owner} has more bytes of a chunk than there are")
+                    raise data_loss(f"{owner} names more bytes than the chunk has")
             piece = min(length, room)
-            yield there, here, piece
-            there, here, length, room = there + piece, here + piece, length - piece, room - piece
+            yield remote_at, local_at, piece
+            remote_at, local_at, length, room = remote_at + piece, local_at + piece, length - piece, room - piece
     if room or next(ours, None) is not None:
-        raise data_loss(f"{owner} has fewer bytes of a chunk than there are")
+        raise data_loss(f"{owner} names fewer bytes than the chunk has")
