@@ -2,8 +2,8 @@
 
 Every host sends and receives at the same time, each at its own rate; a byte takes `latency` to arrive. A chunk is sent
 once it is verified, and verified when all of it has arrived. A relay asks each peer for its chunks in rising order, at
-most `window` at a time; an owner takes its askers in turn, a chunk each. An origin grants a chunk to one asker and names
-that relay to the others. Hosts die at given times; their peers hear of it later.
+most `window` at a time; an owner takes its askers in turn, a chunk each. An origin grants a chunk to one asker and
+names that relay to the others. Hosts die at given times; their peers hear of it later.
 
 The same function runs interpreted, for tests, and compiled by numba, for large runs.
 """
@@ -32,10 +32,14 @@ class Rules(NamedTuple):
 
     window: int = 2  # questions that a peer is asked at a time
     in_order: bool = True  # a peer answers in the order of the questions; else whichever chunk it has
-    enough: int = 16  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
-    late: float = 0.1  # of all chunks: a peer that is so far behind with a chunk is left
+    enough: int = (
+        4  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
+    )
+    late: float = 0.25  # of all chunks: a peer that is so far behind with a chunk is left
     latency: float = 50e-6  # seconds
-    noticed: float = 0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
+    noticed: float = (
+        0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class _State(NamedTuple):
     down: Floats
     verify: Floats
     died: Floats
-    rank: npt.NDArray[np.int32]  # of each chunk among those that a relay wants, by question
+    rank: npt.NDArray[np.int32]  # by question: of the chunk among those that the relay asks relays for
+    of_relays: Integers  # by relay: how many such chunks it wants, and has
     count: Integers  # chunks that a relay wants
     stage: npt.NDArray[np.int8]  # by question
     named: npt.NDArray[np.int32]  # by question: the relay that an origin has named
@@ -148,7 +153,8 @@ def simulate(traffic: Traffic, network: Network, rules: Rules, compiled: bool = 
         down=network.down,
         verify=network.verify,
         died=network.died,
-        rank=(np.cumsum(traffic.wanted, axis=1, dtype=np.int32) - 1).reshape(-1),
+        rank=none(relays * chunks),
+        of_relays=np.zeros((relays, 2), dtype=np.int64),
         count=traffic.wanted.sum(axis=1).astype(np.int64),
         stage=np.where(traffic.wanted, MATE, UNWANTED).astype(np.int8).reshape(-1),
         named=none(relays * chunks),
@@ -210,6 +216,24 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
         else:
             following[ends[at, 1]] = question
         ends[at, 1] = question
+        ends[at, 2] += 1
+
+    @jit
+    def insert(ends: Any, following: Any, at: int, question: int) -> None:
+        """Puts a question behind those for lower chunks."""
+        if ends[at, 2] == 0 or question > ends[at, 1]:
+            append(ends, following, at, question)
+            return
+        before = -1
+        each = ends[at, 0]
+        while each < question:
+            before = each
+            each = following[each]
+        following[question] = each
+        if before < 0:
+            ends[at, 0] = question
+        else:
+            following[before] = question
         ends[at, 2] += 1
 
     @jit
@@ -288,7 +312,8 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
                 owner = s.named[question]
             else:
                 owner = relays + s.origins[chunk]
-            if owner >= 0 and owner != asker and not s.left[asker * nodes + owner]:
+            is_gone = 0 <= owner < relays and s.gone[owner]
+            if owner >= 0 and owner != asker and not is_gone and not s.left[asker * nodes + owner]:
                 break
             s.stage[question] += 1
         connection = asker * nodes + owner
@@ -298,7 +323,7 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
             s.owner_head[owner] = connection
             s.by_asker[connection] = s.asker_head[asker]
             s.asker_head[asker] = connection
-        append(s.todo, s.following, connection, question)
+        insert(s.todo, s.following, connection, question)
         s.waiting[asker] += 1
         return connection
 
@@ -317,7 +342,7 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
             if question < 0 or s.left[connection] or now >= s.died[asker]:
                 continue
             chunk = question % chunks
-            if owner >= relays:
+            if owner >= relays and s.first[chunk] >= 0:
                 granted = s.granted[chunk]
                 is_void = granted >= 0 and s.gone[granted] and not s.served[chunk]
                 is_again = s.stage[question] == ANOTHER and granted == s.named[question]
@@ -379,7 +404,12 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
             longest, found = 0, -1
             connection = s.asker_head[asker]
             while connection >= 0:
-                if connection % nodes < relays and s.todo[connection, 2] > longest and not s.left[connection]:
+                if (
+                    connection % nodes < relays
+                    and s.todo[connection, 2] > longest
+                    and not s.left[connection]
+                    and s.stage[s.todo[connection, 0]] != GRANTED
+                ):
                     longest, found = s.todo[connection, 2], connection
                 connection = s.by_asker[connection]
             if found < 0:
@@ -395,15 +425,14 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
 
     @jit
     def check_late(s: _State, heap: Any, rules: Rules, asker: int, now: float) -> None:
-        """Leaves the relays that are far behind with what they were asked."""
-        nodes, relays = len(s.up), len(s.down)
+        """Leaves the first relays of chunks that are far behind with what they were asked."""
+        nodes = len(s.up)
         connection = s.asker_head[asker]
         while connection >= 0:
             question = s.asked[connection, 0]
-            if question >= 0 and connection % nodes < relays and not s.left[connection]:
-                behind = s.have[asker] - s.rank[question]
-                most = rules.late * s.count[asker] * (1 if s.first[question % len(s.sizes)] == connection % nodes else 2)
-                if behind > most:
+            if question >= 0 and s.stage[question] == MATE and not s.left[connection]:
+                is_first = s.first[question % len(s.sizes)] == connection % nodes
+                if is_first and s.of_relays[asker, 1] - s.rank[question] > rules.late * s.of_relays[asker, 0]:
                     leave(s, heap, rules, connection, now)
             connection = s.by_asker[connection]
 
@@ -420,6 +449,7 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
         if owner >= relays and s.granted[chunk] == asker:
             s.served[chunk] = True
         s.have[asker] += 1
+        s.of_relays[asker, 1] += s.rank[question] >= 0
         if s.have[asker] == s.count[asker]:
             s.done[asker] = now
         other = s.owner_head[asker]
@@ -432,7 +462,7 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
         serve(s, heap, rules, owner, now)
         if s.todo[connection, 2] == 0:
             relieve(s, heap, rules, asker, now)
-        if s.have[asker] % 8 == 0 and s.have[asker] > rules.late * s.count[asker]:
+        if s.have[asker] % 8 == 0:
             check_late(s, heap, rules, asker, now)
 
     @jit
@@ -447,6 +477,9 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
                 if s.stage[relay * chunks + chunk] == MATE:
                     if s.first[chunk] == relay or s.first[chunk] < 0:
                         s.stage[relay * chunks + chunk] = GRANT
+                    else:
+                        s.rank[relay * chunks + chunk] = s.of_relays[relay, 0]
+                        s.of_relays[relay, 0] += 1
                     place(s, relay, chunk)
             if s.count[relay] == 0:
                 s.done[relay] = 0.0

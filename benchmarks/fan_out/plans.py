@@ -7,8 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.fan_out.network import NEVER, NO_RELAY, OWN_COLUMN, Floats, Network, Outcome, Rules, Traffic, simulate
+from benchmarks.fan_out.network import (
+    NEVER,
+    NO_RELAY,
+    OWN_COLUMN,
+    Floats,
+    Integers,
+    Network,
+    Outcome,
+    Rules,
+    Traffic,
+    simulate,
+)
 from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
 from ckpt_engine.core.chunk_sizes import MOST_BYTES, chunk_bytes
 
@@ -35,9 +47,7 @@ class World:
 
     @property
     def relays(self) -> list[ChunkRelay]:
-        return [
-            ChunkRelay(f"relay {at:04}", each, float(at not in self.leaves)) for at, each in enumerate(self.wants)
-        ]
+        return [ChunkRelay(f"relay {at:04}", each, float(at not in self.leaves)) for at, each in enumerate(self.wants)]
 
     def network(self) -> Network:
         both = np.array([*self.rates, *self.egress])
@@ -82,8 +92,9 @@ class World:
         first = np.array([names.get(name, NO_RELAY) for name in firsts], dtype=np.int64)
         return self.travels(wanted, first, column, asks)
 
-    def travels(self, wanted: object, first: object, column: object, asks: object) -> Traffic:
-        return Traffic(np.array(self.sizes, dtype=np.float64), np.array(self.origins), wanted, first, column, asks)  # type: ignore[arg-type]
+    def travels(self, wanted: npt.NDArray[np.bool_], first: Integers, column: Integers, asks: Integers) -> Traffic:
+        """Chunks of this world, asked for in another way."""
+        return Traffic(np.array(self.sizes, dtype=np.float64), np.array(self.origins), wanted, first, column, asks)
 
 
 def even_world(hosts: int, size: int, trainers: int = 1, rate: float = RATE) -> World:
@@ -127,3 +138,30 @@ def worst(found: Outcome, of: World) -> float:
 def by_chunk(world: World, compiled: bool = False) -> Outcome:
     """The order of relays, with the grants of origins."""
     return simulate(world.traffic(), world.network(), world.rules, compiled)
+
+
+def _all_want_all(world: World, upstream: Sequence[int], first: int) -> Traffic:
+    """Each relay asks one relay for all chunks. first: the relay that asks the origins; NO_RELAY: each does."""
+    chunks, relays = len(world.sizes), len(world.rates)
+    asks = np.full((2, 1, relays), NO_RELAY, dtype=np.int64)
+    asks[0, 0] = upstream
+    firsts = np.full(chunks, first, dtype=np.int64)
+    wanted = np.ones((relays, chunks), dtype=np.bool_)
+    return world.travels(wanted, firsts, np.zeros(chunks, dtype=np.int64), asks)
+
+
+def all_pull(world: World, compiled: bool = False) -> Outcome:
+    """Each host reads all from the origins."""
+    traffic = _all_want_all(world, [NO_RELAY] * len(world.rates), NO_RELAY)
+    return simulate(traffic, world.network(), Rules(late=NEVER), compiled)
+
+
+def from_rank_0(world: World, compiled: bool = False) -> Outcome:
+    """Rank 0 has gathered all weights, and sends each host all of them."""
+    return all_pull(replace(world, origins=(0,) * len(world.sizes)), compiled)
+
+
+def chain(world: World, compiled: bool = False) -> Outcome:
+    """Each host passes everything on to the next, chunk by chunk."""
+    traffic = _all_want_all(world, range(-1, len(world.rates) - 1), 0)
+    return simulate(traffic, world.network(), Rules(late=NEVER, enough=0), compiled)

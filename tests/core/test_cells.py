@@ -11,10 +11,7 @@ from ckpt_engine.core.chunk_sizes import LEAST_BYTES, MOST_BYTES, chunk_bytes
 from ckpt_engine.core.partition import Partition
 from ckpt_engine.core.plan import compile_plans
 from ckpt_engine.core.publication import Publication, merge_tables
-from ckpt_engine.core.chunks import chunks_of
-from ckpt_engine.core.relay_layout import lay_out
 from tests.core.core_tables import everything, table
-from tests.core.relay_records import recorded
 
 
 def publication(**shapes: tuple[int, ...]) -> Publication:
@@ -40,15 +37,6 @@ def test_what_was_sealed_in_large_cells_is_not_cut_again() -> None:
     boxes = [[whole((5000, 4096))]]
     plans = compile_plans(made, made.table_digests, [], along=boxes)
     assert [list(tiling.boxes) for tiling in plans.cells.tilings] == boxes
-
-
-def test_a_relay_passes_a_large_tensor_on_in_chunks() -> None:
-    shape = (5000, 4096)
-    made = publication(large=shape)
-    (tiling,) = compile_plans(made, made.table_digests, []).cells.tilings
-    sizes = [chunk.bytes for chunk in chunks_of(recorded([shape], [tiling.boxes]))]
-    assert sum(sizes) == made.bytes
-    assert LEAST_BYTES <= min(sizes) <= max(sizes) < 2 * LEAST_BYTES
 
 
 def test_the_cells_of_a_terabyte_are_half_of_the_largest_chunk() -> None:
