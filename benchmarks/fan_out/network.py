@@ -32,10 +32,14 @@ class Rules(NamedTuple):
 
     window: int = 2  # questions that a peer is asked at a time
     in_order: bool = True  # a peer answers in the order of the questions; else whichever chunk it has
-    enough: int = 16  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
+    enough: int = (
+        16  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
+    )
     late: float = 0.1  # of all chunks: a peer that is so far behind with a chunk is left
     latency: float = 50e-6  # seconds
-    noticed: float = 0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
+    noticed: float = (
+        0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
+    )
 
 
 @dataclass(frozen=True)
@@ -402,7 +406,9 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
             question = s.asked[connection, 0]
             if question >= 0 and connection % nodes < relays and not s.left[connection]:
                 behind = s.have[asker] - s.rank[question]
-                most = rules.late * s.count[asker] * (1 if s.first[question % len(s.sizes)] == connection % nodes else 2)
+                most = (
+                    rules.late * s.count[asker] * (1 if s.first[question % len(s.sizes)] == connection % nodes else 2)
+                )
                 if behind > most:
                     leave(s, heap, rules, connection, now)
             connection = s.by_asker[connection]

@@ -35,9 +35,7 @@ class World:
 
     @property
     def relays(self) -> list[ChunkRelay]:
-        return [
-            ChunkRelay(f"relay {at:04}", each, float(at not in self.leaves)) for at, each in enumerate(self.wants)
-        ]
+        return [ChunkRelay(f"relay {at:04}", each, float(at not in self.leaves)) for at, each in enumerate(self.wants)]
 
     def network(self) -> Network:
         both = np.array([*self.rates, *self.egress])
