@@ -26,7 +26,8 @@ FRAME = 4 << 20
 
 def chunks_in(size: int, chunk: int, run: int) -> list[ChunkRuns]:
     """All chunks of a slot, each with its runs."""
-    found, at = [], 0
+    found: list[ChunkRuns] = []
+    at = 0
     step = run + run // 4 // 64 * 64
     while at + chunk // run * step <= size:
         found.append([(at + number * step, run) for number in range(chunk // run)])

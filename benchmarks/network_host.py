@@ -77,7 +77,7 @@ class Receiver:
 
 def _main(name: str, memory: str, address: str) -> None:
     network = Network(join_address(address, 0), address, 30.0, insecure=True)
-    slots = Slots(name, this_host(), int(memory), all_transports(relay=True), network=network)
+    slots = Slots(name, this_host(), int(memory), all_transports(), network=network)
     receiver: Receiver | None = None
     print(os.getpid(), flush=True)
     for line in sys.stdin:

@@ -13,6 +13,7 @@ import time
 from statistics import median
 
 import numpy as np
+import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
@@ -55,20 +56,29 @@ def test_chunks_beside_a_raw_socket(benchmark: BenchmarkFixture, run: int) -> No
                 at += raw.recv_into(slot.data[at : min(end, at + FRAME)], 0, socket.MSG_WAITALL)
 
         times: dict[str, list[float]] = {"chunks": [], "raw": []}
+        cpu: dict[str, list[float]] = {"chunks": [], "raw": []}
         for turn in range(ROUNDS + 1):
             for name, way in (("chunks", ask), ("raw", receive)):
-                began = time.perf_counter()
+                began, before = time.perf_counter(), _cpu(host.pid)
                 way()
                 if turn:
                     times[name].append(time.perf_counter() - began)
+                    cpu[name].append(_cpu(host.pid) - before)
         asker.close()
         raw.close()
         host.communicate()
     speeds = {name: len(chunks) * CHUNK / median(each) / 1e9 for name, each in times.items()}
+    used = {name: round(median(each) / len(chunks) / CHUNK * 1e9, 3) for name, each in cpu.items()}
     benchmark.pedantic(lambda: None, rounds=1)  # the rounds are in `extra_info`
     benchmark.extra_info.update(
         gigabytes_per_second={name: round(speed, 3) for name, speed in speeds.items()},
+        cpu_seconds_a_gigabyte=used,
         ratio_to_raw=round(speeds["chunks"] / speeds["raw"], 3),
         load=os.getloadavg()[0],
     )
-    print(f"\n{benchmark.name}: " + ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in speeds.items()))
+    print(f"\n{benchmark.name}: " + ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in speeds.items()), used)
+
+
+def _cpu(pid: int) -> float:
+    """CPU seconds of this process and another one."""
+    return sum(sum(psutil.Process(each).cpu_times()[:2]) for each in (pid, os.getpid()))

@@ -22,7 +22,6 @@ from benchmarks.test_relay import LAYER, Trainer
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay.slots import FillWish
-from ckpt_engine.transport.tcp.connection import LANES
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable
 from tests.line_process import LineProcess
 from tests.network.hosts import hosts
@@ -81,7 +80,7 @@ def test_relay_to_relay(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     size = held["bytes"]
     speeds = speeds_of(size, times)
     ratios = {way: round(speeds["tcp"] / speeds[way], 3) for way in WAYS}
-    keep(benchmark, size, times, cpu, sent, lanes=LANES, ratio_to_raw=ratios)
+    keep(benchmark, size, times, cpu, sent, ratio_to_raw=ratios)
     assert size == table_bytes(table)
 
 

@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.test_network import MEMORY, ROUNDS, SHAPES, keep, speeds_of, table_bytes, wish_of
 from benchmarks.test_relay import Trainer
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.transport.ucx.reader import REQUEST_BYTES
+from ckpt_engine.transport.ucx.link import REQUEST_BYTES
 from ckpt_engine.transport.ucx.settings import DEVICES, TLS, helper_environment
 from ckpt_engine.v1.weights_pb2 import SourceTable
 from tests.line_process import LineProcess

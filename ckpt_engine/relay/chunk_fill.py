@@ -24,7 +24,7 @@ from ckpt_engine.relay.fill import NAMED, FillResult, Memory, Missing, Progress,
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import ChunkAsker, ChunkLending
+from ckpt_engine.transport.base import ChunkLending
 from ckpt_engine.v1.weights_pb2 import Problem
 
 

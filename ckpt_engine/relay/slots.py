@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.chunk_places import ChunkPlaces
 from ckpt_engine.core.chunks import Chunk, chunks_of
+from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, precondition
 from ckpt_engine.core.publication import join_sources
 from ckpt_engine.core.rates import Rate

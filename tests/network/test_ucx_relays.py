@@ -23,9 +23,10 @@ from ckpt_engine.transport.ucx.settings import DEVICES
 from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import OfferedRegion
 from tests.install.install_world import Checkpoint
+from tests.install.published import tables
 from tests.network.chunk_owner import LOOPBACK
 from tests.network.ucx_world import NEEDS_NIXL, alive, until
-from tests.relay.relay_world import seal, tables, wish
+from tests.relay.relay_world import seal, wish
 
 pytestmark = [NEEDS_NIXL, pytest.mark.slow]
 

@@ -1,4 +1,4 @@
-"""Relays with UCX in other processes. Everything here needs NIXL."""
+"""Owners of chunks in other processes, with and without UCX."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NEEDS_NIXL = pytest.mark.skipif(installed() is None, reason="NIXL is not install
 
 
 class Other(LineProcess):
-    """An owner in a process of its own; see ucx_owner.py. before: of its command line, such as `ip netns exec`."""
+    """An owner in a process of its own; see owner_process.py. before: of its command line, such as `ip netns exec`."""
 
     def __init__(self, devices: str = "lo", address: str = "127.0.0.1", before: tuple[str, ...] = ()) -> None:
-        super().__init__("tests.network.ucx_owner", devices, address, before=before)
+        super().__init__("tests.network.owner_process", devices, address, before=before)
 
     def __call__(self, do: str, **given: Any) -> Any:
         """Has a command done. Raises RuntimeError with what the relay says against it."""

@@ -537,8 +537,8 @@ def _filled(filling: PlacedFilling) -> manager_pb2.RelayFilled | None:
 
 
 def shortfalls(fillings: Iterable[PlacedFilling], holders: Mapping[str, Holder]) -> dict[str, Problem]:
-    """By replica, why its relay does not count, or what of the version the relay lacks. Names the relay, and the origins
-    that it asks, with their addresses."""
+    """By replica, why its relay does not count, or what of the version the relay lacks. Names the relay, and the
+    origins that it asks, with their addresses."""
     return {name: problem for each in fillings if (problem := _shortfall(each, holders)) for name in each.replicas}
 
 

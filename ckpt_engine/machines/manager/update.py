@@ -32,8 +32,8 @@ from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, Phas
 from ckpt_engine.machines.manager.dry_run import forecast
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
-from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.placing import RelayAbsent, RelayRetry
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite

@@ -22,8 +22,8 @@ from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Joined, JoinSources, Published
 from ckpt_engine.machines.manager.course import Course, Phase
 from ckpt_engine.machines.manager.members import Holder, Member
-from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.placing import PlacedFilling, RelayAbsent, RelayPlacing, RelayRetry
+from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
 from ckpt_engine.machines.manager.relay_facts import missing_relays, relay_hosts
 from ckpt_engine.v1 import manager_pb2, weights_pb2

@@ -1,8 +1,7 @@
-"""A relay's memory that lends chunks over TCP and UCX, as a process of its own: one command a line, one answer a line,
-both JSON.
+"""A relay's memory that lends chunks over TCP, and UCX if it has devices, as a process of its own.
 
-Arguments: devices (comma-separated), address at which others reach it. Commands: {"do": NAME, ...}; answers:
-{"ok": ...} or {"no": WHY}.
+One command a line, one answer a line, both JSON. Arguments: devices (comma-separated, or none), address at which others
+reach it. Commands: {"do": NAME, ...}; answers: {"ok": ...} or {"no": WHY}.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ class _Commands:
         self._asking: Asking | None = None
 
     def facts(self) -> dict[str, Any]:
-        (lanes,) = self._owner.arena.carriers
-        assert isinstance(lanes, UcxLanes)
-        return {"fork_server": lanes.fork_server, "helpers": lanes.helpers, "held": self._owner.held}
+        found: dict[str, Any] = {"held": self._owner.held}
+        for lanes in self._owner.arena.carriers:
+            assert isinstance(lanes, UcxLanes)
+            found |= {"fork_server": lanes.fork_server, "helpers": lanes.helpers}
+        return found
 
     def lend(self) -> str:
         """Both ways to slot 0, of which all chunks of CHUNKS are lent."""
@@ -67,8 +68,8 @@ class _Commands:
 def main() -> None:
     """Until its input ends."""
     devices, address = sys.argv[1:]
-    listen = f"{address}:0"
-    commands = _Commands(Owner(Network(listen, address, 5.0, insecure=True), tuple(devices.split(","))))
+    network = Network(f"{address}:0", address, 5.0, insecure=True)
+    commands = _Commands(Owner(network, () if devices == "none" else tuple(devices.split(","))))
     for line in sys.stdin:
         command = json.loads(line)
         try:
