@@ -33,15 +33,9 @@ class Rules(NamedTuple):
     window: int = 2  # questions that a peer is asked at a time
     in_order: bool = True  # a peer answers in the order of the questions; else whichever chunk it has
     enough: int = (
-<<<<<<< HEAD
         4  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
     )
     late: float = 0.25  # of all chunks: a peer that is so far behind with a chunk is left
-=======
-        16  # outstanding questions: with fewer, chunks that wait for a peer with much to send are asked of others
-    )
-    late: float = 0.1  # of all chunks: a peer that is so far behind with a chunk is left
->>>>>>> chunk-wire
     latency: float = 50e-6  # seconds
     noticed: float = (
         0.05  # seconds after which the peers of a host that died know: a killed process closes its connections
@@ -436,18 +430,9 @@ def _functions(jit: Callable[[Any], Any]) -> Any:
         connection = s.asker_head[asker]
         while connection >= 0:
             question = s.asked[connection, 0]
-<<<<<<< HEAD
             if question >= 0 and s.stage[question] == MATE and not s.left[connection]:
                 is_first = s.first[question % len(s.sizes)] == connection % nodes
                 if is_first and s.of_relays[asker, 1] - s.rank[question] > rules.late * s.of_relays[asker, 0]:
-=======
-            if question >= 0 and connection % nodes < relays and not s.left[connection]:
-                behind = s.have[asker] - s.rank[question]
-                most = (
-                    rules.late * s.count[asker] * (1 if s.first[question % len(s.sizes)] == connection % nodes else 2)
-                )
-                if behind > most:
->>>>>>> chunk-wire
                     leave(s, heap, rules, connection, now)
             connection = s.by_asker[connection]
 

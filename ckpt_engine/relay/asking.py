@@ -21,7 +21,7 @@ from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import Ask, ChunkAsker, ChunkLending, ChunkRuns
+from ckpt_engine.transport.base import ChunkAsk, ChunkAsker, ChunkLending, ChunkRuns
 from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -199,13 +199,13 @@ class ChunkQuestions:
         while search.order:
             name = search.order.popleft()
             if self._may_ask(name, search):
-                self._queue(name, number, Ask.WAIT)
+                self._queue(name, number, ChunkAsk.WAIT)
                 return
         while search.origins:
             name = search.origins[0]
             if self._may_ask(name, search):
-                how = Ask.GRANT_ANOTHER if search.named else Ask.GRANT
-                self._queue(name, number, Ask.WAIT if self._is_leaf else how)
+                how = ChunkAsk.GRANT_ANOTHER if search.named else ChunkAsk.GRANT
+                self._queue(name, number, ChunkAsk.WAIT if self._is_leaf else how)
                 return
             search.origins.popleft()
         if self._lending is not None:
@@ -215,7 +215,7 @@ class ChunkQuestions:
     def _may_ask(self, name: str, search: Search) -> bool:
         return name in self._regions and name not in self._failed and name not in search.tried
 
-    def _queue(self, name: str, number: int, how: Ask) -> None:
+    def _queue(self, name: str, number: int, how: ChunkAsk) -> None:
         heapq.heappush(self._queues.setdefault(name, []), (number, how))
         if name not in self._threads:
             thread = self._threads[name] = threading.Thread(
@@ -239,7 +239,7 @@ class ChunkQuestions:
             while names:
                 if (name := names.popleft()) not in self._failed:
                     self._asked_now.add(number)
-                    self._queue(name, number, Ask.NOW)
+                    self._queue(name, number, ChunkAsk.NOW)
                     break
 
     def _refused(self, name: str, number: int, how: int, why: str) -> None:
@@ -247,7 +247,7 @@ class ChunkQuestions:
         if number not in self._searches:
             return
         self._answers[number] = why
-        if how == Ask.NOW:
+        if how == ChunkAsk.NOW:
             self._asked_now.discard(number)
             return
         search = self._searches[number]
@@ -260,9 +260,9 @@ class ChunkQuestions:
         search = self._searches[number]
         search.named = name
         if self._may_ask(name, search) and name != self._table.name:
-            self._queue(name, number, Ask.WAIT)
+            self._queue(name, number, ChunkAsk.WAIT)
         else:
-            self._queue(origin, number, Ask.GRANT_ANOTHER)
+            self._queue(origin, number, ChunkAsk.GRANT_ANOTHER)
 
     def _fail(self, name: str, problem: Problem, numbers: Collection[tuple[int, int]]) -> None:
         """Asks a relay no more in this filling; its chunks are asked of others. numbers: that it was asked for."""
@@ -271,7 +271,7 @@ class ChunkQuestions:
             self.faults.append(problem)
         waiting = [*numbers, *self._queues.pop(name, [])]
         for number, how in waiting:
-            if how == Ask.NOW:
+            if how == ChunkAsk.NOW:
                 self._asked_now.discard(number)
             elif number in self._searches and not self._stopped:
                 self._answers[number] = problem.message
@@ -356,7 +356,7 @@ class ChunkQuestions:
                     continue
                 asked.append((number, how))
                 self._flying[name] = self._flying.get(name, 0) + self._chunks[number].bytes
-            connection.ask(number, Ask(how))
+            connection.ask(number, ChunkAsk(how))
 
     def _receive(self, name: str, connection: ChunkAsker, number: int, how: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The two ways in which the slots of an arena are lent: mapped by processes of the host, and chunk by chunk to relays of
+"""The two ways in which the slots of an arena are lent: mapped by processes of the host, and by chunks to relays of
 other hosts. Any thread.
 
 Decides nothing about when.

@@ -302,7 +302,7 @@ class ChunkLender(Protocol):
         ...
 
 
-class Ask(IntEnum):
+class ChunkAsk(IntEnum):
     """How a chunk is asked for."""
 
     WAIT = 0  # send it once it is verified
@@ -335,7 +335,7 @@ class ChunkAsker(Protocol):
         """Begins a filling: of this version, into this memory, which is all of a slot of this relay's arena."""
         ...
 
-    def ask(self, chunk: int, how: Ask = Ask.WAIT) -> None:
+    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT) -> None:
         """Asks for a chunk; answers come in the order of the questions."""
         ...
 
@@ -344,7 +344,7 @@ class ChunkAsker(Protocol):
         called whenever bytes have come; after an exception of it the connection cannot be used any more.
 
         Returns "" once the chunk has landed, or the name of the relay that has the chunk granted. Raises NOT_FOUND if
-        the owner will not have this chunk, or does not have it now (Ask.NOW): the connection goes on. All else ends it.
+        the owner will not have this chunk, or does not have it now (ChunkAsk.NOW): the connection goes on. All else ends it.
         """
         ...
 

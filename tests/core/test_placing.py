@@ -92,7 +92,7 @@ def test_relays_with_replicas_on_both_hosts_of_a_trainer_give_each_other_what_th
     assert (a.sources, a.origins, a.within) == (("rank 0",), ("b",), ("rank 0",))
     assert (b.sources, b.origins, b.within) == (("rank 1",), ("a",), ("rank 1",))
     assert set(c.origins) == {"a", "b"}
-    assert not (a.lacks or b.lacks or c.lacks)
+    assert [each.lacks for each in (a, b, c)] == [(), (), ()]
 
 
 def test_equal_sources_need_one_relay_only() -> None:

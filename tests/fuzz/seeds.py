@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, canonical
 from ckpt_engine.engine.target import ModuleTarget
 from ckpt_engine.record.record import record
-from ckpt_engine.transport.base import Ask
+from ckpt_engine.transport.base import ChunkAsk
 from ckpt_engine.transport.file.files import file_region
 from ckpt_engine.transport.shared_memory.memory import SharedArena
 from ckpt_engine.transport.tcp import wire
@@ -235,11 +235,11 @@ def relay_asker() -> bytes:
     key = bytes(16)
     return (
         wire.hello(bytes(16), bytes(32), "relay h1")
-        + wire.question(wire.CHUNK, key, 1, Ask.GRANT, placed=True)
+        + wire.question(wire.CHUNK, key, 1, ChunkAsk.GRANT, placed=True)
         + wire.question(wire.RELEASE, key, 1)
         + wire.question(wire.CHUNK, key, 0)
-        + wire.question(wire.CHUNK, bytes(range(16)), 1, Ask.NOW)
-        + wire.question(wire.CHUNK, key, 1, Ask.GRANT_ANOTHER)
+        + wire.question(wire.CHUNK, bytes(range(16)), 1, ChunkAsk.NOW)
+        + wire.question(wire.CHUNK, key, 1, ChunkAsk.GRANT_ANOTHER)
         + wire.question(wire.LEAVE, key)
     )
 

@@ -15,7 +15,7 @@ import torch
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import Ask, ChunkRuns, Network
+from ckpt_engine.transport.base import ChunkAsk, ChunkRuns, Network
 from ckpt_engine.transport.tcp.asker import TcpAsker
 from ckpt_engine.transport.tcp.lending import TcpLending
 from ckpt_engine.transport.tcp.server import TcpChunkLender
@@ -110,7 +110,7 @@ class Asking:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.asker.close()
 
-    def get(self, chunk: int, how: Ask = Ask.WAIT, runs: ChunkRuns | None = None) -> str:
+    def get(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT, runs: ChunkRuns | None = None) -> str:
         """Asks for a chunk, and receives the answer."""
         self.asker.ask(chunk, how)
         return self.receive(chunk, runs)

@@ -21,7 +21,7 @@ import torch
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import Ask, Network
+from ckpt_engine.transport.base import ChunkAsk, Network
 from ckpt_engine.transport.tcp import asker as asker_module
 from ckpt_engine.transport.tcp import server, wire
 from ckpt_engine.transport.tcp.sockets import receive, shut
@@ -103,7 +103,7 @@ def test_what_does_not_come_is_said_at_once_and_the_connection_goes_on(owner: Ow
     with Asking(owner.offered) as far:
         failure(lambda: far.get(1), Problem.NOT_FOUND, "relay near does not have chunk 1: no source has it as it was")
         failure(lambda: far.get(7, runs=[(0, 1)]), Problem.NOT_FOUND, "chunk 7 is not among those that it holds")
-        failure(lambda: far.get(2, Ask.NOW), Problem.NOT_FOUND, "does not have chunk 2 yet")
+        failure(lambda: far.get(2, ChunkAsk.NOW), Problem.NOT_FOUND, "does not have chunk 2 yet")
         lending.verified(1)
         assert far.get(1) == "", "it was brought all the same"
         lending.finish()
@@ -111,7 +111,7 @@ def test_what_does_not_come_is_said_at_once_and_the_connection_goes_on(owner: Ow
         lending.end("its filling has failed: a test")
         failure(lambda: far.get(0), Problem.NOT_FOUND, "its filling has failed: a test")
         far.asker.begin(b"x" * 16, 0, far.landing.numpy().data)
-        failure(lambda: far.get(0, Ask.NOW), Problem.NOT_FOUND, "does not have this version now")
+        failure(lambda: far.get(0, ChunkAsk.NOW), Problem.NOT_FOUND, "does not have this version now")
         assert owner.lender.readers == 1
 
 
@@ -140,18 +140,18 @@ def test_an_origin_sends_a_chunk_once_and_names_its_reader_to_the_others(
     lending = owner.lend(verified=[])
     a, b, c = three
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(a.get, 0, Ask.GRANT)
+        first = threads.submit(a.get, 0, ChunkAsk.GRANT)
         eventually("it is granted", 60, lambda: 0 in lending._grants)
-        assert b.get(0, Ask.GRANT) == "relay a"
+        assert b.get(0, ChunkAsk.GRANT) == "relay a"
         lending.verified(0)
         assert first.result(60) == ""
-    assert c.get(0, Ask.GRANT) == "relay a"
+    assert c.get(0, ChunkAsk.GRANT) == "relay a"
     a.asker.close()
     eventually("it has left", 60, lambda: owner.lender.readers == 2)
-    assert c.get(0, Ask.GRANT) == "relay a", "it has the chunk"
+    assert c.get(0, ChunkAsk.GRANT) == "relay a", "it has the chunk"
     assert not b.landing.any()
     assert not c.landing.any()
-    assert c.get(0, Ask.WAIT) == "", "asked without a grant it is sent as before"
+    assert c.get(0, ChunkAsk.WAIT) == "", "asked without a grant it is sent as before"
 
 
 def test_a_grant_of_a_reader_that_has_gone_is_void(
@@ -160,43 +160,43 @@ def test_a_grant_of_a_reader_that_has_gone_is_void(
     monkeypatch.setattr(server, "PULSE_SECONDS", 0.01)
     lending = owner.lend(verified=[1])
     a, b, c = three
-    a.asker.ask(0, Ask.GRANT)
-    a.asker.ask(1, Ask.GRANT)
+    a.asker.ask(0, ChunkAsk.GRANT)
+    a.asker.ask(1, ChunkAsk.GRANT)
     eventually("it is granted", 60, lambda: 0 in lending._grants)
-    assert b.get(0, Ask.GRANT) == "relay a"
+    assert b.get(0, ChunkAsk.GRANT) == "relay a"
     a.asker.close()
     eventually("it has left", 60, lambda: owner.lender.readers == 2)
     lending.verified(0)
-    assert c.get(0, Ask.GRANT) == ""
-    assert b.get(0, Ask.GRANT_ANOTHER) == "relay c"
-    assert b.get(1, Ask.GRANT) == ""
+    assert c.get(0, ChunkAsk.GRANT) == ""
+    assert b.get(0, ChunkAsk.GRANT_ANOTHER) == "relay c"
+    assert b.get(1, ChunkAsk.GRANT) == ""
 
 
 def test_a_reader_that_gives_up_a_version_gives_up_its_grants(owner: Owner, three: list[Asking]) -> None:
     lending = owner.lend(verified=[0])
     a, b, _ = three
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(a.get, 1, Ask.GRANT)
+        waiting = threads.submit(a.get, 1, ChunkAsk.GRANT)
         eventually("it is granted", 60, lambda: 1 in lending._grants)
         lending.never(1)
         failure(lambda: waiting.result(60), Problem.NOT_FOUND)
     assert 1 not in lending._grants
     lending.verified(1)
-    assert b.get(1, Ask.GRANT) == ""
+    assert b.get(1, ChunkAsk.GRANT) == ""
 
 
 def test_three_orphans_cost_their_origin_one_more_copy(owner: Owner, three: list[Asking]) -> None:
     lending = owner.lend()
     with Asking(owner.offered, "relay dead") as dead:
-        assert dead.get(0, Ask.GRANT) == ""
-    assert [each.get(0, Ask.GRANT) for each in three] == ["relay dead"] * 3
-    assert [each.get(0, Ask.GRANT_ANOTHER) for each in three] == ["", "relay a", "relay a"]
+        assert dead.get(0, ChunkAsk.GRANT) == ""
+    assert [each.get(0, ChunkAsk.GRANT) for each in three] == ["relay dead"] * 3
+    assert [each.get(0, ChunkAsk.GRANT_ANOTHER) for each in three] == ["", "relay a", "relay a"]
     assert sum(each.has(0, owner.slot(0)) for each in three) == 1
     three[0].asker.close()
-    assert [each.get(0, Ask.GRANT_ANOTHER) for each in three[1:]] == ["", "relay b"]
+    assert [each.get(0, ChunkAsk.GRANT_ANOTHER) for each in three[1:]] == ["", "relay b"]
     assert sum(len(flows) for flows in lending._flows.values()) == 3
     with Asking(owner.offered, "relay late") as late:
-        assert late.get(0, Ask.GRANT_ANOTHER) == "relay b", "it was sent to none before"
+        assert late.get(0, ChunkAsk.GRANT_ANOTHER) == "relay b", "it was sent to none before"
 
 
 # ---------------------------------------------------------------------------------------------- slots that are retired
@@ -329,7 +329,7 @@ def test_what_an_owner_must_not_answer(answer: bytes, code: Problem.Code | None,
                 receive(connection, hello.name)
                 connection.sendall(wire.frame(wire.YES))
                 asked = wire.read_question(receive(connection, wire.QUESTION.size))
-                assert asked == (wire.CHUNK, Ask.WAIT, False, 0, KEY)
+                assert asked == (wire.CHUNK, ChunkAsk.WAIT, False, 0, KEY)
                 connection.sendall(answer)
 
         serving = threads.submit(serve)
@@ -446,7 +446,7 @@ class Raw:
         self.connection.sendall(wire.hello(owner.locator.arena, owner.locator.token, "relay raw"))
         assert self.answer() == (wire.YES, b"")
 
-    def say(self, kind: int, chunk: int = 0, how: Ask = Ask.WAIT, placed: bool = False) -> None:
+    def say(self, kind: int, chunk: int = 0, how: ChunkAsk = ChunkAsk.WAIT, placed: bool = False) -> None:
         self.connection.sendall(wire.question(kind, KEY, chunk, how, placed))
 
     def answer(self) -> tuple[int, bytes]:
@@ -459,7 +459,7 @@ def test_an_owner_says_where_a_chunk_lies_and_keeps_it_there_until_it_is_release
     raw = Raw(owner)
     with contextlib.closing(raw.connection), Asking(owner.offered) as other, ThreadPoolExecutor(1) as threads:
         for chunk in (0, 1):
-            raw.say(wire.CHUNK, chunk, Ask.GRANT, placed=True)
+            raw.say(wire.CHUNK, chunk, ChunkAsk.GRANT, placed=True)
             kind, content = raw.answer()
             assert kind == wire.PLACE
             assert wire.read_place(content) == (1, [*CHUNKS[chunk]])
@@ -470,11 +470,11 @@ def test_an_owner_says_where_a_chunk_lies_and_keeps_it_there_until_it_is_release
         raw.say(wire.RELEASE, 1)
         assert retiring.result(60) == 0
         owner.lend(slot=1, verified=[0])
-        raw.say(wire.CHUNK, 0, Ask.GRANT, placed=True)
+        raw.say(wire.CHUNK, 0, ChunkAsk.GRANT, placed=True)
         assert raw.answer()[0] == wire.PLACE
-        assert other.get(0, Ask.GRANT) == "relay raw"
+        assert other.get(0, ChunkAsk.GRANT) == "relay raw"
         raw.say(wire.LEAVE)
-        eventually("its grant is void", 60, lambda: other.get(0, Ask.GRANT) == "")
+        eventually("its grant is void", 60, lambda: other.get(0, ChunkAsk.GRANT) == "")
         assert owner.lender.retire(1) == 0
         raw.say(wire.RELEASE)
         assert raw.answer() == (wire.NO, b"it gives back a chunk that it was not lent")
@@ -500,7 +500,7 @@ def test_what_is_sent_and_received_counts_from_when_it_was_there(owner: Owner) -
     lending = owner.lend(chunks=[[(0, size)]], verified=[], passed=told.append)
     assert lending.sent is None
     with Asking(owner.offered) as far, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(far.get, 0, Ask.WAIT, [(0, size)])
+        waiting = threads.submit(far.get, 0, ChunkAsk.WAIT, [(0, size)])
         time.sleep(0.05)
         began = time.monotonic()
         lending.verified(0)

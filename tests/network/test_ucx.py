@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import Ask
+from ckpt_engine.transport.base import ChunkAsk
 from ckpt_engine.transport.tcp import wire
 from ckpt_engine.transport.ucx import link as link_module
 from ckpt_engine.transport.ucx.helpers import Helper
@@ -157,7 +157,7 @@ def test_a_helper_that_hangs_costs_its_chunk_and_is_killed(
     (helper,) = readers(far)
     monkeypatch.setattr(link_module, "STALL_SECONDS", 0.3)
     os.kill(helper if stopped == "reader" else lender(other), signal.SIGSTOP)
-    for chunk, how in ((3, Ask.GRANT), (9, Ask.WAIT), (2, Ask.WAIT), (0, Ask.GRANT)):
+    for chunk, how in ((3, ChunkAsk.GRANT), (9, ChunkAsk.WAIT), (2, ChunkAsk.WAIT), (0, ChunkAsk.GRANT)):
         asking.asker.ask(chunk, how)
     assert asking.receive(3) == ""
     assert not alive(helper), "before its memory is written otherwise"

@@ -275,7 +275,7 @@ def test_relays_with_different_needs_share_what_they_share(tmp_path: object, mon
             for future in [pool.submit(each.fill, 0, ask, 60.0) for each, ask in zip(others, asked, strict=True)]
         ]
     for each in found:
-        assert not each.filled.missing and not each.filled.faults
+        assert (each.filled.missing, each.filled.faults) == ((), ())
     left = sum(each.filled.bytes_by_source.get("relay near", 0) for each in found)
     both = sum(each.layout.bytes for each in found)
     assert left == held.layout.bytes < both

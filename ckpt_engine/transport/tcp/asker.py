@@ -22,7 +22,7 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, inva
 from ckpt_engine.core.rates import Flow
 from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import Ask, CarriedChunk, CarrierLink, ChunkRuns
+from ckpt_engine.transport.base import CarriedChunk, CarrierLink, ChunkAsk, ChunkRuns
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
@@ -81,7 +81,7 @@ class _ChunkQuestion:
     """A chunk that was asked for."""
 
     chunk: int
-    how: Ask
+    how: ChunkAsk
     placed: bool  # whether its answer may be where it lies in the owner's memory
     answer: _Answer | None = None  # if it came before its turn
 
@@ -130,7 +130,7 @@ class TcpAsker:
                 except CkptEngineError as error:
                     log.warning("%s is not read over %s: %s", self.owner, kind.name, error.problem.message)
 
-    def ask(self, chunk: int, how: Ask = Ask.WAIT) -> None:
+    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT) -> None:
         """Asks for a chunk; answers come in the order of the questions."""
         if self._broken:
             raise unavailable(self._leave_reason or f"the connection to {self.owner} has ended")

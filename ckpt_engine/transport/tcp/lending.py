@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate, rate_of
-from ckpt_engine.transport.base import Ask, ChunkRuns
+from ckpt_engine.transport.base import ChunkAsk, ChunkRuns
 from ckpt_engine.transport.tcp.wire import TOKEN_BYTES, Hello
 
 REPLACED = "another version is brought into its place"
@@ -235,7 +235,9 @@ class Lendings:
 
     # -- askers
 
-    def answer(self, key: bytes, chunk: int, how: Ask, asker: Asker, seconds: float) -> ChunkSend | To | Not | Pulse:
+    def answer(
+        self, key: bytes, chunk: int, how: ChunkAsk, asker: Asker, seconds: float
+    ) -> ChunkSend | To | Not | Pulse:
         """The answer to a question; waits for it for at most `seconds`. Raises UNAVAILABLE once nothing is lent any
         more.
 
@@ -250,25 +252,25 @@ class Lendings:
                     return found
                 self._changed.wait(remaining)
 
-    def _answer(self, key: bytes, chunk: int, how: Ask, asker: Asker) -> ChunkSend | To | Not | Pulse:
+    def _answer(self, key: bytes, chunk: int, how: ChunkAsk, asker: Asker) -> ChunkSend | To | Not | Pulse:
         if not self._open:
             raise unavailable("this relay is being stopped")
         known = [each for each in self._slots.values() if hmac.compare_digest(each.key, key)]
         known.sort(key=lambda each: (not each.has(chunk), bool(each.why_not(chunk))))
         if not known:
-            return Not("it does not have this version now") if how == Ask.NOW else Pulse(0)
+            return Not("it does not have this version now") if how == ChunkAsk.NOW else Pulse(0)
         lending = known[0]
         if why := lending.why_not(chunk):
             lending.void(asker, chunk)
             return Not(why)
-        if how in (Ask.GRANT, Ask.GRANT_ANOTHER) and (
-            relay := lending.grant(chunk, asker, another=how == Ask.GRANT_ANOTHER)
+        if how in (ChunkAsk.GRANT, ChunkAsk.GRANT_ANOTHER) and (
+            relay := lending.grant(chunk, asker, another=how == ChunkAsk.GRANT_ANOTHER)
         ):
             return To(relay)
         if lending.has(chunk):
             lending.hold(asker)
             return ChunkSend(lending, lending.runs(chunk))
-        return Not(f"it does not have chunk {chunk} yet") if how == Ask.NOW else Pulse(lending.pulse)
+        return Not(f"it does not have chunk {chunk} yet") if how == ChunkAsk.NOW else Pulse(lending.pulse)
 
     def release(self, lending: TcpLending, asker: Asker, chunk: int, served: bool, flow: Flow | None = None) -> None:
         """Ends the hold of a ChunkSend. served: the asker has all of the chunk. flow: how it was sent, if known."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ckpt_engine.core.chunks import KEY_BYTES
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.transport.base import Ask
+from ckpt_engine.transport.base import ChunkAsk
 
 VERSION = 2
 
@@ -41,7 +41,7 @@ HELLO = struct.Struct(f"<4sB3x{ARENA_BYTES}s{TOKEN_BYTES}sH")
 """Magic, version, arena, token, and how many bytes the asker's name has, which follows."""
 
 QUESTION = struct.Struct(f"<BB2xI{KEY_BYTES}s")
-"""Kind, how (Ask, with PLACED added), number of the chunk, key of the version."""
+"""Kind, how (ChunkAsk, with PLACED added), number of the chunk, key of the version."""
 
 CHUNK, RELEASE, LEAVE = range(1, 4)
 
@@ -94,7 +94,7 @@ class Question(NamedTuple):
     """A message of an asker."""
 
     kind: int  # CHUNK, RELEASE or LEAVE
-    how: Ask
+    how: ChunkAsk
     placed: bool  # whether it can read the owner's memory itself
     chunk: int
     key: bytes
@@ -145,7 +145,7 @@ def read_name(data: bytes) -> str:
         raise invalid(f"the name of a relay is not UTF-8: {data[:40]!r}") from error
 
 
-def question(kind: int, key: bytes, chunk: int = 0, how: Ask = Ask.WAIT, placed: bool = False) -> bytes:
+def question(kind: int, key: bytes, chunk: int = 0, how: ChunkAsk = ChunkAsk.WAIT, placed: bool = False) -> bytes:
     """A message of an asker."""
     return QUESTION.pack(kind, how | (PLACED if placed else 0), chunk, key)
 
@@ -158,9 +158,9 @@ def read_question(data: bytes) -> Question:
         raise invalid(f"{len(data)} bytes are not a question") from error
     if kind not in (CHUNK, RELEASE, LEAVE):
         raise invalid(f"there is no question of kind {kind}")
-    if how & ~PLACED not in list(Ask) or (kind != CHUNK and how):
+    if how & ~PLACED not in list(ChunkAsk) or (kind != CHUNK and how):
         raise invalid(f"a question of kind {kind} cannot be asked in the way {how}")
-    return Question(kind, Ask(how & ~PLACED), bool(how & PLACED), chunk, key)
+    return Question(kind, ChunkAsk(how & ~PLACED), bool(how & PLACED), chunk, key)
 
 
 def frame(kind: int, content: bytes = b"") -> bytes:
