@@ -48,7 +48,7 @@ class ChunkOrder:
         ordered = sorted(relays, key=lambda relay: relay.name)
         self._names = tuple(relay.name for relay in ordered)
         self._places = {name: place for place, name in enumerate(self._names)}
-        wanted = _wanted(len(sizes), sets)
+        want_matrix = _want_matrix(len(sizes), sets)
         _check(ordered, len(sets))
         wants = np.array([relay.wants for relay in ordered], dtype=np.int64)
         rates = np.array([relay.rate for relay in ordered], dtype=np.float64)
@@ -58,10 +58,10 @@ class ChunkOrder:
         self._grid_of: list[_Grid] = []
         self._column: list[int] = []
         self._first: list[int] = []
-        for number, (key, size) in enumerate(zip(np.packbits(wanted, axis=1), sizes, strict=True)):
+        for number, (key, size) in enumerate(zip(np.packbits(want_matrix, axis=1), sizes, strict=True)):
             grid = grids.get(key.tobytes())
             if grid is None:
-                grid = grids[key.tobytes()] = _Grid(len(grids), np.flatnonzero(wanted[number][wants]), rates)
+                grid = grids[key.tobytes()] = _Grid(len(grids), np.flatnonzero(want_matrix[number][wants]), rates)
             if not self._grid_of or self._grid_of[-1] is not grid:
                 grid.begin(sent)
             column, first = grid.deal(size, sent)
@@ -73,8 +73,8 @@ class ChunkOrder:
         """The relays that a relay asks for a chunk that it wants, one after the other: each comes before it. After the
         last one it asks the origin; empty: it asks that at once."""
         place, first = self._places[name], self._first[chunk]
-        asked = self._grid_of[chunk].asked_by(place, self._column[chunk], first)
-        return tuple(self._names[each] for each in asked)
+        places = self._grid_of[chunk].asked_by(place, self._column[chunk], first)
+        return tuple(self._names[each] for each in places)
 
     def first(self, chunk: int) -> str:
         """The relay that asks the origin for a chunk, to pass it on; empty: none passes it on."""
@@ -115,7 +115,7 @@ class _Grid:
         self._members = [self._table[: len(passing[column::count]), column] for column in range(count if rows else 0)]
         self._rates = [rates[members] for members in self._members]
         self._column_rate = np.array([fsum(each) for each in self._rates])
-        self._asked: list[_Places] = []  # by column: how many of other columns ask each member
+        self._askers: list[_Places] = []  # by column: how many of other columns ask each member
         self._mates: list[list[int]] = []  # by column and asker: the row of the member that it asks; -1: its own column
         askers = wanting[np.argsort(turn[wanting], kind="stable")]
         for column, members in enumerate(self._members):
@@ -124,7 +124,7 @@ class _Grid:
             mates = np.full(len(rates), -1, dtype=np.int64)
             mates[outside] = rows_asked
             self._mates.append(mates.tolist())
-            self._asked.append(np.bincount(rows_asked, minlength=len(members)))
+            self._askers.append(np.bincount(rows_asked, minlength=len(members)))
 
     def begin(self, sent: _Places) -> None:
         """Begins dealing chunks after another grid was dealt some. sent: bytes that each relay sends, of all grids."""
@@ -139,7 +139,7 @@ class _Grid:
         column = int(((self._column_sent + each) / self._column_rate).argmin())
         self._column_sent[column] += each
         members = self._members[column]
-        mine = sent[members] + size * self._asked[column]
+        mine = sent[members] + size * self._askers[column]
         more = size * (len(members) - 1)
         row = int(((mine + more) / self._rates[column]).argmin())
         mine[row] += more
@@ -170,19 +170,19 @@ def _apportion(rows: _Places, rates: npt.NDArray[np.float64]) -> _Places:
     """
     shares = np.rint(len(rows) * np.minimum(np.cumsum(rates) / fsum(rates), 1.0))
     shares[-1] = len(rows)
-    left = np.diff(shares, prepend=0).astype(np.int64)
+    free = np.diff(shares, prepend=0).astype(np.int64)
     found = np.full(len(rows), -1, dtype=np.int64)
     before = np.arange(len(rows)) - np.searchsorted(rows, rows)  # askers of the same row before this one
     own = rows < len(rates)
-    own[own] = before[own] < left[rows[own]]
+    own[own] = before[own] < free[rows[own]]
     found[own] = rows[own]
-    left -= np.bincount(found[own], minlength=len(rates))
-    rest = np.repeat(np.arange(len(rates)), left)
+    free -= np.bincount(found[own], minlength=len(rates))
+    rest = np.repeat(np.arange(len(rates)), free)
     found[~own] = rest
     return found
 
 
-def _wanted(chunks: int, sets: Sequence[Collection[int]]) -> npt.NDArray[np.bool_]:
+def _want_matrix(chunks: int, sets: Sequence[Collection[int]]) -> npt.NDArray[np.bool_]:
     """Whether each chunk is in each set."""
     found = np.zeros((chunks, len(sets)), dtype=np.bool_)
     for number, each in enumerate(sets):

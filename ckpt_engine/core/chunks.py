@@ -57,5 +57,5 @@ def chunk_key(recorded: ProvenRecord, chunks: Sequence[Chunk]) -> bytes:
 
 def chunks_with(chunks: Sequence[Chunk], cells: Collection[int]) -> list[int]:
     """The numbers of the chunks that have some of these cells, in order."""
-    wanted = frozenset(cells)
-    return [number for number, chunk in enumerate(chunks) if not wanted.isdisjoint(chunk.cells)]
+    its_cells = frozenset(cells)
+    return [number for number, chunk in enumerate(chunks) if not its_cells.isdisjoint(chunk.cells)]

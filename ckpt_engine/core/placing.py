@@ -189,9 +189,9 @@ class _Placing:
 
     def _asks(self, relay: str, other: str) -> bool:
         """Whether a relay can ask another one for chunks."""
-        return not isinstance(self._asked(relay, other), CkptEngineError)
+        return not isinstance(self._ask_edge(relay, other), CkptEngineError)
 
-    def _asked(self, relay: str, other: str) -> Choice | CkptEngineError:
+    def _ask_edge(self, relay: str, other: str) -> Choice | CkptEngineError:
         lender, reader = self._relays[other], self._relays[relay]
         if not lender.lends:
             return precondition(
@@ -247,7 +247,7 @@ class _Placing:
         relay = self._relays[name]
         lenders = [other for other in self._relays if other != name and (self._direct[other] or other in self._held)]
         if lenders:
-            edge = self._asked(name, lenders[0])
+            edge = self._ask_edge(name, lenders[0])
             problem = edge.problem.message if isinstance(edge, CkptEngineError) else "it has none of it"
             return f"it can ask no relay that can have the version; {lenders[0]}: {problem}"
         if not self._sources.keys() - {name}:

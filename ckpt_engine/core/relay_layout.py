@@ -152,7 +152,7 @@ def _held_cells(
     chunks: Sequence[Chunk] | None,
 ) -> npt.NDArray[np.bool_]:
     """Whether a slot has each cell. needs: by tensor."""
-    wanted = np.full(len(recorded.values), everything)
+    needed = np.full(len(recorded.values), everything)
     allowed = np.ones(len(recorded.values), dtype=np.bool_)
     found: dict[object, list[bool]] = {}
     for tensor, partition in enumerate(recorded.partitions):
@@ -162,18 +162,18 @@ def _held_cells(
             if key not in found:
                 touched = {hit.part for _, box in needs[tensor] for hit in partition.hits(box)}
                 found[key] = [cell in touched for cell in range(len(partition.boxes))]
-            wanted[cells] = found[key]
+            needed[cells] = found[key]
         if within is not None:
             key = (partition, within[tensor])
             if key not in found:
                 found[key] = [_is_within(cell, within[tensor]) for cell in partition.boxes]
             allowed[cells] = found[key]
     if chunks is None:
-        return wanted & allowed
+        return needed & allowed
     held = np.zeros(len(recorded.values), dtype=np.bool_)
     for chunk in chunks:
         cells_of = list(chunk.cells)
-        held[cells_of] = wanted[cells_of].any() and allowed[cells_of].all()
+        held[cells_of] = needed[cells_of].any() and allowed[cells_of].all()
     return held
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Self, TypeVar
 
@@ -126,10 +126,11 @@ class Reader:
         layouts = [(group, self._layout(group)) for group in self._groups(numbers)]
         self._open(max((layout.size for _, layout in layouts), default=0))
         for group, layout in layouts:
-            self._bring(layout)
+            self._bring(layout, group)
             atoms: dict[int, list[RelayAtom]] = {number: [] for number in group}
             for atom in layout.atoms:
-                atoms[atom.tensor].append(atom)
+                if atom.tensor in atoms:
+                    atoms[atom.tensor].append(atom)
             # Take all out of the buffer before yielding: the caller may ask for other tensors in between.
             yield from [(self._specs[number].name, self._assemble(number, atoms[number])) for number in group]
 
@@ -164,7 +165,8 @@ class Reader:
 
     def _layout(self, group: Sequence[int]) -> SlotLayout:
         boxes = [(number, whole(self._specs[number].shape)) for number in group if _size(self._specs[number])]
-        return lay_out(self._record, [boxes], chunks=self._chunks)
+        # Relays send whole chunks, which may have parts of other tensors.
+        return lay_out(self._record, [boxes], chunks=None if self._relays is None else self._chunks)
 
     def _open(self, size: int) -> None:
         """Opens sources that read into a buffer of so many bytes."""
@@ -185,7 +187,7 @@ class Reader:
         sizes = [chunk.bytes for chunk in self._chunks]
         return ChunkTable(NAME, sizes, [range(len(sizes))], table)
 
-    def _bring(self, layout: SlotLayout) -> None:
+    def _bring(self, layout: SlotLayout, group: Collection[int]) -> None:
         if not layout.atoms:
             return
         if self._sources is None:
@@ -196,8 +198,9 @@ class Reader:
             filling.check()
         until = time.monotonic() + self._deadlines.fill
         filled = filling.run(self._record, until, table=self._relays, askers=self._askers)
-        if filled.missing:
-            raise CkptEngineError(filled.missing[0].problem)
+        for each in filled.missing:
+            if int(self._record.cut.tensor[each.cell]) in group:
+                raise CkptEngineError(each.problem)
 
     def _at(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

@@ -4,7 +4,7 @@ It decides which relay is asked for which chunk next, by the order of the versio
 the relays before this one, then an origin, which sends the chunk or names the relay that brings it. A relay that dies,
 stalls or sends what was not sealed costs its chunks another question, and is not asked again in this filling. A chunk
 that no relay in the order brings is asked of every relay from time to time, for those that have it by then: none of
-these questions waits, so relays never wait for each other in a circle. A thread for each relay that is asked.
+these questions waits, so relays never wait for each other in a circle. A thread for each relay that is questions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChunkTable:
     sets: Sequence[Collection[int]]
     table: WantTable
 
-    def searches(self, wanted: Collection[int]) -> dict[int, Search]:
+    def searches(self, numbers: Collection[int]) -> dict[int, Search]:
         """For each of these chunks the relays to ask: those before this one, then origins, each chunk beginning with
         another origin. Raises INVALID_ARGUMENT for a table that contradicts itself."""
         origins = sorted((each.relay, each.wants) for each in self.table.relays if each.origin)
@@ -66,7 +66,7 @@ class ChunkTable:
         )
         own = next((frozenset(self.sets[each.wants]) for each in others if each.relay == self.name), frozenset[int]())
         found = {}
-        for number in sorted(wanted):
+        for number in sorted(numbers):
             before = order.before(self.name, number) if number in own else ()
             holders = [name for name, wants in origins if name != self.name and number in self.sets[wants]]
             turn = number % len(holders) if holders else 0
@@ -77,14 +77,14 @@ class ChunkTable:
 class ChunkQuestions:
     """One filling from other relays. What its threads share is guarded by `_changed`.
 
-    wanted: the chunks that are to come. runs: where each lies. wrong: names the tensors of a chunk's cells that lie
-    there otherwise than they were sealed. lending: where chunks are passed on from; None: nowhere.
+    chunk_numbers: the chunks that are to come. runs: where each lies. wrong: names the tensors of a chunk's cells that
+    lie there otherwise than they were sealed. lending: where chunks are passed on from; None: nowhere.
     """
 
     def __init__(
         self,
         table: ChunkTable,
-        wanted: Collection[int],
+        chunk_numbers: Collection[int],
         chunks: Sequence[Chunk],
         runs: Callable[[int], ChunkRuns],
         wrong: Callable[[int], Sequence[str]],
@@ -114,8 +114,8 @@ class ChunkQuestions:
         self.faults: list[Problem] = []
         self.bytes_by_source: dict[str, int] = {}
         self.taken: set[int] = set()  # chunks that have come, verified
-        self.wanted = frozenset(wanted)
-        self._searches = table.searches(wanted)
+        self.numbers = frozenset(chunk_numbers)
+        self._searches = table.searches(chunk_numbers)
 
     @property
     def done_bytes(self) -> int:
@@ -138,7 +138,7 @@ class ChunkQuestions:
     def also(self, numbers: Collection[int]) -> None:
         """Asks for more chunks: sources were to bring them, and could not."""
         with self._changed:
-            self.wanted |= frozenset(numbers)
+            self.numbers |= frozenset(numbers)
             self._searches |= self._table.searches(numbers)
             for number in sorted(numbers):
                 self._place(number)
@@ -305,7 +305,7 @@ class ChunkQuestions:
 
     def _follow(self, name: str) -> None:
         """Asks one relay for what is queued for it, until the filling ends or the relay fails."""
-        asked: deque[tuple[int, int]] = deque()
+        questions: deque[tuple[int, int]] = deque()
         connection: ChunkAsker | None = None
         problem: Problem | None = None
         try:
@@ -315,10 +315,10 @@ class ChunkQuestions:
                     return
                 self._connections[name] = connection
             self._begin(connection)
-            while self._ask_next(name, connection, asked):
-                number, how = asked[0]
+            while self._ask_next(name, connection, questions):
+                number, how = questions[0]
                 self._receive(name, connection, number, how)
-                asked.popleft()
+                questions.popleft()
                 with self._changed:
                     self._flying[name] -= self._chunks[number].bytes
         except CkptEngineError as error:
@@ -338,23 +338,23 @@ class ChunkQuestions:
                     connection.close()
             if problem is not None:
                 with self._changed:
-                    self._fail(name, problem, asked)
+                    self._fail(name, problem, questions)
 
-    def _ask_next(self, name: str, connection: ChunkAsker, asked: deque[tuple[int, int]]) -> bool:
+    def _ask_next(self, name: str, connection: ChunkAsker, questions: deque[tuple[int, int]]) -> bool:
         """Asks as many questions as may be in flight; waits for one if none is. False: the filling has ended."""
         while True:
             with self._changed:
                 queue = self._queues[name]
-                while not queue and not asked and not self._stopped:
+                while not queue and not questions and not self._stopped:
                     self._changed.wait(LOOK_SECONDS)
-                if self._stopped or not (queue or asked):
+                if self._stopped or not (queue or questions):
                     return False
-                if not queue or len(asked) >= AHEAD:
+                if not queue or len(questions) >= AHEAD:
                     return True
                 number, how = heapq.heappop(queue)
                 if number not in self._searches:
                     continue
-                asked.append((number, how))
+                questions.append((number, how))
                 self._flying[name] = self._flying.get(name, 0) + self._chunks[number].bytes
             connection.ask(number, ChunkAsk(how))
 

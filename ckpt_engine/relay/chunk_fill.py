@@ -56,7 +56,7 @@ class ChunkFilling:
         self.places = ChunkPlaces(layout, chunks)
         self._memory = memory
         self._sources = sources
-        self._kept = frozenset(kept_cells)
+        self._kept_cells = frozenset(kept_cells)
         self._cells = frozenset(atom.cell for atom in layout.atoms)
         self._digests: dict[int, HostDigests] = {}
         self._prepared: dict[frozenset[int], SlotFilling] = {}
@@ -64,7 +64,7 @@ class ChunkFilling:
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if no source within reach holds any of the cells."""
-        self._reading(frozenset(self._cells - self._kept)).check()
+        self._reading(frozenset(self._cells - self._kept_cells)).check()
 
     def key(self, recorded: ProvenRecord) -> bytes:
         """The key by which other relays name this version's chunks, 16 bytes."""
@@ -87,7 +87,7 @@ class ChunkFilling:
         table that contradicts itself.
         """
         began = time.monotonic()
-        passing = _Passing(self.chunks, self.places.held, self._kept, lending)
+        passing = _Passing(self.chunks, self.places.held, self._kept_cells, lending)
         questions = None
         if table is not None and askers is not None:
             questions = ChunkQuestions(
@@ -116,14 +116,14 @@ class ChunkFilling:
             return found
 
         if questions is None:
-            read(self._cells - self._kept)
+            read(self._cells - self._kept_cells)
             passing.give_up()
             return _joined(results, None, lending, time.monotonic() - began)
         try:
             questions.start()
-            lost = self._chunks_of(read(self._cells - self._kept - self._cells_of(questions.wanted)))
+            lost = self._chunks_of(read(self._cells - self._kept_cells - self._cells_of(questions.numbers)))
             questions.also(lost)
-            passing.give_up(questions.wanted)
+            passing.give_up(questions.numbers)
             questions.finish(cancelled, lambda: report(0, 0))
         finally:
             questions.stop()
@@ -153,7 +153,7 @@ class ChunkFilling:
         """The cells that it has, or that sources of this host have: not files that this host may or may not have."""
         far: set[int] = set()
         for atom in self.layout.atoms:
-            if atom.cell in self._kept or atom.cell in far:
+            if atom.cell in self._kept_cells or atom.cell in far:
                 continue
             covered = 0
             for box, holders in self._sources.holders(atom.tensor, atom.box):
@@ -214,11 +214,11 @@ class _Passing:
                 if not self._due[number]:
                     self._lending.verified(number)
 
-    def give_up(self, asked: Collection[int] = frozenset()) -> None:
+    def give_up(self, others: Collection[int] = frozenset()) -> None:
         """Gives up the chunks that sources were to bring and did not: others must not wait for them."""
         if self._lending is not None:
             for number, due in self._due.items():
-                if due and number not in asked:
+                if due and number not in others:
                     self._lending.never(number)
 
 

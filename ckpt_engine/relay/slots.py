@@ -86,7 +86,7 @@ class FillWish:
     record: SealedRecord  # hashes to identity.root, or it is refused
     tables: Sequence[SourceTable]  # of its holders, in the order in which equally near ones are asked
     want: Want = field(default_factory=Want)
-    wanted: WantTable | None = None  # relays of other hosts to ask for chunks; None: tables alone are read
+    table: WantTable | None = None  # relays of other hosts to ask for chunks; None: tables alone are read
     sets: Sequence[Want] = ()  # the table's `wants`
     passed: Callable[[Rate], None] = lambda rate: None  # called on any thread when others have read; how fast
 
@@ -308,7 +308,7 @@ class Slots:
             try:
                 self._pin(slot, sources)
                 filling = ChunkFilling(layout, chunks, memory, sources, kept_cells)
-                if wish.wanted is None:
+                if wish.table is None:
                     filling.check()
             except BaseException:
                 sources.close()
@@ -396,13 +396,13 @@ class Slots:
 
     def _table(self, wish: FillWish, ready: _Ready) -> ChunkTable | None:
         """The relays to ask, with the chunks that each wants; None: there are none."""
-        if wish.wanted is None:
+        if wish.table is None:
             return None
-        key = wish.wanted.SerializeToString(deterministic=True), ready.recorded.cutting
+        key = wish.table.SerializeToString(deterministic=True), ready.recorded.cutting
         if self._wants is None or self._wants[0] != key:
             chunks = ready.filling.chunks
             sets = [ChunkPlaces(want.layout(ready.recorded, chunks), chunks).held for want in wish.sets]
-            table = ChunkTable(self._id, [chunk.bytes for chunk in chunks], [frozenset(s) for s in sets], wish.wanted)
+            table = ChunkTable(self._id, [chunk.bytes for chunk in chunks], [frozenset(s) for s in sets], wish.table)
             self._wants = key, table
         return self._wants[1]
 

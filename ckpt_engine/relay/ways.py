@@ -55,11 +55,11 @@ class Ways:
         slot: int,
         key: bytes,
         runs: Callable[[int], ChunkRuns],
-        wanted: Collection[int],
+        chunks: Collection[int],
         passed: Callable[[Rate], None],
     ) -> ChunkLending | None:
         """Lends a slot to other relays from the begin of its filling. See ChunkLender; None: none reaches it."""
-        return None if self._lender is None else self._lender.lend(slot, key, runs, wanted, passed)
+        return None if self._lender is None else self._lender.lend(slot, key, runs, chunks, passed)
 
     def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
         """A region for each group, as processes of this host map it."""

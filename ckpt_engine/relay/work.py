@@ -56,9 +56,9 @@ class RelayWork:
     def _wish(self, command: FillRelay, seconds: float) -> FillWish:
         """The version that a command asks for. Its blobs are fetched once for counting and filling."""
         if self._fetched is None or self._fetched[0] != command:
-            wanted = command.wanted if command.HasField("wanted") else None
+            table = command.want_table if command.HasField("want_table") else None
             own = WantTable.Wants(needs=command.needs, everything=command.everything, within=command.within)
-            sets = [own, *(wanted.wants if wanted is not None else ())]
+            sets = [own, *(table.wants if table is not None else ())]
             refs = [command.record, *command.tables]
             refs += [ref for each in sets for ref in (*each.needs, *each.within)]
             by_digest = dict(zip((ref.digest for ref in refs), self._fetch(refs, seconds), strict=True))
@@ -75,7 +75,7 @@ class RelayWork:
                 _read(SealedRecord, by_digest[command.record.digest]),
                 [_read(SourceTable, by_digest[ref.digest]) for ref in command.tables],
                 wants[0],
-                wanted,
+                table,
                 wants[1:],
                 partial(self._passed, command),
             )

@@ -344,7 +344,8 @@ class ChunkAsker(Protocol):
         called whenever bytes have come; after an exception of it the connection cannot be used any more.
 
         Returns "" once the chunk has landed, or the name of the relay that has the chunk granted. Raises NOT_FOUND if
-        the owner will not have this chunk, or does not have it now (ChunkAsk.NOW): the connection goes on. All else ends it.
+        the owner will not have this chunk, or does not have it now (ChunkAsk.NOW): the connection goes on. All else
+        ends it.
         """
         ...
 

@@ -1423,7 +1423,7 @@ class WatchReplicasResponse(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., run: _Optional[str] = ..., sequence: _Optional[int] = ..., snapshot: bool = ..., settling: bool = ..., replicas: _Optional[_Iterable[_Union[WatchedReplica, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., latest: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ...) -> None: ...
 
 class FillRelay(_message.Message):
-    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table", "attempt", "wanted", "within")
+    __slots__ = ("fence", "identity", "record", "tables", "needs", "everything", "keep", "deadline_seconds", "keep_table", "attempt", "want_table", "within")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
@@ -1434,7 +1434,7 @@ class FillRelay(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEEP_TABLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    WANTED_FIELD_NUMBER: _ClassVar[int]
+    WANT_TABLE_FIELD_NUMBER: _ClassVar[int]
     WITHIN_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
@@ -1446,9 +1446,9 @@ class FillRelay(_message.Message):
     deadline_seconds: float
     keep_table: bytes
     attempt: int
-    wanted: WantTable
+    want_table: WantTable
     within: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., wanted: _Optional[_Union[WantTable, _Mapping]] = ..., within: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., needs: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., everything: bool = ..., keep: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., keep_table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., want_table: _Optional[_Union[WantTable, _Mapping]] = ..., within: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
 
 class WantTable(_message.Message):
     __slots__ = ("wants", "relays")

@@ -18,16 +18,13 @@ from typing import Any
 from ckpt_engine.addresses import join_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.relay.slots import FillWish, Slots
+from ckpt_engine.relay.slots import FillWish, Slots, Want
 from ckpt_engine.transport.base import Network, Transport
-from ckpt_engine.transport.fetched import FetchedTransport
 from ckpt_engine.transport.file.files import FileTransport
 from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
-from ckpt_engine.transport.tcp import connection
-from ckpt_engine.transport.tcp.fetcher import TcpFetcher
-from ckpt_engine.transport.ucx.reader import UcxFetcher
-from ckpt_engine.transport.ucx.settings import ucx_devices
+from ckpt_engine.transport.tcp import asker
+from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import Identity, SealedRecord, SourceTable, WorkerNeeds
 from tests.line_process import LineProcess
 
@@ -70,8 +67,9 @@ def written(wish: FillWish) -> dict[str, Any]:
         "identity": wish.identity.SerializeToString().hex(),
         "record": wish.record.SerializeToString().hex(),
         "tables": [table.SerializeToString().hex() for table in wish.tables],
-        "needs": [needs.SerializeToString().hex() for needs in wish.needs],
-        "everything": wish.everything,
+        "needs": [needs.SerializeToString().hex() for needs in wish.want.needs],
+        "everything": wish.want.everything,
+        "table": None if wish.table is None else wish.table.SerializeToString().hex(),
     }
 
 
@@ -80,8 +78,9 @@ def read_wish(told: dict[str, Any]) -> FillWish:
         Identity.FromString(bytes.fromhex(told["identity"])),
         SealedRecord.FromString(bytes.fromhex(told["record"])),
         [SourceTable.FromString(bytes.fromhex(each)) for each in told["tables"]],
-        [WorkerNeeds.FromString(bytes.fromhex(each)) for each in told["needs"]],
-        told["everything"],
+        want := Want([WorkerNeeds.FromString(bytes.fromhex(each)) for each in told["needs"]], told["everything"]),
+        None if told["table"] is None else WantTable.FromString(bytes.fromhex(told["table"])),
+        [want],
     )
 
 
@@ -106,11 +105,8 @@ def _main(name: str, memory: str, grace: str, users: str, address: str) -> None:
     allowed = [int(user) for user in users.split(",") if user]
     network = None
     if address:
-        transports["tcp"] = FetchedTransport(TcpFetcher())
-        if ucx_devices():
-            transports["ucx"] = FetchedTransport(UcxFetcher(float(os.environ.get("STALL_SECONDS", 15.0))))
         network = Network(join_address(address, 0), address, float(grace), insecure=True)
-        connection.STALL_SECONDS = connection.ASK_SECONDS = float(os.environ.get("STALL_SECONDS", 15.0))
+        asker.SILENCE_SECONDS = asker.ASK_SECONDS = float(os.environ.get("STALL_SECONDS", 15.0))
     slots = Slots(name, this_host(), int(memory), transports, float(grace), allowed, network)
     print(os.getpid(), flush=True)
     for line in sys.stdin:
@@ -127,6 +123,8 @@ def _main(name: str, memory: str, grace: str, users: str, address: str) -> None:
                 answer = slots.reserved
             elif "flat" in question:
                 answer = [len(os.listdir("/proc/self/fd")), threading.active_count()]
+            elif "chunks" in question:
+                answer = "" if slots.chunks is None else slots.chunks.SerializeToString().hex()
             elif "pages" in question:
                 answer = slots.pages
             else:

@@ -68,7 +68,7 @@ class World:
 
     def wish(self, sources: Sequence[SourceTable] = (), wanted: WantTable | None = None) -> FillWish:
         found = wish(self.recorded, 1, sources, everything=True)
-        return replace(found, wanted=wanted or self.wanted(), sets=[Want(everything=True)])
+        return replace(found, table=wanted or self.wanted(), sets=[Want(everything=True)])
 
     def near(self, slot: int = 0) -> SlotVersion:
         return self.relays["near"].fill(slot, self.wish(tables(self.checkpoint)), 60.0)
@@ -267,9 +267,9 @@ def test_relays_with_different_needs_share_what_they_share(tmp_path: object, mon
         table.relays.add(relay=f"relay {'ab'[number]}", chunks=each.chunks, wants=1 + number)
     sets = [Want(replica.needs), *halves]
     base = wish(recorded, 1, tables(checkpoint), [replica])
-    held = origin.fill(0, replace(base, wanted=table, sets=sets), 60.0)
+    held = origin.fill(0, replace(base, table=table, sets=sets), 60.0)
     with ThreadPoolExecutor(2) as pool:
-        asked = [replace(base, tables=[], want=half, wanted=table, sets=sets) for half in halves]
+        asked = [replace(base, tables=[], want=half, table=table, sets=sets) for half in halves]
         found = [
             future.result(60)
             for future in [pool.submit(each.fill, 0, ask, 60.0) for each, ask in zip(others, asked, strict=True)]

@@ -122,7 +122,7 @@ class RelayShell(MemberShell):
 
     def _count(self, task: CountSlot) -> Steps:
         command = task.command
-        wanted = [ref for wants in command.wanted.wants for ref in (*wants.needs, *wants.within)]
+        wanted = [ref for wants in command.want_table.wants for ref in (*wants.needs, *wants.within)]
         yield from self.fetch((command.record, *command.tables, *command.needs, *command.within, *wanted))
         self.mapped |= {table.digest for table in command.tables}
         return 1
@@ -152,7 +152,7 @@ class RelayShell(MemberShell):
         (data,) = yield from self.fetch((command.record,))
         record = json.loads(data)
         lacks: dict[int, weights_pb2.Problem] = {}
-        table = command.wanted if command.HasField("wanted") else None
+        table = command.want_table if command.HasField("want_table") else None
         order = order_of(table, slot.source) if table is not None else {}
         passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
         others = [each for each in range(SLICES) if each not in held]

@@ -259,7 +259,7 @@ class RelayPlacing:
         found = []
         for command in [each.command for each in self._fillings.values() if each.command is not None]:
             found += [command.record, *command.tables, *command.needs, *command.within]
-            found += [ref for wants in command.wanted.wants for ref in (*wants.needs, *wants.within)]
+            found += [ref for wants in command.want_table.wants for ref in (*wants.needs, *wants.within)]
         return found
 
     def lacking(self) -> dict[str, str]:
@@ -451,7 +451,7 @@ class RelayPlacing:
             attempt=filling.attempts,
         )
         if place.origins or place.children:
-            command.wanted.CopyFrom(self._table(filling.relay))
+            command.want_table.CopyFrom(self._table(filling.relay))
         if self._keep is not None:
             command.keep.CopyFrom(self._keep.message())
             command.keep_table = self._kept_tables.get(filling.relay, b"")
