@@ -6,6 +6,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.placing import Placement
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course
@@ -129,3 +130,51 @@ def test_a_reason_is_said_once() -> None:
     why = "they share no process ids; run both in one container"
     told = with_words(weights_pb2.Problem(message=f"it cannot read rank 0: {why}"), f"no relay reaches rank 0; {why}")
     assert told.message == f"it cannot read rank 0: {why}; no relay reaches rank 0"
+
+
+def asking(update: Update, name: str) -> None:
+    """A relay of another host takes part, and asks relay a, which is an origin."""
+    hello = manager_pb2.HolderHello(
+        digest_format=DIGEST_FORMAT,
+        kind="relay",
+        name=name,
+        session_id=name,
+        filling=manager_pb2.Filling(memory_bytes=1),
+    )
+    hello.filling.chunks.offers.add(transport="tcp", locator=name.encode())
+    update.state.members.holder_hello(Peer(f"stream {name}"), hello, 0.0)
+    relay = f"relay {name}"
+    update.placing._fillings[relay] = PlacedFilling(relay, (f"replica {name}",), Placement(origins=("relay a",)))
+
+
+def table_of(update: Update, name: str) -> dict[str, bool]:
+    """By relay in the table of another one: whether it is an origin."""
+    return {each.relay: each.origin for each in update.placing._table(f"relay {name}").relays}
+
+
+def test_a_table_names_no_relay_that_came_later(update: Update) -> None:
+    """So no two relays ask each other, whichever of them has which table."""
+    update.placing._fillings["relay a"].placement = Placement(children=("relay b", "relay c"))
+    asking(update, "b")
+    asking(update, "c")
+    both = {"relay a": True, "relay b": False, "relay c": False}
+    assert table_of(update, "b") == table_of(update, "c") == both
+    asking(update, "d")
+    assert table_of(update, "d") == both | {"relay d": False}
+    assert table_of(update, "b") == both
+
+
+def test_a_relay_that_is_left_out_is_asked_no_more(update: Update) -> None:
+    update.placing._fillings["relay a"].placement = Placement(children=("relay b",))
+    asking(update, "b")
+    update.placing.leave_out("relay a", weights_pb2.Problem(message="it is too small"))
+    assert table_of(update, "b") == {"relay b": False}
+
+
+def test_a_relay_that_no_other_can_ask_is_a_leaf(update: Update) -> None:
+    asking(update, "b")
+    holder = update.state.members.holders["relay b"]
+    assert holder.filling is not None
+    holder.filling.ClearField("chunks")
+    (entry,) = [each for each in update.placing._table("relay b").relays if each.relay == "relay b"]
+    assert entry.leaf

@@ -45,7 +45,7 @@ def _about_relays_in_updates() -> str:
     """Tests of the manager's side of relays: its machine alone, then stories of the simulation."""
     names = ("relay_hosts", "relay_stories", "relay_failures", "held_stories", "fan_out_stories", "busy_rules")
     stories = " ".join(f"tests/simulation/test_{name}.py" for name in names)
-    return f"tests/machines/test_prefetch.py tests/machines/test_filled_together.py {stories} --timeout=60"
+    return f"tests/machines/test_relay_placing.py tests/core/test_placing.py {stories} --timeout=60"
 
 
 def _gate(*names: str) -> str:
@@ -79,12 +79,12 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "ckpt_engine/source/",
         ("tests/source", "tests/trainer/test_trainer_updates.py tests/trainer/test_whose_memory.py"),
     ),
-    ("ckpt_engine/relay/fan_in.py", ("tests/network/test_passing_on.py", "tests/network/test_tcp.py", "tests/relay")),
+    ("ckpt_engine/relay/asking.py", ("tests/relay/test_asking.py", "tests/network/test_tcp.py", "tests/relay")),
     ("ckpt_engine/relay/", (_relay("filling", "relay_work", "sources", "door", "relay_settings"), "tests/relay")),
     ("ckpt_engine/gateway/", (_gateway("stitching", "json_numbers", "fleet", "journeys", "gateway"), "tests/gateway")),
     *(
         (f"ckpt_engine/machines/manager/{name}.py", (_about_relays_in_updates(), _about_machines(), STORIES))
-        for name in ("prefetch", "update_relays", "relay_filling", "plan_pipeline", "claims")
+        for name in ("placing", "update_relays", "plan_pipeline", "claims")
     ),
     ("ckpt_engine/machines/", (_about_machines(), STORIES, "tests/manager", "tests/agent")),
 )
