@@ -210,11 +210,11 @@ def test_a_slow_body_is_taken_along(engine: Engine, threads: ThreadPoolExecutor)
 
 def test_ready_stays_while_requests_are_kept(engine: Engine) -> None:
     ready = f"{engine.url}/ckpt_engine/ready"
-    assert httpx.get(ready).json() == {"ready": True, "open": True, "version": 1}
+    assert httpx.get(ready).json() == {"ready": True, "open": True, "version": 1, "lineage": "run"}
     assert httpx.get(ready, params={"strict": "1"}).status_code == 200
     engine.update()
     kept = httpx.get(ready)
-    assert (kept.status_code, kept.json()) == (200, {"ready": True, "open": False, "version": None})
+    assert (kept.status_code, kept.json()) == (200, {"ready": True, "open": False, "version": None, "lineage": None})
     strict = httpx.get(ready, params={"strict": "1"})
     assert (strict.status_code, strict.json()["reason"]) == (503, "updating")
     assert httpx.get(ready, params={"strict": "0"}).status_code == 200
@@ -348,3 +348,24 @@ async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
     engine.end()
     await asyncio.wait_for(asyncio.gather(*requests), 60)
     assert reached == [0, 1, 2, 3]
+
+
+def test_an_update_takes_nothing_from_what_a_probe_asks_for(engine: Engine) -> None:
+    """While requests are kept the version before the update counts, whether or not its bytes are written over already."""
+    ready, asked = f"{engine.url}/ckpt_engine/ready", {"at_least": "1", "lineage": "run"}
+    assert httpx.get(ready, params=asked).status_code == 200
+    engine.update()
+    assert httpx.get(ready, params=asked).status_code == 200
+    assert httpx.get(ready, params={**asked, "strict": "1"}).json()["reason"] == "updating"
+    newer = httpx.get(ready, params={"at_least": "2"})
+    assert (newer.status_code, newer.json()["reason"], newer.json()["version"]) == (503, "older_version", 1)
+    engine.end(2)
+    assert httpx.get(ready, params={"at_least": "2"}).status_code == 200
+
+
+def test_a_probe_for_a_version_fails_during_the_first_update(engine: Engine) -> None:
+    """A gate that has seen no version yet cannot say that it was one."""
+    engine.update()
+    assert httpx.get(f"{engine.url}/ckpt_engine/ready").status_code == 200
+    first = httpx.get(f"{engine.url}/ckpt_engine/ready", params={"at_least": "0"})
+    assert (first.status_code, first.json()["reason"]) == (503, "no_version")
