@@ -90,7 +90,7 @@ class FollowingAgent:
         tasks: list[asyncio.Future[Any]] = [self._fault]
         try:
             await channel.start()
-            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._receive)
+            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._receive, self._deadlines.lease)
             self._link.open()
             self._say(f"node {self._nodes.rank} of {self._nodes.nodes}, leader {self._nodes.leader}")
             self._loop.feed(Start())

@@ -130,7 +130,7 @@ class LaunchedEngine:
         self._channel = AgentChannel(directory, self._answer)
         await self._channel.start()
         if self._followers is not None:
-            self._followers.open()
+            await self._followers.open(self._settings.startup_seconds)
 
     async def run(self) -> None:
         """Keeps the engine running by the restart policy. See `EngineHost.run`."""

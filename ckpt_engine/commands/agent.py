@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -107,13 +108,26 @@ def agent(
         typer.Option(help="Restart an engine that ends: on-failure: if it has worked once; always: also if never."),
     ] = Restart.ON_FAILURE,
     restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
-    nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Nodes that the launched engine spans; each has an agent. Default: 1, or LWS_GROUP_SIZE.",
+            min=1,
+        ),
+    ] = None,
     node_rank: Annotated[
-        int,
-        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Number of this node; node 0 leads and has the HTTP server."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            envvar="CKPT_ENGINE_NODE_RANK",
+            help="Number of this node; node 0 leads and has the HTTP server. Default: 0, or LWS_WORKER_INDEX.",
+        ),
+    ] = None,
     leader: Annotated[
-        str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
+        str,
+        typer.Option(
+            help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes. "
+            "Default: LWS_LEADER_ADDRESS, port 7100."
+        ),
     ] = "",
     node_token: Annotated[
         Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
@@ -222,10 +236,13 @@ def agent(
         options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
         own_relay = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
-        node = NodeSettings(nodes, node_rank, leader, node_token)
+        node = NodeSettings.found(nodes, node_rank, leader, node_token, os.environ)
+        if url and node.nodes > 1:
+            alone = (
+                "; LWS_GROUP_SIZE says so, and `--nodes 1` is for an engine in this pod alone" if nodes is None else ""
+            )
+            raise ValueError(f"--url: an engine on {node.nodes} nodes is launched by its agents{alone}")
         if node.rank > 0:
-            if url:
-                raise ValueError("--url: an engine on several --nodes is launched by its agents")
             if metrics:
                 raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(

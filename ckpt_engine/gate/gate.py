@@ -24,8 +24,8 @@ from ckpt_engine.gate.counts import GateCounts
 from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.gate.holding import DecisionKind, GateDecision
 from ckpt_engine.gate.page import Admission, EnginePage
-from ckpt_engine.gate.readiness import ReadyQuestion
 from ckpt_engine.gate.reader import StateReader
+from ckpt_engine.gate.readiness import ReadyQuestion
 from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed
 from ckpt_engine.gate.waiting import WaitingRoom
 from ckpt_engine.v1 import weights_pb2
@@ -44,8 +44,8 @@ body comes slowly. Only the body can say which version made them."""
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
 """For load balancers and probes, from anywhere: 200 while requests are let in or held, 503 with the reason while they
-are refused. With `?strict=1` it is 200 only while they are let in; with `?at_least=N` and `?lineage=NAME` only with such
-a version."""
+are refused. With `?strict=1` it is 200 only while they are let in; with `?at_least=N` and `&lineage=NAME` only with
+such a version."""
 ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 

@@ -51,16 +51,16 @@ class ReadyQuestion:
     def unmet(self, identity: weights_pb2.Identity | None) -> tuple[str, str]:
         """Why an engine that has this version is not what the probe asks for: the reason for programs, and words for
         people. Both are empty if it is. None: the engine has no version."""
-        wanted = "" if self.at_least is None else f"version {self.at_least} or a later one"
+        goal = "" if self.at_least is None else f"version {self.at_least} or a later one"
         if self.lineage:
-            wanted = f"{wanted or 'a version'} of lineage {self.lineage!r}"
-        if not wanted:
+            goal = f"{goal or 'a version'} of lineage {self.lineage!r}"
+        if not goal:
             return "", ""
         if identity is None:
-            return NO_VERSION, f"{wanted} is asked for, and it serves no version"
+            return NO_VERSION, f"{goal} is asked for, and it serves no version"
         held = f"version {identity.version} of lineage {identity.lineage!r}"
         if self.lineage and identity.lineage != self.lineage:
-            return OTHER_LINEAGE, f"{wanted} is asked for, and it has {held}"
+            return OTHER_LINEAGE, f"{goal} is asked for, and it has {held}"
         if self.at_least is not None and identity.version < self.at_least:
-            return OLDER_VERSION, f"{wanted} is asked for, and it has {held}"
+            return OLDER_VERSION, f"{goal} is asked for, and it has {held}"
         return "", ""

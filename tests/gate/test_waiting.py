@@ -351,7 +351,7 @@ async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
 
 
 def test_an_update_takes_nothing_from_what_a_probe_asks_for(engine: Engine) -> None:
-    """While requests are kept the version before the update counts, whether or not its bytes are written over already."""
+    """While requests are kept the version before the update counts, also once its bytes are written over."""
     ready, asked = f"{engine.url}/ckpt_engine/ready", {"at_least": "1", "lineage": "run"}
     assert httpx.get(ready, params=asked).status_code == 200
     engine.update()
