@@ -192,7 +192,7 @@ def attached(pod: Callable[..., Pod]) -> list[Container]:
 def test_a_job_updates_a_replica_by_way_of_its_node_s_relay(
     pod: Callable[..., Pod], tmp_path: Path, replica_of: Callable[..., list[Container]]
 ) -> None:
-    """All of `relayed`, on one node: the replica shares the relay's directory, and no processes with other pods."""
+    """All of `relayed`, on one node: its replica shares the relay's directory, and no processes with other pods."""
     if replica_of is attached and shutil.which("kubectl") is None:
         pytest.skip("kubectl, which expands kustomizations, is not installed")
     model = tmp_path / "host" / "models" / "policy"
@@ -219,8 +219,11 @@ def test_a_job_updates_a_replica_by_way_of_its_node_s_relay(
     assert replica.pod.probe(probed, "readinessProbe"), replica.said()
     assert replica.pod.get(f"{ready}?at_least=1")[0] == 200
     assert replica.pod.get(f"{ready}?at_least=2")[0] == 503
-    assert "version 1 of " in relay.said(), relay.said()
-    assert " is held: " in relay.said(), relay.said()
+    if (
+        replica_of is launched
+    ):  # the other one sees the trainer's processes too (pods.py), and reads their memory itself
+        assert "version 1 of " in relay.said(), relay.said()
+        assert " is held: " in relay.said(), relay.said()
     for each in (*containers, relay, manager):
         assert each.stop(60) == 0, each.said()
 
