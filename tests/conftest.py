@@ -56,6 +56,7 @@ LONGEST = (
     "test_vllm_two_workers.py",
     "test_relays_engines.py",
     "test_vllm_updates.py",
+    "test_slurm.py",
     "test_gateway_engines.py",
     "test_engine_image.py",
     "test_vllm_nodes.py",
