@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import httpx
@@ -26,21 +25,12 @@ from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_port
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+from tests.waiting import alive, eventually
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 180.0
 TOKENS = 16
 NAME = "replica-1"
-T = TypeVar("T")
-
-
-def eventually(what: str, look: Callable[[], T | None], seconds: float = SECONDS) -> T:
-    """The first true thing that `look` finds."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.05)
-    return found
 
 
 class Command:
@@ -176,9 +166,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         world.start_manager()
         world.start_agent()
         world.start_trainer()
-        eventually("the agent registers", world.registered)
+        eventually("the agent registers", SECONDS, world.registered)
         world.update()
-        eventually("the replica serves", world.serving)
+        eventually("the replica serves", SECONDS, world.serving)
         yield world
     finally:
         world.close()
@@ -188,14 +178,6 @@ def engine_of(agent: Command) -> int:
     """The first process of its engine."""
     line = [line for line in agent.lines if "engine launched: pid " in line][-1]
     return int(line.partition("engine launched: pid ")[2].partition(",")[0])
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
 
 
 def test_an_update_reaches_the_engine(world: World) -> None:
@@ -219,7 +201,7 @@ def test_a_killed_engine_comes_back_closed_and_is_caught_up(world: World) -> Non
     tree = [engine, *descendants(engine)]
     assert len(tree) > 1, "the engine has a worker"
     os.kill(engine, signal.SIGKILL)
-    eventually("nothing of the old engine is left", lambda: not any(alive(pid) for pid in tree))
+    eventually("nothing of the old engine is left", SECONDS, lambda: not any(alive(pid) for pid in tree))
 
     codes = set()
 
@@ -231,22 +213,22 @@ def test_a_killed_engine_comes_back_closed_and_is_caught_up(world: World) -> Non
                 assert answer.headers["x-ckpt-engine-admitted-version"] == str(world.version)
         return answer is not None and answer.status_code == 200
 
-    eventually("the engine is restarted and caught up", serves_again)
+    eventually("the engine is restarted and caught up", SECONDS, serves_again)
     assert codes <= {503, 200}, "closed until it holds the weights or keeps requests for them, open afterwards"
     assert engine_of(world.agent) != engine
     world.check_tokens()
-    eventually("the manager knows", world.serving)
+    eventually("the manager knows", SECONDS, world.serving)
 
 
 def test_a_killed_manager_stops_nobody(world: World) -> None:
     assert world.manager is not None
     assert world.agent is not None
     world.manager.kill()
-    eventually("the agent notices", lambda: world.agent is not None and world.agent.said("no session with the manager"))
+    eventually("the agent notices", SECONDS, lambda: world.agent and world.agent.said("no session with the manager"))
     world.check_tokens()
     assert world.agent.process.poll() is None
     world.start_manager()
-    eventually("the agent registers again, serving what it held", world.serving)
+    eventually("the agent registers again, serving what it held", SECONDS, world.serving)
     world.train()
     world.update()
     world.check_tokens()
@@ -257,9 +239,9 @@ def test_an_engine_dies_with_its_agent_and_a_new_agent_takes_its_place(world: Wo
     engine = engine_of(world.agent)
     tree = [engine, *descendants(engine)]
     world.agent.kill()
-    eventually("the engine dies with its agent", lambda: not any(alive(pid) for pid in tree))
+    eventually("the engine dies with its agent", SECONDS, lambda: not any(alive(pid) for pid in tree))
     agent = world.start_agent()
-    eventually("the new agent's engine is caught up", world.serving)
+    eventually("the new agent's engine is caught up", SECONDS, world.serving)
     world.check_tokens()
 
     # Asked nicely, it takes its engine and its directory with it.
@@ -269,4 +251,4 @@ def test_an_engine_dies_with_its_agent_and_a_new_agent_takes_its_place(world: Wo
     assert not any(alive(pid) for pid in tree)
     left = [path.name for path in (world.folder / "run" / "ckpt-engine").iterdir() if (path / "page").exists()]
     assert len(left) == 1, "only the killed agent could not remove its directory"
-    eventually("the manager forgets it", lambda: world.status() is None)
+    eventually("the manager forgets it", SECONDS, lambda: world.status() is None)

@@ -22,6 +22,7 @@ from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, WorkerSlot
 from ckpt_engine.v1 import weights_pb2
 from tests.gate.server import serve
+from tests.waiting import PATIENCE, eventually, until
 
 LIMITS = HoldLimits(100.0, 50, 200_000)
 
@@ -66,10 +67,7 @@ class Engine:
         return found
 
     def wait_until_held(self, count: int) -> None:
-        end = time.monotonic() + 60
-        while self.held() != count:
-            assert time.monotonic() < end, f"{self.held()} instead of {count} requests wait"
-            time.sleep(0.01)
+        eventually(f"{count} requests wait", PATIENCE, lambda: self.held() == count)
 
 
 @pytest.fixture
@@ -282,10 +280,7 @@ async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
         reached.clear()
         engine.update(600.0, epoch, limits)
         requests = [asyncio.create_task(one(number)) for number in range(count)]
-        end = time.monotonic() + 60
-        while len(statuses) < count - bound:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await until(lambda: len(statuses) == count - bound)
         assert set(statuses.values()) == {503}
         assert reached == [], "it is closed, and those who wait do so"
         engine.end(epoch, epoch)

@@ -2,22 +2,14 @@
 
 import base64
 import re
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at
-from test_updates import one_update, refused
+from scripted_members import ScriptedReplica, ScriptedTrainer, one_update, pair, ranks, refused, some_weights, stub_at
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-
-
-@pytest.fixture
-async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
-        yield made
 
 
 async def samples(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -87,11 +79,7 @@ async def test_updates_and_replicas_are_shown(
 async def test_a_refused_update_counts_once_however_many_ranks_called(
     client: httpx.AsyncClient, stub: ManagerStub
 ) -> None:
-    trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
-    for trainer in trainers:
-        trainer.hold(some_weights())
-        await trainer.open()
-        await trainer.publish()
+    trainers = await ranks(stub, some_weights(), some_weights())
     calls = [trainer.update(timeout_seconds=5.0) for trainer in trainers]  # there is no replica
     for call in calls:
         await refused(call)
@@ -139,9 +127,7 @@ async def test_the_interface_describes_itself(client: httpx.AsyncClient) -> None
 
 async def test_history_survives_a_restart(config: ManagerConfig) -> None:
     async with ManagerServer(config) as server, stub_at(server.address) as stub:
-        trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-        await trainer.join(some_weights())
-        await replica.open()
+        trainer, replica = await pair(stub)
         report = await one_update([trainer], [replica], prepares=True)
     async with ManagerServer(config) as server:
         async with httpx.AsyncClient(base_url=f"http://{server.http_address}", trust_env=False) as client:

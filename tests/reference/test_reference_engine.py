@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ from tests.reference.conftest import PADDED_VOCABULARY, TOKENS, Version
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess, events, generate
 from tests.reference.tiny_agent import RefusedError, TinyAgent
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, reference_tokens, regrets
+from tests.waiting import until
 
 Versions = tuple[Version, Version]
 LONG = 400  # tokens; enough that a pause comes in the middle, and not more than the model has room for
@@ -66,14 +67,6 @@ async def begin(client: httpx.AsyncClient, version: Version, length: int = LONG)
 async def finished(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
     async with asyncio.timeout(CALL_SECONDS):
         return await task
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    for _ in range(int(seconds / 0.02)):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"not so after {seconds} s")
 
 
 @pytest.mark.parametrize("which", ["one_worker", "two_workers"])

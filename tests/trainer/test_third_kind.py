@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,15 +15,9 @@ from trainer_world import manager_config
 from ckpt_engine import Trainer
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import weights_pb2
+from tests.waiting import eventually
 
 Start = Callable[..., PlainReplica]
-
-
-def eventually(what: str, look: Callable[[], object], seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
-    while not look():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def test_a_late_replica_is_read_from_a_holder_whom_nobody_asks_to_digest(
     identity, weights = trained(manager, replica("first"))
     holder = keeper(identity, weights)
     late = replica("late")
-    eventually("the late replica holds the version", lambda: late.identity == identity)
+    eventually("the late replica holds the version", 90, lambda: late.identity == identity)
     assert all(torch.equal(late.weights[name], tensor) for name, tensor in weights.items())
     assert not holder.sealed, "all that the replica needs is in the record"
     (install,) = late.installs
@@ -81,7 +74,7 @@ def test_records_come_with_the_hellos_of_holders_when_the_manager_was_restarted(
     with running_manager(manager_config(ledger, address)):
         holder = keeper(identity, weights, address=address)
         late = replica("late", address=address)
-        eventually("the late replica holds the version", lambda: late.identity == identity)
+        eventually("the late replica holds the version", 90, lambda: late.identity == identity)
         assert not holder.sealed
         late.stop()
 
@@ -92,11 +85,11 @@ def test_who_brings_a_record_of_other_weights_is_told_and_read_by_nobody(
     identity, weights = trained(manager, replica("first"))
     liar = keeper(identity, {name: tensor + 1 for name, tensor in weights.items()}, "liar")
     late = replica("late")
-    eventually("the liar is told", lambda: any(told.problem is not None for told in liar.told))
+    eventually("the liar is told", 90, lambda: any(told.problem is not None for told in liar.told))
     problem = next(told.problem for told in liar.told if told.problem is not None)
     assert problem.code == weights_pb2.Problem.DATA_LOSS
     assert "what keeper liar holds is left out: the record hashes to" in problem.message
     assert not late.installs
     keeper(identity, weights, "honest")
-    eventually("the late replica holds the version", lambda: late.identity == identity)
+    eventually("the late replica holds the version", 90, lambda: late.identity == identity)
     assert torch.equal(late.weights["weight"], weights["weight"])
