@@ -84,12 +84,17 @@ def engine(tmp_path: Path, script: str | Path, *arguments: str, grace: float = 5
 ROLES = ("main", "worker", "daemon")
 
 
+async def started(process: EngineProcess, tmp_path: Path) -> list[int]:
+    """The pids of its tree."""
+    await process.start()
+    return await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+
+
 @pytest.mark.parametrize(("manner", "status"), [("polite", -signal.SIGTERM), ("slow", 7)])
 async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path, manner: str, status: int) -> None:
     """Who ends by himself is waited for as long as that takes, and no longer: the grace would outlast this test."""
     process = engine(tmp_path, tree, str(tmp_path / "pids"), manner, grace=600.0)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     assert process.pid == pids[0]
     assert await asyncio.wait_for(process.stop(), PATIENCE) == status
     assert_gone(*pids)
@@ -98,16 +103,14 @@ async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path, manner: str,
 
 async def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.5)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     assert await asyncio.wait_for(process.stop(), PATIENCE) == -signal.SIGKILL
     assert_gone(*pids)
 
 
 async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.2)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     assert await asyncio.wait_for(process.wait(), PATIENCE) == -signal.SIGKILL
     assert_gone(*pids)
@@ -116,8 +119,7 @@ async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: P
 
 async def test_killing_the_launcher_ends_the_engine(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn")
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     launchers = [pid for pid in descendants(os.getpid()) if pids[0] in descendants(pid)]
     os.kill(launchers[0], signal.SIGKILL)
     await asyncio.wait_for(process.wait(), PATIENCE)
@@ -138,14 +140,16 @@ AGENT = """
 """
 
 
+def agent_of(tree: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """A process that has started this engine."""
+    command = [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(tmp_path / "pids"), str(tmp_path)]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+
+
 def test_the_engine_dies_with_its_agent(tmp_path: Path, tree: Path) -> None:
-    pids_folder = tmp_path / "pids"
-    agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-    )
+    agent = agent_of(tree, tmp_path)
     try:
-        pids = wait_for_pids(pids_folder, ROLES)
+        pids = wait_for_pids(tmp_path / "pids", ROLES)
     finally:
         agent.send_signal(signal.SIGKILL)
         agent.wait()
@@ -153,13 +157,9 @@ def test_the_engine_dies_with_its_agent(tmp_path: Path, tree: Path) -> None:
 
 
 def test_the_kernel_ends_the_engine_when_agent_and_launcher_are_killed_together(tmp_path: Path, tree: Path) -> None:
-    pids_folder = tmp_path / "pids"
-    agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-    )
+    agent = agent_of(tree, tmp_path)
     try:
-        pids = wait_for_pids(pids_folder, ROLES)
+        pids = wait_for_pids(tmp_path / "pids", ROLES)
         (launcher,) = (pid for pid in descendants(agent.pid) if pids[0] in descendants(pid))
     finally:
         agent.send_signal(signal.SIGSTOP)  # so that it cannot sweep up when it sees its launcher go
