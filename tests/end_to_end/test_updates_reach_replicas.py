@@ -18,6 +18,7 @@ from ckpt_engine.cli import app_for
 from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.update import plan_update
 from tests.cluster import Cluster, Replica, generate, outcomes
+from tests.command_line import run
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.timeline.trace_format import read
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
@@ -89,7 +90,7 @@ def test_an_update_can_be_looked_at_as_a_timeline(cluster: Cluster, tmp_path: Pa
         trainer.publish(model_of(tmp_path, 3), move=True)
         report = trainer.update_weights(version=70)
         words = ["trace", "70", "-o", str(tmp_path / "trace.json"), "--manager", cluster.address]
-        written = CliRunner().invoke(app_for(words), words, catch_exceptions=False)
+        written = run(*words)
     assert written.exit_code == 0, written.output
     file = read((tmp_path / "trace.json").read_text())
     assert sum(said["bytes"] for _, _, said in file.flows) == report.nbytes

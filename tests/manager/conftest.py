@@ -21,7 +21,7 @@ def config(tmp_path: Path) -> ManagerConfig:
         listen="127.0.0.1:0",
         http="127.0.0.1:0",
         ledger=tmp_path / "ledger.sqlite3",
-        deadlines=replace(Deadlines(), gather=20.0, update=60.0),
+        deadlines=replace(Deadlines(), gather=20.0, lease=600.0, update=600.0),  # scripted members do not beat
         stop_seconds=5.0,
     )
 

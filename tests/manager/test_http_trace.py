@@ -26,12 +26,6 @@ from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
 
 
-@pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0, update=600.0))
-
-
 async def updated(stub: ManagerStub, version: int = 0) -> tuple[ScriptedTrainer, ScriptedReplica]:
     """Members that have had an update, and stay."""
     trainer, member = await pair(stub, "rollout-0")

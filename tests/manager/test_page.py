@@ -40,12 +40,6 @@ from tests.waiting import until
 EVIL = "<img src=x onerror=alert(1)>"
 
 
-@pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0))
-
-
 # -- what is sent
 
 

@@ -31,12 +31,6 @@ CLOSED = f"worker 0 began to write version 1 and did not end: {EVIL}"
 
 
 @pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat while a browser looks."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0, update=600.0))
-
-
-@pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     async with chromium() as made:
         yield made

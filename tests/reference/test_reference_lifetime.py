@@ -30,9 +30,7 @@ def test_closed_before_the_first_install_and_gone_when_a_worker_dies(checkpoint:
         first, second = running.worker_pids()
         os.kill(second, signal.SIGKILL)
         assert running.process.wait(timeout=60) == 1
-        assert running.log().splitlines()[-1] == (
-            f"reference engine: worker 1 (pid {second}) was killed by signal 9; the server exits"
-        )
+        assert f"worker 1 (pid {second}) was killed by signal 9" in running.log().splitlines()[-1]
         assert_gone(first)
 
 
