@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from ckpt_engine import Trainer
@@ -41,31 +40,6 @@ def assert_serves(cluster: Cluster, model: Any) -> None:
 
 
 SEVERAL = pytest.mark.parametrize("updates", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.hours])])
-
-
-@SEVERAL
-def test_different_updates_in_a_row(cluster: Cluster, tmp_path: Path, updates: int) -> None:
-    """The module's parameters are trained in place, as an optimizer would, and every slice is accounted for."""
-    models = [model_of(tmp_path, seed) for seed in range(updates)]
-    live = model_of(tmp_path, 99)
-    total = sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(live))
-    with Trainer(cluster.address, lineage=f"different-{updates}") as trainer:
-        trainer.publish(live)
-        for version, model in enumerate(models):
-            with torch.no_grad():
-                for mine, theirs in zip(live.parameters(), model.parameters(), strict=True):
-                    mine.copy_(theirs)
-            report = trainer.update_weights(version=version)
-            assert outcomes(report) == {"one": "new_serving", "two": "new_serving"}, report
-            assert report.ok
-            assert report.verified
-            assert report.version == version
-            one, two = sorted(report.replicas, key=lambda replica: replica.name)
-            assert one.nbytes == total
-            workers = [worker.bytes for worker in two.message.workers]
-            assert len(workers) == 2
-            assert max(workers) < 0.75 * total, "a worker reads its slices, not the model"
-            assert_serves(cluster, model)
 
 
 def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) -> None:
