@@ -77,7 +77,6 @@ LONGEST = (
     "test_several_nodes.py",
     "test_collective_faults.py",
     "test_five_hundred_updates.py",
-    "test_agent_end_to_end.py",
     "test_forced_transport.py",
     "test_operators.py",
     "test_secured_cluster.py",

@@ -24,6 +24,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gate.page import EnginePage, WorkerSlot, verdict
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.ports import free_port
+from tests.waiting import until
 
 SECONDS = 60.0
 BOOT = b"b" * 16
@@ -75,13 +76,6 @@ class Follower:
                 self.tell(**fields)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), 0.2)
-
-
-async def true(condition: Callable[[], bool]) -> None:
-    """Returns once it holds."""
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what it looks at tells nobody when it changes
-            await asyncio.sleep(0.02)
 
 
 def clean(identity: weights_pb2.Identity = IDENTITY, epoch: int = 1) -> list[manager_pb2.WorkerStatus]:
@@ -168,7 +162,7 @@ async def test_an_order_leaves_only_when_the_gate_knows_that_the_far_worker_may_
     assert leader.near is not None
     leader.near.clean(2, NEXT)
     follower.tell(workers=clean(NEXT, 2), request=asks(2, installed=worker_pb2.WorkerInstalled(fence={"epoch": 2})))
-    await true(lambda: verdict(leader.page.read()).identity == NEXT)
+    await until(lambda: verdict(leader.page.read()).identity == NEXT)
 
 
 async def test_a_repeated_question_is_answered_once(start: Start) -> None:
@@ -186,7 +180,7 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
     leader, follower = await start()
     await leader.followers.look(0.3)
     assert "worker 1" in verdict(leader.page.read()).reason
-    await true(lambda: bool(follower.commands[-1].look))
+    await until(lambda: bool(follower.commands[-1].look))
     look = follower.commands[-1].look
     follower.tell(workers=clean(), looked=look)
     await leader.until(follower, lambda: verdict(leader.page.read()).open)
@@ -203,8 +197,8 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
 
 async def test_a_follower_that_is_not_heard_closes_the_gate_and_ends_the_engine(start: Start) -> None:
     leader, _ = await start(lease=2)
-    await true(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 2 s")
-    await true(lambda: not verdict(leader.page.read()).open)
+    await until(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 2 s")
+    await until(lambda: not verdict(leader.page.read()).open)
 
 
 async def test_an_agent_that_comes_later_has_no_part_in_what_runs(start: Start) -> None:

@@ -65,6 +65,12 @@ class Server:
         assert status is not None
         return [worker.state for worker in status.workers]
 
+    def epochs(self) -> list[int]:
+        """Of the last order that each worker had."""
+        status = self.replica.status
+        assert status is not None
+        return [worker.epoch for worker in status.workers]
+
     def sleep(self, level: int) -> str:
         """What is wrong; empty if it sleeps."""
         request = manager_pb2.SleepRequest(level=level, timeout_seconds=SLEEP_SECONDS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from ckpt_engine import CkptEngineError
+from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
 from ckpt_engine.core.pausing import mode_name
 from ckpt_engine.host.relay_directory import DIRECTORY
@@ -123,18 +123,24 @@ def test_ten_different_updates_in_a_row(server: Server) -> None:
             server.assert_serves(version, version)
 
 
+def update_to(trainer: Trainer, weights: Mapping[str, torch.Tensor], version: int) -> UpdateReport:
+    """Some weights are refused when they are published."""
+    trainer.publish(weights)
+    return trainer.update_weights(version=version)
+
+
 def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(server: Server) -> None:
     with server.trainer("bad") as trainer:
-        trainer.publish(weights_of(server.models[1]))
-        assert trainer.update_weights(version=1).ok
+        assert update_to(trainer, weights_of(server.models[1]), 1).ok
+        epochs = server.epochs()
         for kind, (change, named) in BAD.items():
-            trainer.publish(change(weights_of(server.models[2])))
             with pytest.raises(CkptEngineError) as refused:
-                trainer.update_weights(version=2)
+                update_to(trainer, change(weights_of(server.models[2])), 2)
+            assert refused.value.code in ("INVALID_ARGUMENT", "FAILED_PRECONDITION"), kind
             assert named in refused.value.problem.message, kind
+            assert server.epochs() == epochs, "no replica was touched"
             server.assert_serves(1, 1)
-        trainer.publish(weights_of(server.models[2]))
-        assert trainer.update_weights(version=2).ok
+        assert update_to(trainer, weights_of(server.models[2]), 2).ok
         server.assert_serves(2, 2)
 
 

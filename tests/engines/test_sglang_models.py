@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
-from tests.engines.test_vllm_models import SMALL, build, gpt2, llama, qwen2, qwen3_mixture
+from tests.engines.test_vllm_models import SMALL, build, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
 
 pytestmark = needs_sglang
 
@@ -31,38 +31,19 @@ def phi3() -> Any:
     return Phi3Config(**SMALL, tie_word_embeddings=False, architectures=["Phi3ForCausalLM"])
 
 
-def deepseek_v2() -> Any:
-    """Its attention absorbs a projection into matrices that lie beside its parameters."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        **SMALL | {"num_key_value_heads": 4},
-        kv_lora_rank=32,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="group_limited_greedy",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-        tie_word_embeddings=False,
-        architectures=["DeepseekV2ForCausalLM"],
-    )
+def deepseek() -> Any:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    return deepseek_v2(32, 32, 16, 32, **groups, rope_parameters=yarn)
 
 
 class Kind(NamedTuple):
@@ -80,7 +61,7 @@ KINDS = {
     "qwen3-experts": Kind(qwen3_mixture, DENSE | {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}),
     "gpt2-transposed": Kind(gpt2, {"fc": "transformer.h.1.mlp.c_fc.weight"}),
     "phi3-fused": Kind(phi3, {"qkv": "model.layers.0.self_attn.qkv_proj.weight"}),
-    "deepseek-absorbed": Kind(deepseek_v2, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
+    "deepseek-absorbed": Kind(deepseek, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
     "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, quantised=True),
 }
 

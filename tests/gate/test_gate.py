@@ -10,7 +10,6 @@ from fastapi import FastAPI, WebSocket
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
-from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import EngineMark, EnginePage
 from ckpt_engine.gate.reader import StateReader
@@ -52,9 +51,7 @@ def application() -> FastAPI:
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+def engine(directory):
     with serve(application()) as url, httpx.Client(base_url=url) as client:
         yield client, directory
 
@@ -98,10 +95,8 @@ def test_control_routes_need_the_token_in_any_state(engine):
 
 
 @pytest.mark.parametrize("token", ["", "\n", "short", "0" * 31])
-def test_a_server_whose_token_is_none_does_not_start(tmp_path, monkeypatch, token):
+def test_a_server_whose_token_is_none_does_not_start(directory, token):
     """An empty one would open every control route to a header without a value."""
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     (directory.path / "token").write_text(token)
     with pytest.raises(CkptEngineError, match=f"a token of {len(token.strip())} characters, and 32 are needed"):
         Gate(application())
@@ -327,9 +322,7 @@ def test_paths_that_only_look_like_open_ones_are_gated(engine):
         assert client.post(path).status_code == 403
 
 
-async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+async def test_a_closed_gate_refuses_websockets(directory):
     sent = []
 
     async def inner(scope, receive, send):

@@ -23,7 +23,7 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
-from tests.engines.test_vllm_models import MIXTURE, SMALL, build
+from tests.engines.test_vllm_models import MIXTURE, SMALL, build, deepseek_v2
 from tests.gpu import exact
 from tests.gpu.exact import PROMPTS
 from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
@@ -69,26 +69,8 @@ def experts() -> Any:
 
 
 def latent_attention() -> Any:
-    """The attention's sizes are DeepSeek's own: kernels know no others."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        **COMMON | {"num_key_value_heads": 4},
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        architectures=["DeepseekV2ForCausalLM"],
-    )
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+    return deepseek_v2(512, 128, 64, 128, **COMMON | {"num_key_value_heads": 4}, **groups)
 
 
 def gpt_oss() -> Any:
