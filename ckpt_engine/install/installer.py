@@ -1,7 +1,8 @@
 """Brings one worker's model from one weight version to the next, and proves it.
 
 `prepare` records what the model needs of a manifest and changes nothing. `ready` opens, maps and compiles what a plan
-needs, before the engine pauses. `install` follows a plan that is ready, in two steps:
+needs, before the engine pauses, and begins to bring it into stage memory, where there is some (early_copy.py).
+`install` follows a plan that is ready, in two steps:
 
 - *Bring*: check all that can be checked, mark the worker DIRTY, read the bytes into the model. In a collective
   (part.py) the worker votes before it is DIRTY.
@@ -27,14 +28,17 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
+from ckpt_engine.core.stage_memory import NONE
 from ckpt_engine.engine.target import LoadTarget, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
+from ckpt_engine.install.early_copy import EarlyCopies, EarlyLayout, Tell
 from ckpt_engine.install.part import InstallPart
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
+from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.record.loading import load
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Handover, Recording, TensorLayout, handover_name
@@ -54,12 +58,22 @@ _MOST_NAMES = 16
 class Installer:
     """One worker's installer. Used from one thread at a time."""
 
-    def __init__(self, target: LoadTarget, slot: WorkerSlot, transports: Mapping[str, Transport]) -> None:
-        """transports: of this process, by name (`transport.registry.all_transports()`)."""
+    def __init__(
+        self,
+        target: LoadTarget,
+        slot: WorkerSlot,
+        transports: Mapping[str, Transport],
+        stage: StageMemory | None = None,
+        tell: Tell = lambda _: True,
+    ) -> None:
+        """transports: of this process, by name (`transport.registry.all_transports()`). stage: memory for what is
+        brought before a pause. tell: takes the news of that."""
         self._target = target
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
         self._plans = ReadyPlans(target, slot.rank, dict(transports), self.recorded)
+        self._early = EarlyCopies(stage or StageMemory(NONE, torch.device("cpu")))
+        self._tell = tell
         self._part = InstallPart(target)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
@@ -94,20 +108,31 @@ class Installer:
         The answer names every ready plan: `install` opens, maps and compiles nothing more for it, unless a tensor of
         the model moves or `release` is called before.
         """
-        answer = worker_pb2.WorkerReady(fence=order.fence)
+        answer = worker_pb2.WorkerReady(fence=order.fence, stages=self._early.wanted)
+        self._early.stop()
         try:
             self._check_fence(order.fence)
             stop_at = time.monotonic() + order.deadline_seconds
             with self._part.leaving(order):
                 plan = self._plans.open(order.plan, order.deadline_seconds)
+                early: EarlyLayout | None = None
                 try:
                     if not order.asleep:
+                        early = self._place_early(order, plan)
                         plan.lay_out(self._target)
                     self._part.join(order, plan, stop_at - time.monotonic())
                     if order.asleep:
                         answer.plans.append(plan.digest)
+                except BaseException:
+                    early = None
+                    raise
                 finally:
-                    plan.rest()
+                    if early is None:
+                        plan.rest()
+                if early is not None:
+                    answer.early_bytes = early.bytes
+                    key = plan.digest, order.expected
+                    self._early.begin(order, key, early, plan.resolved, plan.opened, plan.rest, self._tell)
         except Exception as error:
             answer.problem.CopyFrom(problem_of(error, "getting ready"))
         answer.unopened.extend(self._plans.unopened)
@@ -141,11 +166,29 @@ class Installer:
                 run.plan.rest()
         answer.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
-            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order)))
+            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order), self._early.note))
         answer.seconds = time.monotonic() - started
         if answer.fence == self._fence:
             self._last = answer
         return answer
+
+    def _place_early(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan) -> EarlyLayout | None:
+        """Decides what of a plan is brought into stage memory. None: nothing."""
+        if order.expected:
+            plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened)
+        early = plan.early if order.expected else None
+        plan.copies_early(early)
+        return early
+
+    def stop_early(self) -> None:
+        """Ends what is on its way into stage memory."""
+        self._early.stop()
+
+    def give_back(self) -> None:
+        """Frees stage memory, with what lies there, until the next plan is made ready."""
+        self._early.drop()
+        self._plans.forget_early()
+        self._early.give_back()
 
     def discarding(self) -> None:
         """Prepares for the engine's discarding of memory: digests the tensors that no update brings, and releases all
@@ -153,18 +196,21 @@ class Installer:
 
         A failure to digest is not raised; the next install reports it.
         """
+        self.give_back()
         self._constants.note()
         self.release()
 
     def release(self) -> None:
         """Releases the memory of all sources and of the model; the next install opens it again. The worker stays a
         member of its collective, since the others would not form another one for it alone."""
+        self._early.drop()
         self._part.release()
         self._plans.release()
 
     def close(self) -> None:
         """Releases as `release` does, and leaves the collective."""
         try:
+            self.give_back()
             self.release()
         finally:
             self._part.close()
@@ -230,7 +276,12 @@ class _InstallRun:
 
     def _ready(self, expected: Sequence[int]) -> tuple[ReadyPlan, Ready]:
         """Makes the plan ready, which costs next to nothing if it was made ready before the pause."""
-        plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic())
+        early = self._installer._early.held((blob_digest(self._order.plan), self._order.expected))
+        unread = early is not None and early.whole
+        plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic(), unread)
+        plan.copies_early(early)
+        if early is not None:
+            self.report.early_bytes, self.report.early_seconds = early.bytes, early.seconds
         recording = plan.resolved.recording
         if len(expected) != len(recording.needs):
             raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
@@ -280,6 +331,7 @@ class _InstallRun:
         trace("worker.install", "commit")
         self._slot.clean(self._order.fence.epoch, self._order.identity)
         self._installer._plans.serve(plan)
+        self._installer._early.drop()
         trace("worker.install", "clean")
 
     def _checked_order(self) -> Sequence[int]:
@@ -313,7 +365,7 @@ class _InstallRun:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
-                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors), plan.landed)
+                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors, plan.places), plan.landed)
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 unfinished.append(layer)

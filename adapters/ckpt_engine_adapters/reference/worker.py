@@ -85,6 +85,7 @@ class ReferenceWorker:
     def _sleep(self, level: int) -> dict[str, Any]:
         """Drops the caches, with level 2 also the weights; the state word says so before the first byte is freed."""
         self._caches.clear()
+        self._engine_worker.give_back()
         if level == 2:
             self._engine_worker.discard()
             self._model.discard()

@@ -340,7 +340,7 @@ class AgentMachine:
         reply = None if replica.operation is None else replica.operation.reply_to(request, now)
         if reply is not None:
             return reply
-        return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
+        return no_order(replica) if kind in ("want_prepare", "want_install", "early") else acknowledged()
 
     # -- timers and tasks
 

@@ -46,6 +46,7 @@ class ReadyWorker:
 
     boot_id: bytes
     plans: frozenset[bytes]  # their digests
+    stages: bool = False  # it brings what it can into stage memory before each install, and so is asked again
 
 
 @dataclass
