@@ -167,10 +167,11 @@ def slices(box: Box) -> tuple[slice, ...]:
 class OneWorker:
     """An installer with its state page, and the orders that a manager and an agent would give it."""
 
-    def __init__(self, target: LoadTarget, directory: Path, stage_memory: str = "0") -> None:
+    def __init__(self, target: LoadTarget, directory: Path, stage_memory: str = "0", device: str = "cpu") -> None:
+        """stage_memory: on `device`."""
         self.page = EnginePage(directory / "page")
         self.slot = self.page.claim(0, 1)
-        self.stage = StageMemory(stage_memory, torch.device("cpu"))
+        self.stage = StageMemory(stage_memory, torch.device(device))
         self.news: queue.SimpleQueue[worker_pb2.WorkerEarly] = queue.SimpleQueue()
         self.waits = True  # for what the installer brings early
         self.installer = Installer(
