@@ -13,8 +13,11 @@ from contextlib import contextmanager
 SEGMENT_BYTES = 16 << 20
 """Most bytes of a piece: 0.3 ms of PCIe 5."""
 
+IN_FLIGHT = 6
+"""Pieces that are queued at a time, so that the link is busy until the thread has the interpreter's lock again."""
+
 POLL_SECONDS = 0.3e-3
-"""Between two looks at what has arrived; a few pieces are on their way at a time."""
+"""Between two looks at what has arrived."""
 
 
 class _Thread(threading.local):

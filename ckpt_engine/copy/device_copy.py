@@ -172,7 +172,7 @@ class _Flight:
         self._last_report = time.monotonic()
 
     def queue(self, segment: Segment) -> int:
-        self.wait(IN_FLIGHT - 1)
+        self.wait((background.IN_FLIGHT if background.is_background() else IN_FLIGHT) - 1)
         segment.queue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 Tell = Callable[[worker_pb2.WorkerEarly], bool]
 """Tells the agent how far it is, and returns whether to go on. Any thread."""
 
-BATCH_BYTES = 256 << 20
-"""Bytes that are brought and then digested together: a digest of them takes a GPU 0.1 ms."""
+BATCH_BYTES = 1 << 30
+"""Bytes that are brought and then digested together: a digest of them takes a GPU 0.4 ms."""
 
 TELL_SECONDS = 0.2
 
@@ -56,11 +56,16 @@ class Batch:
     needs: list[int]
     digests: PreparedDigests
 
-    def run(self, on_bytes: Callable[[int], None]) -> list[int]:
-        """Brings them; returns their digests as they lie in stage memory."""
+    def bring(self, on_bytes: Callable[[int], None]) -> None:
+        """Brings them, and begins to digest them as they lie in stage memory."""
         for copy in self.copies:
             copy.run(on_bytes)
-        return self.digests.run()
+        self.digests.launch()
+
+    def wrong(self, expected: Sequence[int]) -> list[int]:
+        """Waits for the digests; returns the needs with one that differs from `expected`."""
+        values = zip(self.needs, self.digests.collect(), strict=True)
+        return [need for need, value in values if value != expected[need]]
 
 
 @dataclass
@@ -353,13 +358,20 @@ class _Run(threading.Thread):
             log.exception("ckpt-engine: the agent does not know how bringing into stage memory ended")
 
     def _bring(self) -> None:
+        """Brings all batches. A GPU digests one while the next one comes."""
+        digested: Batch | None = None
         for batch in self._batches():
             self._on_bytes(0)
             trace("worker.early", "copy")
-            digests = batch.run(self._on_bytes)
-            wrong = [need for need, digest in zip(batch.needs, digests, strict=True) if digest != self._expected[need]]
-            if wrong:
-                raise self._differs(wrong)
+            batch.bring(self._on_bytes)
+            self._check(digested)
+            digested = batch
+        self._check(digested)
+
+    def _check(self, batch: Batch | None) -> None:
+        wrong = batch.wrong(self._expected) if batch is not None else []
+        if wrong:
+            raise self._differs(wrong)
 
     def _on_bytes(self, count: int) -> None:
         if self._stopped.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -171,14 +171,14 @@ def test_another_order_ends_it_and_waits_for_its_end(
     worker = OneWorker(ModuleTarget(TensorParallel()), tmp_path, "auto")
     order = ordered(worker, checkpoint)
     entered, go = threading.Event(), threading.Event()
-    run = early_copy.Batch.run
+    bring = early_copy.Batch.bring
 
-    def held_up(self: early_copy.Batch, on_bytes: object) -> list[int]:
+    def held_up(self: early_copy.Batch, on_bytes: Callable[[int], None]) -> None:
         entered.set()
         assert go.wait(60)
-        return run(self, on_bytes)  # type: ignore[arg-type]
+        bring(self, on_bytes)
 
-    monkeypatch.setattr(early_copy.Batch, "run", held_up)
+    monkeypatch.setattr(early_copy.Batch, "bring", held_up)
     assert worker.ready(order).early_bytes
     assert entered.wait(60)
     threading.Timer(0.1, go.set).start()
