@@ -218,6 +218,11 @@ class EarlyCopies:
         return self._stage.wanted
 
     @property
+    def words(self) -> str:
+        """How much stage memory there is, for people; empty if there is to be none."""
+        return self._stage.words
+
+    @property
     def note(self) -> str:
         """Why less is brought early than could be; empty: it is not."""
         return self._stage.note
@@ -272,20 +277,21 @@ class EarlyCopies:
         self.stop()
         return self._layout if key == self._key else None
 
-    def stop(self) -> None:
-        """Ends what is on its way, and waits for that; what lies verified stays."""
+    def stop(self, silent: bool = True) -> None:
+        """Ends what is on its way, and waits for that; what lies verified stays. silent: its agent has ordered
+        something else, and is told nothing of it."""
         run, self._run = self._run, None
         if run is not None:
-            run.stop()
+            run.stop(silent)
 
-    def drop(self) -> None:
+    def drop(self, silent: bool = True) -> None:
         """Forgets what lies in stage memory; the memory stays."""
-        self.stop()
+        self.stop(silent)
         self._key, self._layout = None, None
 
     def give_back(self) -> None:
         """Forgets it, and frees the memory until the next plan is laid out."""
-        self.drop()
+        self.drop(silent=False)
         self._stage.give_back()
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -326,9 +332,11 @@ class _Run(threading.Thread):
         self._rest, self._tell, self._on_device = rest, tell, on_device
         self._told = 0.0
         self._stopped = threading.Event()
+        self._silent = False
 
-    def stop(self) -> None:
-        """Ends it, and waits for that."""
+    def stop(self, silent: bool) -> None:
+        """Ends it, and waits for that. silent: that it was stopped is not told."""
+        self._silent = silent
         self._stopped.set()
         self.join()
 
@@ -352,7 +360,7 @@ class _Run(threading.Thread):
             message = f"bringing it into stage memory failed inside the engine: {type(error).__name__}: {error}"
             self._news.problem.CopyFrom(internal(message).problem)
         try:
-            if not self._stopped.is_set():
+            if not self._silent:
                 self._tell(self._news)
         except Exception:
             log.exception("ckpt-engine: the agent does not know how bringing into stage memory ended")

@@ -93,7 +93,9 @@ class Installer:
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
         """Records the loader against a manifest, or finds its recording. Changes no weight. Never raises."""
-        prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT)
+        prepared = worker_pb2.WorkerPrepared(
+            fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT, stage_memory=self._early.words
+        )
         stop_at = time.monotonic() + order.deadline_seconds
         try:
             self._check_fill(order.fence)
@@ -135,6 +137,7 @@ class Installer:
                     self._early.begin(order, key, early, plan.resolved, plan.opened, plan.rest, self._tell)
         except Exception as error:
             answer.problem.CopyFrom(problem_of(error, "getting ready"))
+        answer.stage_memory = self._early.words
         answer.unopened.extend(self._plans.unopened)
         answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
         answer.plans.extend(self._part.communicators)
@@ -186,7 +189,7 @@ class Installer:
 
     def give_back(self) -> None:
         """Frees stage memory, with what lies there, until the next plan is made ready."""
-        self._early.drop()
+        self._early.drop(silent=False)
         self._plans.forget_early()
         self._early.give_back()
 

@@ -46,6 +46,13 @@ class StageMemory:
         """Bytes that are taken now."""
         return 0 if self.bytes is None else self.bytes.numel()
 
+    @property
+    def words(self) -> str:
+        """How much there is, for people; empty if there is to be none."""
+        if not self.wanted:
+            return ""
+        return self.note or f"{in_words(self.size)} on {self.device}" if self.size else self.note or "none is taken yet"
+
     def provide(self, wanted: int) -> torch.Tensor | None:
         """Takes memory for `wanted` bytes, or for fewer if there is not so much, unless it is taken already. None:
         there is none. Never raises: what does not fit is read in the pause, and `note` says why."""

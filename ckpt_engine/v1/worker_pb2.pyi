@@ -71,20 +71,22 @@ class PrepareOrder(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerPrepared(_message.Message):
-    __slots__ = ("fence", "needs", "host", "problem", "digest_format", "model")
+    __slots__ = ("fence", "needs", "host", "problem", "digest_format", "model", "stage_memory")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     needs: bytes
     host: _weights_pb2.Host
     problem: _weights_pb2.Problem
     digest_format: int
     model: str
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    stage_memory: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ..., model: _Optional[str] = ..., stage_memory: _Optional[str] = ...) -> None: ...
 
 class CheckOrder(_message.Message):
     __slots__ = ("fence", "manifest_digest", "seed", "by_engine", "deadline_seconds")
@@ -141,20 +143,22 @@ class CollectiveOrder(_message.Message):
     def __init__(self, members: _Optional[_Iterable[str]] = ..., member: _Optional[int] = ..., plan: _Optional[bytes] = ..., meeting: _Optional[bytes] = ..., communicator: _Optional[bytes] = ..., arm_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("fence", "plans", "problem", "unopened", "stages", "early_bytes")
+    __slots__ = ("fence", "plans", "problem", "unopened", "stages", "stage_memory", "early_bytes")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     UNOPENED_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     plans: _containers.RepeatedScalarFieldContainer[bytes]
     problem: _weights_pb2.Problem
     unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
     stages: bool
+    stage_memory: str
     early_bytes: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., stages: bool = ..., early_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., stages: bool = ..., stage_memory: _Optional[str] = ..., early_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerEarly(_message.Message):
     __slots__ = ("fence", "bytes_done", "bytes_total", "verified", "problem")

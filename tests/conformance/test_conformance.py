@@ -45,14 +45,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-BY_RELAY = "by relay"
+BY_RELAY, EARLY = "by relay", "early"
 
 
 def servers() -> Iterator[Any]:
-    """Each engine, reading the trainer and reading a relay."""
+    """Each engine, reading the trainer, reading a relay, and reading that before the pause, into stage memory."""
     for engine in ENGINES:
         real = () if engine.kind == "reference" else (pytest.mark.engine,)
-        for way, marks in (("", ()), (BY_RELAY, (pytest.mark.slow,))):
+        for way, marks in (("", ()), (BY_RELAY, (pytest.mark.slow,)), (EARLY, (pytest.mark.slow,))):
             name = f"{engine.kind}-{way}" if way else engine.kind
             yield pytest.param((engine, way), id=name, marks=(*real, *marks))
 
@@ -71,11 +71,12 @@ def server(
     try:
         with Listener(short / "trace") as listener, running_cluster(tmp_path_factory.mktemp(engine.kind)) as cluster:
             environment = {TRACE: str(listener.path), DEADLINES: RESTART_AT_ONCE, DIRECTORY: str(relays)}
-            replica = engine.start(cluster, engine.kind, models.bare, ("--mode", "hybrid"), environment)
-            if way == BY_RELAY:
+            options = ["--mode", "hybrid", *(["--stage-memory", "auto"] if way == EARLY else [])]
+            replica = engine.start(cluster, engine.kind, models.bare, options, environment)
+            if way:
                 cluster.relay(RELAY, "--memory", "64MiB", environment={DIRECTORY: str(relays)}).registered()
             replica.registered(engine.start_seconds)
-            yield Server(engine, cluster, replica, models, listener, by_relay=way == BY_RELAY)
+            yield Server(engine, cluster, replica, models, listener, bool(way), way == EARLY)
     finally:
         shutil.rmtree(short)
 

@@ -135,6 +135,7 @@ class Readying:
                 answer = request.ready
                 found = ReadyWorker(request.boot_id, frozenset(answer.plans), answer.stages)
                 self._replica.ready[request.rank] = found
+                self._replica.stage_memory[request.rank] = answer.stage_memory
                 self._asked.add(request.rank)
                 if answer.early_bytes:
                     self._bringing.add(request.rank)
