@@ -156,11 +156,11 @@ def before_the_pause(
     """
     early: list[PredictedEdge] = []
     rest: list[PredictedEdge] = []
-    left = dict(rooms or {})
+    room = dict(rooms or {})
     for edge in sorted(installs, key=lambda edge: is_of_gpus(edge.transport)):
-        free = edge.bytes if rooms is None else left.get(edge.reader, 0)
+        free = edge.bytes if rooms is None else room.get(edge.reader, 0)
         size = 0 if edge.same_gpu or is_collective(edge.transport) else min(edge.bytes, free)
-        left[edge.reader] = free - size
+        room[edge.reader] = free - size
         early += [edge._replace(bytes=size)] if size else []
         rest += [edge._replace(bytes=edge.bytes - size)] if size < edge.bytes else []
     return early, rest

@@ -132,8 +132,8 @@ def lay_out(resolved: Resolved, opened: Mapping[str, OpenedRegions], stage: Stag
         end += _aligned(sizes[need])
         layout.bytes += sizes[need]
         for read in reads[need]:
-            brought = layout.by_transport.get(read.transport, 0)
-            layout.by_transport[read.transport] = brought + read.box.volume * dtype.itemsize
+            size = layout.by_transport.get(read.transport, 0)
+            layout.by_transport[read.transport] = size + read.box.volume * dtype.itemsize
     read_later = {read.need for work in (*resolved.work.values(), *resolved.handed.values()) for read in work.reads}
     layout.whole = read_later <= layout.places.keys()
     return layout if layout.places else None
@@ -192,11 +192,11 @@ class _Nearness:
             return 3
         if memory != {GPU_MEMORY} or self._device.type != "cuda":
             return 2
-        shown = opened.view(
+        address = opened.view(
             read.region, read.offset, read.destination.shape, read.stride, read.stored or read.dtype
         ).data_ptr()
         try:
-            near = not lies_elsewhere(shown) and driver().device_of(shown) == self._device.index
+            near = not lies_elsewhere(address) and driver().device_of(address) == self._device.index
         except CudaDriverError:
             return 1
         return 0 if near else 1
@@ -213,9 +213,9 @@ class EarlyCopies:
         self._stream: torch.cuda.Stream | None = None
 
     @property
-    def wanted(self) -> bool:
+    def stages(self) -> bool:
         """Whether this worker is to bring anything early."""
-        return self._stage.wanted
+        return self._stage.is_configured
 
     @property
     def words(self) -> str:
@@ -231,7 +231,7 @@ class EarlyCopies:
         self, before: EarlyLayout | None, resolved: Resolved, opened: Mapping[str, OpenedRegions]
     ) -> EarlyLayout | None:
         """The layout of a plan; `before`, if that is still right."""
-        if not self.wanted:
+        if not self.stages:
             return None
         if before is not None and before.memory is self._stage.bytes:
             return before
@@ -330,7 +330,7 @@ class _Run(threading.Thread):
         self._batches, self._expected = batches, expected
         self._verified, self._differs = verified, differs
         self._rest, self._tell, self._on_device = rest, tell, on_device
-        self._told = 0.0
+        self._news_at = 0.0
         self._stopped = threading.Event()
         self._silent = False
 
@@ -391,7 +391,7 @@ class _Run(threading.Thread):
                 f"{self._news.bytes_done} of {self._news.bytes_total} bytes were in stage memory after "
                 f"{self._order.deadline_seconds:g} s"
             )
-        if now - self._told >= TELL_SECONDS:
-            self._told = now
+        if now - self._news_at >= TELL_SECONDS:
+            self._news_at = now
             if not self._tell(self._news):
                 raise aborted("nobody waits any more for what is brought into stage memory")

@@ -110,7 +110,7 @@ class Installer:
         The answer names every ready plan: `install` opens, maps and compiles nothing more for it, unless a tensor of
         the model moves or `release` is called before.
         """
-        answer = worker_pb2.WorkerReady(fence=order.fence, stages=self._early.wanted)
+        answer = worker_pb2.WorkerReady(fence=order.fence, stages=self._early.stages)
         self._early.stop()
         try:
             self._check_fence(order.fence)

@@ -32,12 +32,12 @@ class StageMemory:
         """uint8[n]; another tensor each time that memory is taken."""
         self.note = ""
         """Why it is less than a plan wants; empty: it is not."""
-        self._asked = 0  # the most bytes that "auto" was asked for since it took memory
+        self._request = 0  # the most bytes that "auto" was asked for since it took memory
         if self._size:
             self._take(self._size)
 
     @property
-    def wanted(self) -> bool:
+    def is_configured(self) -> bool:
         """Whether there is to be any."""
         return self._size != 0
 
@@ -49,30 +49,30 @@ class StageMemory:
     @property
     def words(self) -> str:
         """How much there is, for people; empty if there is to be none."""
-        if not self.wanted:
+        if not self.is_configured:
             return ""
         return self.note or f"{in_words(self.size)} on {self.device}" if self.size else self.note or "none is taken yet"
 
-    def provide(self, wanted: int) -> torch.Tensor | None:
-        """Takes memory for `wanted` bytes, or for fewer if there is not so much, unless it is taken already. None:
+    def provide(self, size: int) -> torch.Tensor | None:
+        """Takes memory for `size` bytes, or for fewer if there is not so much, unless it is taken already. None:
         there is none. Never raises: what does not fit is read in the pause, and `note` says why."""
-        if not self.wanted or not wanted:
+        if not self.is_configured or not size:
             return None
-        if self._size is None and self._asked < wanted:
+        if self._size is None and self._request < size:
             self.give_back()
-            self._asked = wanted
-            self._try(min(wanted, self._free() // 2), wanted)
+            self._request = size
+            self._try(min(size, self._free() // 2), size)
         elif self._size:
             self.note = ""
             if self.bytes is None:
-                self._try(self._size, min(self._size, wanted))
-            if not self.note and self._size < wanted:
-                self.note = f"{OPTION} {self._text} is less than the {in_words(wanted)} that this version wants"
+                self._try(self._size, min(self._size, size))
+            if not self.note and self._size < size:
+                self.note = f"{OPTION} {self._text} is less than the {in_words(size)} that this version wants"
         return self.bytes
 
     def give_back(self) -> None:
         """Frees the memory; nothing may use it any more. May be repeated. Never raises."""
-        pointer, self._pointer, self.bytes, self.note, self._asked = self._pointer, 0, None, "", 0
+        pointer, self._pointer, self.bytes, self.note, self._request = self._pointer, 0, None, "", 0
         if pointer:
             try:
                 with driver().on(self.device.index):
@@ -80,7 +80,7 @@ class StageMemory:
             except CudaDriverError:  # a context that is broken has freed all of its memory
                 return
 
-    def _try(self, size: int, wanted: int) -> None:
+    def _try(self, size: int, version: int) -> None:
         free = self._free()
         try:
             if size:
@@ -88,9 +88,9 @@ class StageMemory:
         except CkptEngineError as error:
             self.note = error.problem.message
         else:
-            if size < wanted:
+            if size < version:
                 self.note = (
-                    f"{OPTION} {self._text}: {in_words(size)} of the {in_words(wanted)} that this version wants, half "
+                    f"{OPTION} {self._text}: {in_words(size)} of the {in_words(version)} that this version wants, half "
                     f"of the {in_words(free)} that were free on {self.device}"
                 )
 

@@ -140,7 +140,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(server: 
 
 
 def test_a_torn_update_is_never_served_and_the_next_one_recovers(server: Server) -> None:
-    """One bit flips after sealing, in tensors that engines treat differently: repacked, plain, with padding."""
+    """One bit flips after sealing, in tensors that engines treat differently: repacked, plain, with padding. In stage
+    memory it is found before the pause, and what was served before goes on."""
     live = server.models.live(3)
     with server.trainer("torn") as trainer:
         trainer.publish(live, move=True)
@@ -148,9 +149,9 @@ def test_a_torn_update_is_never_served_and_the_next_one_recovers(server: Server)
             restore = corrupt_after_sealing(trainer, dict(live.named_parameters())[name], 7)
             report = trainer.update_weights(version=2 * number)
             restore()
-            assert outcomes(report) == {server.replica.name: "quarantined"}, report
+            assert outcomes(report) == {server.replica.name: "old_serving" if server.early else "quarantined"}, report
             assert name in report.replicas[0].problem
-            assert server.why_closed()
+            assert server.early or server.why_closed()
             load(live, server.models[3])
             assert trainer.update_weights(version=2 * number + 1).ok
             server.assert_serves(3, 2 * number + 1)

@@ -36,7 +36,7 @@ def a_worker_is_asked_for_each_install(patch: Patch) -> None:
     original = Readying.unready
 
     def unready(self: Readying) -> list[int]:
-        self._asked = {worker.rank for worker in self._install.workers}
+        self._respondents = {worker.rank for worker in self._install.workers}
         return original(self)
 
     patch.setattr(Readying, "unready", unready)

@@ -89,9 +89,9 @@ class Readying:
         self._workers = {worker.rank: worker for worker in install.workers}
         self._problems: dict[int, Problem] = {}
         self._giving = False
-        self._asked: set[int] = set()  # ranks that have answered in this install
+        self._respondents: set[int] = set()  # ranks that have answered in this install
         self._bringing: set[int] = set()  # ranks that have begun to bring into stage memory
-        self._brought: set[int] = set()  # ranks of which all of that lies there, verified
+        self._verified: set[int] = set()  # ranks of which all of that lies there, verified
         self._heard: dict[int, float] = {}  # by rank, when it told last how far that is
 
     def unready(self) -> list[int]:
@@ -104,7 +104,7 @@ class Readying:
             if rank not in ready
             or ready[rank].boot_id != boots.get(rank)
             or not ready[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
-            or (ready[rank].stages and rank not in self._asked and not self._replica.sleeping)
+            or (ready[rank].stages and rank not in self._respondents and not self._replica.sleeping)
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
@@ -136,7 +136,7 @@ class Readying:
                 found = ReadyWorker(request.boot_id, frozenset(answer.plans), answer.stages)
                 self._replica.ready[request.rank] = found
                 self._replica.stage_memory[request.rank] = answer.stage_memory
-                self._asked.add(request.rank)
+                self._respondents.add(request.rank)
                 if answer.early_bytes:
                     self._bringing.add(request.rank)
                     self._heard[request.rank] = now
@@ -149,7 +149,7 @@ class Readying:
                 if request.early.HasField("problem"):
                     self._problems[request.rank] = request.early.problem
                 if request.early.verified:
-                    self._brought.add(request.rank)
+                    self._verified.add(request.rank)
                 return acknowledged()
         return None
 
@@ -177,7 +177,7 @@ class Readying:
     @property
     def bringing(self) -> set[int]:
         """Ranks of workers that still bring into stage memory."""
-        return self._bringing - self._brought
+        return self._bringing - self._verified
 
     def problem(self, now: float, remaining: float) -> Problem | None:
         """Why the install cannot go on, by what workers have told, or have not for too long; None: it can, once
