@@ -131,16 +131,21 @@ def test_two_pools_bring_their_versions_side_by_side(
     for replica in replicas.values():
         replica.registered()
 
-    def run(number: int, pool: str) -> None:
-        model = make_tiny_qwen3(tmp_path / pool, 10 + number, vocabulary=PADDED_VOCABULARY, weights=False)
+    models = {
+        pool: make_tiny_qwen3(tmp_path / pool, 10 + number, vocabulary=PADDED_VOCABULARY, weights=False)
+        for number, pool in enumerate(pools)
+    }
+    tokens = {pool: reference_tokens(model, PROMPT, 5).tokens for pool, model in models.items()}
+
+    def run(pool: str) -> None:
         with Trainer(cluster.address, lineage=pool, pool=pool) as trainer:
-            trainer.publish(model, move=True)
+            trainer.publish(models[pool], move=True)
             for _ in range(3):
                 report = trainer.update_weights()
                 assert outcomes(report) == {pool: "new_serving"}, replicas[pool].tail()
                 assert early_bytes(report)
-            assert generate(replicas[pool], PROMPT, 5) == reference_tokens(model, PROMPT, 5).tokens
+            assert generate(replicas[pool], PROMPT, 5) == tokens[pool]
 
     with ThreadPoolExecutor() as threads:
-        for future in [threads.submit(run, *each) for each in enumerate(pools)]:
+        for future in [threads.submit(run, pool) for pool in pools]:
             future.result(300)
