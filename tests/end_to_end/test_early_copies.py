@@ -55,7 +55,8 @@ def test_the_pause_reads_from_stage_memory_only(
             assert begin < end < first < last
             (outcome,) = report.replicas
             (worker,) = outcome.message.workers
-            assert worker.early_bytes == worker.bytes == outcome.nbytes
+            assert worker.early_bytes == worker.bytes == outcome.early_nbytes == outcome.nbytes
+            assert "lay in stage memory before the pause" in report.details
             assert generate(replica, PROMPT, 5) == reference_tokens(model, PROMPT, 5).tokens
 
 
