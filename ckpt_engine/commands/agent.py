@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -210,7 +211,7 @@ def agent(
             "--url attaches to an engine that runs; --model, --port and what stands behind -- are for launching one",
             param_hint="--url",
         )
-    if url and stage_memory != stage.NONE:
+    if url and stage_memory not in (stage.NONE, os.environ.get(stage.ENVIRONMENT)):
         raise typer.BadParameter(
             f"an engine that runs has its stage memory by its own environment: start it with {stage.ENVIRONMENT}="
             f"{stage_memory}",
