@@ -33,7 +33,7 @@ from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.trace import trace
 from ckpt_engine.transport.base import Move, OpenedRegions, Viewable
-from ckpt_engine.v1 import weights_pb2, worker_pb2
+from ckpt_engine.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,18 @@ class _Nearness:
         return 0 if near else 1
 
 
+@dataclass(frozen=True)
+class EarlyVersion:
+    """What is to lie in stage memory: one version, by one plan."""
+
+    key: tuple[bytes, bytes]  # digest of the plan, and the serialised digests of its needs
+    layout: EarlyLayout
+    resolved: Resolved
+    opened: Mapping[str, OpenedRegions]
+    rest: Callable[[], None]  # ends reading from the plan's sources
+    expected: Sequence[int]  # digests of the needs, by number
+
+
 class EarlyCopies:
     """One worker's early copies: at most one version lies in stage memory, or is on its way there."""
 
@@ -237,39 +249,17 @@ class EarlyCopies:
             return before
         return lay_out(resolved, opened, self._stage)
 
-    def begin(
-        self,
-        order: worker_pb2.ReadyOrder,
-        key: tuple[bytes, bytes],
-        layout: EarlyLayout,
-        resolved: Resolved,
-        opened: Mapping[str, OpenedRegions],
-        rest: Callable[[], None],
-        tell: Tell,
-    ) -> None:
-        """Starts to bring a version, unless it lies there; its end is told in any case. key: digest of the plan, and
-        what its needs hash to. rest: ends reading from the plan's sources. Only after `stop`."""
-        expected = weights_pb2.Digests.FromString(key[1]).values
-        batches: Callable[[], Sequence[Batch]] = lambda: ()  # noqa: E731 - two ways to have them
-        if key != self._key:
-            self._key = None
-            self._layout = layout
-
-            def batches() -> Sequence[Batch]:
-                return layout.make_batches(resolved, opened)
-
-        def verified(seconds: float) -> None:
-            if key != self._key:
-                layout.seconds = seconds
-            self._key = key
-
-        def differs(needs: Sequence[int]) -> CkptEngineError:
-            names = sorted({resolved.recording.name(need) for need in needs})
-            message = f"what was brought into stage memory of {some(names)} does not hash to what its source sealed"
-            return data_loss(message, names)
-
-        self._run = _Run(order, layout.bytes, batches, expected, verified, differs, rest, tell, self._on_device)
+    def begin(self, order: worker_pb2.ReadyOrder, version: EarlyVersion, tell: Tell) -> None:
+        """Starts to bring a version, unless it lies there; its end is told in any case. Only after `stop`."""
+        lies_there = version.key == self._key
+        if not lies_there:
+            self._key, self._layout = None, version.layout
+        self._run = _Run(order, version, lies_there, tell, self)
         self._run.start()
+
+    def verified(self, version: EarlyVersion) -> None:
+        """Takes from its thread that a version lies there."""
+        self._key = version.key
 
     def held(self, key: tuple[bytes, bytes]) -> EarlyLayout | None:
         """The layout of what lies verified in stage memory; None: something else, or nothing. Ends what is on its
@@ -294,8 +284,8 @@ class EarlyCopies:
         self.drop(silent=False)
         self._stage.give_back()
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Has the calling thread work beside the engine's: in the device's context, on a stream of its own."""
+    def on_device(self) -> AbstractContextManager[object]:
+        """Has its thread work beside the engine's: in the device's context, on a stream of its own."""
         device = self._stage.device
         if device.type != "cuda":
             return nullcontext()
@@ -312,24 +302,13 @@ class _Run(threading.Thread):
     """Brings one version, and tells how that goes on."""
 
     def __init__(
-        self,
-        order: worker_pb2.ReadyOrder,
-        size: int,
-        batches: Callable[[], Sequence[Batch]],
-        expected: Sequence[int],
-        verified: Callable[[float], None],
-        differs: Callable[[Sequence[int]], CkptEngineError],
-        rest: Callable[[], None],
-        tell: Tell,
-        on_device: Callable[[], AbstractContextManager[object]],
+        self, order: worker_pb2.ReadyOrder, version: EarlyVersion, lies_there: bool, tell: Tell, owner: EarlyCopies
     ) -> None:
         super().__init__(name="ckpt-engine early copy", daemon=True)
-        self._order = order
-        self._stop_at = time.monotonic() + order.deadline_seconds
-        self._news = worker_pb2.WorkerEarly(fence=order.fence, bytes_total=size)
-        self._batches, self._expected = batches, expected
-        self._verified, self._differs = verified, differs
-        self._rest, self._tell, self._on_device = rest, tell, on_device
+        self._version, self._lies_there, self._tell, self._owner = version, lies_there, tell, owner
+        self._seconds = order.deadline_seconds
+        self._stop_at = time.monotonic() + self._seconds
+        self._news = worker_pb2.WorkerEarly(fence=order.fence, bytes_total=version.layout.bytes)
         self._news_at = 0.0
         self._stopped = threading.Event()
         self._silent = False
@@ -343,14 +322,12 @@ class _Run(threading.Thread):
     def run(self) -> None:
         """The thread."""
         try:
-            trace("worker.early", "begin")
-            started = time.monotonic()
             try:
-                with in_background(), self._on_device():
+                if not self._lies_there:
                     self._bring()
             finally:
-                self._rest()
-            self._verified(time.monotonic() - started)
+                self._version.rest()
+            self._owner.verified(self._version)
             self._news.verified, self._news.bytes_done = True, self._news.bytes_total
             trace("worker.early", "verified")
         except CkptEngineError as error:
@@ -367,19 +344,25 @@ class _Run(threading.Thread):
 
     def _bring(self) -> None:
         """Brings all batches. A GPU digests one while the next one comes."""
-        digested: Batch | None = None
-        for batch in self._batches():
-            self._on_bytes(0)
-            trace("worker.early", "copy")
-            batch.bring(self._on_bytes)
+        trace("worker.early", "begin")
+        started = time.monotonic()
+        version, digested = self._version, None
+        with in_background(), self._owner.on_device():
+            for batch in version.layout.make_batches(version.resolved, version.opened):
+                self._on_bytes(0)
+                trace("worker.early", "copy")
+                batch.bring(self._on_bytes)
+                self._check(digested)
+                digested = batch
             self._check(digested)
-            digested = batch
-        self._check(digested)
+        version.layout.seconds = time.monotonic() - started
 
     def _check(self, batch: Batch | None) -> None:
-        wrong = batch.wrong(self._expected) if batch is not None else []
+        wrong = batch.wrong(self._version.expected) if batch is not None else []
         if wrong:
-            raise self._differs(wrong)
+            names = sorted({self._version.resolved.recording.name(need) for need in wrong})
+            message = f"what was brought into stage memory of {some(names)} does not hash to what its source sealed"
+            raise data_loss(message, names)
 
     def _on_bytes(self, count: int) -> None:
         if self._stopped.is_set():
@@ -389,7 +372,7 @@ class _Run(threading.Thread):
         if now > self._stop_at:
             raise deadline(
                 f"{self._news.bytes_done} of {self._news.bytes_total} bytes were in stage memory after "
-                f"{self._order.deadline_seconds:g} s"
+                f"{self._seconds:g} s"
             )
         if now - self._news_at >= TELL_SECONDS:
             self._news_at = now

@@ -33,7 +33,7 @@ from ckpt_engine.engine.target import LoadTarget, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
-from ckpt_engine.install.early_copy import EarlyCopies, EarlyLayout, Tell
+from ckpt_engine.install.early_copy import EarlyCopies, EarlyVersion, Tell
 from ckpt_engine.install.part import InstallPart
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, await_device, warm_up
@@ -117,24 +117,20 @@ class Installer:
             stop_at = time.monotonic() + order.deadline_seconds
             with self._part.leaving(order):
                 plan = self._plans.open(order.plan, order.deadline_seconds)
-                early: EarlyLayout | None = None
                 try:
+                    version = None
                     if not order.asleep:
-                        early = self._place_early(order, plan)
+                        version = self._early_version(order, plan)
                         plan.lay_out(self._target)
                     self._part.join(order, plan, stop_at - time.monotonic())
                     if order.asleep:
                         answer.plans.append(plan.digest)
-                except BaseException:
-                    early = None
-                    raise
+                    if version is not None:
+                        self._early.begin(order, version, self._tell)  # which rests once it has ended
+                        answer.early_bytes = version.layout.bytes
                 finally:
-                    if early is None:
+                    if not answer.early_bytes:
                         plan.rest()
-                if early is not None:
-                    answer.early_bytes = early.bytes
-                    key = plan.digest, order.expected
-                    self._early.begin(order, key, early, plan.resolved, plan.opened, plan.rest, self._tell)
         except Exception as error:
             answer.problem.CopyFrom(problem_of(error, "getting ready"))
         answer.stage_memory = self._early.words
@@ -175,13 +171,16 @@ class Installer:
             self._last = answer
         return answer
 
-    def _place_early(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan) -> EarlyLayout | None:
-        """Decides what of a plan is brought into stage memory. None: nothing."""
-        if order.expected:
-            plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened)
-        early = plan.early if order.expected else None
-        plan.copies_early(early)
-        return early
+    def _early_version(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan) -> EarlyVersion | None:
+        """Decides what of a plan is brought into stage memory, from where the install is to copy it. None: nothing."""
+        plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened)
+        plan.copies_early(plan.early)
+        if plan.early is None:
+            return None
+        values = _digests_of(order.expected)
+        _check_count(values, plan.resolved.recording)
+        key = plan.digest, order.expected
+        return EarlyVersion(key, plan.early, plan.resolved, plan.opened, plan.rest, values)
 
     def stop_early(self) -> None:
         """Ends what is on its way into stage memory."""
@@ -285,9 +284,7 @@ class _InstallRun:
         plan.copies_early(early)
         if early is not None:
             self.report.early_bytes, self.report.early_seconds = early.bytes, early.seconds
-        recording = plan.resolved.recording
-        if len(expected) != len(recording.needs):
-            raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
+        _check_count(expected, plan.resolved.recording)
         return plan, plan.lay_out(self._target)
 
     def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
@@ -330,7 +327,7 @@ class _InstallRun:
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
-        report.copies = 1 if report.bytes else 0
+        report.copies = (2 if report.early_bytes else 1) if report.bytes else 0
         trace("worker.install", "commit")
         self._slot.clean(self._order.fence.epoch, self._order.identity)
         self._installer._plans.serve(plan)
@@ -344,10 +341,7 @@ class _InstallRun:
                 f"an identity needs a lineage of 1 to {LINEAGE_BYTES} bytes and a root of 32 bytes, not "
                 f"{identity.lineage!r} and {len(identity.root)} bytes"
             )
-        try:
-            return weights_pb2.Digests.FromString(self._order.expected).values
-        except DecodeError as error:
-            raise invalid(f"the expected digests cannot be read: {error}") from error
+        return _digests_of(self._order.expected)
 
     def _write(self, ready: Ready) -> None:
         started = time.monotonic()
@@ -444,6 +438,19 @@ class _InstallRun:
                 f"worker {self._slot.rank} had read {self.report.bytes} of {self._total} bytes after "
                 f"{self._order.deadline_seconds:g} s"
             )
+
+
+def _digests_of(expected: bytes) -> Sequence[int]:
+    """The digests of needs in an order. Raises INVALID_ARGUMENT."""
+    try:
+        return weights_pb2.Digests.FromString(expected).values
+    except DecodeError as error:
+        raise invalid(f"the expected digests cannot be read: {error}") from error
+
+
+def _check_count(expected: Sequence[int], recording: Recording) -> None:
+    if len(expected) != len(recording.needs):
+        raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
 
 
 def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:
