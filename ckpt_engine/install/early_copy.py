@@ -81,10 +81,17 @@ class EarlyLayout:
     batches: list[Batch] | None = None  # made by the thread that brings them first
     seconds: float = 0.0  # that the last version took
 
-    def make_batches(self, resolved: Resolved, opened: Mapping[str, OpenedRegions]) -> list[Batch]:
-        """Prepares all copies and digests, unless that was done."""
+    def make_batches(
+        self, resolved: Resolved, opened: Mapping[str, OpenedRegions], on_bytes: Callable[[int], None]
+    ) -> list[Batch]:
+        """Prepares all copies and digests, unless that was done. The first time pins what is read. on_bytes: called
+        with 0 before each batch; what it raises ends the work."""
         if self.batches is None:
-            self.batches = [self._batch(needs, resolved, opened) for needs in self._groups()]
+            batches = []
+            for needs in self._groups():
+                on_bytes(0)
+                batches.append(self._batch(needs, resolved, opened))
+            self.batches = batches
         return self.batches
 
     def _groups(self) -> Iterator[list[int]]:
@@ -348,7 +355,7 @@ class _Run(threading.Thread):
         started = time.monotonic()
         version, digested = self._version, None
         with in_background(), self._owner.on_device():
-            for batch in version.layout.make_batches(version.resolved, version.opened):
+            for batch in version.layout.make_batches(version.resolved, version.opened, self._on_bytes):
                 self._on_bytes(0)
                 trace("worker.early", "copy")
                 batch.bring(self._on_bytes)

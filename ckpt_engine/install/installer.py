@@ -173,7 +173,7 @@ class Installer:
 
     def _early_version(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan) -> EarlyVersion | None:
         """Decides what of a plan is brought into stage memory, from where the install is to copy it. None: nothing."""
-        plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened)
+        plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened) if order.expected else None
         plan.copies_early(plan.early)
         if plan.early is None:
             return None

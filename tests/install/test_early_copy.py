@@ -170,21 +170,47 @@ def test_another_order_ends_it_and_waits_for_its_end(
     """An install must not read from what is being written."""
     worker = OneWorker(ModuleTarget(TensorParallel()), tmp_path, "auto")
     order = ordered(worker, checkpoint)
+    go = held_up(worker, order, monkeypatch)
+    report = installed(worker, order)
+    assert go.is_set()
+    assert not report.early_bytes
+    assert not [news for news in all_news(worker) if news.HasField("problem")], "its agent has ordered something else"
+
+
+def test_a_sleep_ends_it_and_its_agent_is_told(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = OneWorker(ModuleTarget(TensorParallel()), tmp_path, "auto")
+    go = held_up(worker, ordered(worker, checkpoint), monkeypatch)
+    worker.installer.give_back()
+    assert go.is_set()
+    assert not worker.stage.size
+    assert "was stopped" in all_news(worker)[-1].problem.message
+
+
+def held_up(worker: OneWorker, order: worker_pb2.InstallOrder, patch: pytest.MonkeyPatch) -> threading.Event:
+    """Makes it ready. When this returns, its first bytes are about to come; they do a moment later, and the event is
+    set."""
     entered, go = threading.Event(), threading.Event()
     bring = early_copy.Batch.bring
 
-    def held_up(self: early_copy.Batch, on_bytes: Callable[[int], None]) -> None:
+    def waiting(self: early_copy.Batch, on_bytes: Callable[[int], None]) -> None:
         entered.set()
         assert go.wait(60)
         bring(self, on_bytes)
 
-    monkeypatch.setattr(early_copy.Batch, "bring", held_up)
+    patch.setattr(early_copy.Batch, "bring", waiting)
     assert worker.ready(order).early_bytes
     assert entered.wait(60)
     threading.Timer(0.1, go.set).start()
-    report = installed(worker, order)
-    assert go.is_set()
-    assert not report.early_bytes
+    return go
+
+
+def all_news(worker: OneWorker) -> list[worker_pb2.WorkerEarly]:
+    found = []
+    while not worker.news.empty():
+        found.append(worker.news.get())
+    return found
 
 
 def test_what_was_brought_for_an_order_lies_there_when_it_comes_again(
