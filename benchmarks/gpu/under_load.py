@@ -235,7 +235,7 @@ def _on_a_gpu(
     config = write_config(path / "model")
     with contextlib.ExitStack() as stack:
         up = plain(stack, config) if plain is not None else None
-        stack.enter_context(_relays_below(path))
+        stack.enter_context(relays_below(path))
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = start(cluster, engine, config, visible="0")
         threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
@@ -266,7 +266,7 @@ def _on_a_gpu(
 RIVALS = {"vllm": "vLLM ipc", "sglang": "SGLang update_weights_from_tensor"}
 
 
-def _relays_below(path: Path) -> Any:
+def relays_below(path: Path) -> Any:
     """A directory of relays of this run's own, for what is started meanwhile."""
     return patch.dict(os.environ, {DIRECTORY: str(path / "relays")})
 
@@ -298,7 +298,7 @@ def reference(path: Path, cpu: bool) -> Iterator[World]:
 @contextlib.contextmanager
 def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]:
     model = make_tiny_qwen3(path / "model", 1, weights=False)
-    with _relays_below(path), running_cluster(path / "cluster") as cluster:
+    with relays_below(path), running_cluster(path / "cluster") as cluster:
         replica = start(cluster, path / "model")
         cluster.relay("a", "--memory", "64MB").registered()
         replica.registered(300)

@@ -23,6 +23,7 @@ from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
+from ckpt_engine.core import stage_memory as stage
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.kinds import engine_names
@@ -54,6 +55,14 @@ def _check_transports(transports: list[str] | None) -> list[str] | None:
         if name not in worker_kinds():
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
     return transports
+
+
+def _check_stage_memory(text: str) -> str:
+    try:
+        stage.stage_bytes(text)
+    except CkptEngineError as error:
+        raise typer.BadParameter(f"{error.problem.message}; or auto, or 0") from error
+    return text
 
 
 def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
@@ -155,6 +164,16 @@ def agent(
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Deadline = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
+    stage_memory: Annotated[
+        str,
+        typer.Option(
+            envvar=stage.ENVIRONMENT,
+            metavar="SIZE|auto|0",
+            callback=_check_stage_memory,
+            help="Memory of each worker, on its device, into which it brings a version before the pause; auto: at most "
+            "half of what is free (docs/staging.md).",
+        ),
+    ] = stage.NONE,
     metrics: Annotated[
         str,
         typer.Option(
@@ -205,6 +224,12 @@ def agent(
             "--url attaches to an engine that runs; --model, --port and what stands behind -- are for launching one",
             param_hint="--url",
         )
+    if url and stage_memory not in (stage.NONE, os.environ.get(stage.ENVIRONMENT)):
+        raise typer.BadParameter(
+            f"an engine that runs has its stage memory by its own environment: start it with {stage.ENVIRONMENT}="
+            f"{stage_memory}",
+            param_hint=stage.OPTION,
+        )
     modes = {
         Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
         Mode.HYBRID: manager_pb2.MODE_HYBRID,
@@ -227,6 +252,7 @@ def agent(
         startup_timeout,
         sleeps=mode is not Mode.STANDALONE,
         advertise=advertise,
+        stage_memory=stage_memory,
     )
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
@@ -255,6 +281,7 @@ def agent(
                 say,
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
+                stage_memory=stage_memory,
             )
             _run_to_the_end(agent, own_relay)
             return

@@ -110,3 +110,9 @@ def discard() -> None:
             _attached.discard()
     except Exception:
         log.exception("ckpt-engine: the worker cannot say that its weights are gone")
+
+
+def give_back() -> None:
+    """Frees stage memory, before SGLang releases memory of its own. Never raises."""
+    if _attached is not None:
+        _attached.worker.give_back()

@@ -101,7 +101,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config))
         self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
         self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
-        guard_sleep(_discard)
+        guard_sleep(_discard, _give_back)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Records the loader against the manifest of the agent's order, or marks that the worker holds nothing."""
@@ -128,6 +128,10 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.discard()
         self._attributes.keep()
 
+    def give_back(self) -> None:
+        """Frees stage memory."""
+        self._worker.give_back()
+
     def shutdown(self) -> None:
         """Closes the channel to the agent."""
         self._worker.close()
@@ -143,3 +147,10 @@ def _discard(worker: Any) -> None:
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, CkptEngineWeightTransfer):
         engine.discard()
+
+
+def _give_back(worker: Any) -> None:
+    """Frees a vLLM worker's stage memory."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, CkptEngineWeightTransfer):
+        engine.give_back()

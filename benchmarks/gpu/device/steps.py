@@ -45,6 +45,7 @@ def tests(where: str, limit: int, *words: str) -> tuple[str, ...]:
 
 LOAD = ("-m", "benchmarks.gpu.under_load", "-o", "{out}/under_load.json")
 TRACED = ("-m", "benchmarks.gpu.traced", "-o")
+STAGED = ("-m", "benchmarks.gpu.stage_memory", "-o", "{out}/stage_memory.json")
 FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
 SMALL = ("--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2", "--idle", "4")
 SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
@@ -52,6 +53,14 @@ SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 KEEP = ("--only", "ours", "rival", "ours_by_relay")
 
 STEPS = (
+    Step(
+        "staged",
+        "vLLM, by a relay: a version in stage memory before the pause, half of it, none; pause at most 30 ms",
+        STAGED,
+        *(230, 300),
+        engine="vllm",
+        cpu=(*STAGED, "--cpu", *SMALL),
+    ),
     Step(
         "under-load",
         "32 streams, an update every 1.5 s, against vLLM's ipc: at most 35 ms lost, worst gap 80 ms, none refused",
