@@ -26,7 +26,7 @@ from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.test_vllm_models import MIXTURE, SMALL, build
 from tests.gpu import exact
 from tests.gpu.exact import PROMPTS
-from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm
 from tests.tiny_model import regrets
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(1200)]
@@ -310,7 +310,7 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         for name, tensor in pair.weights[LOADED].items()
     }
     record("published in float32", sorted(name for name, tensor in live.items() if tensor.dtype == torch.float32))
-    wait_for_plain(pair.plain, UP_SECONDS)
+    pair.plain.wait(UP_SECONDS)
     expected = [answer(pair.plain.url, prompt) for prompt in PROMPTS]
     pair.replica.registered(UP_SECONDS)
     differences = []

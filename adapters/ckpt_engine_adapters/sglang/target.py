@@ -25,11 +25,11 @@ from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.engine.elsewhere import Elsewhere
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
-from ckpt_engine.engine.target import StagedLayer, Weights
+from ckpt_engine.engine.target import Quantised, StagedLayer, Weights
 from ckpt_engine_adapters.sglang.beside import PostLoadTensors, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
 from ckpt_engine_adapters.sglang.live import LiveLayer
-from ckpt_engine_adapters.sglang.residency import processing_method
+from ckpt_engine_adapters.sglang.residency import UNQUANTISED, processing_method
 
 
 class SglangTarget:
@@ -56,6 +56,7 @@ class SglangTarget:
             else:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
+        self._quantised = dict(_quantised(self._staged_layers, self._forms))
         self._refuse_shared()
         self._computed = PostLoadTensors(model, made_while_loading(model, {*self._staged_layers.values()}))
         self._derived = dict(_buffers_of_weights(model))
@@ -160,6 +161,9 @@ class SglangTarget:
     def staged(self) -> Collection[str]:
         return {full_name(prefix, name) for prefix, form in self._forms.items() for name in form}
 
+    def quantised(self) -> Mapping[str, Quantised]:
+        return self._quantised
+
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
         """Takes layers out of the live form one by one; each returns to it when it is finished. An exception puts the
@@ -218,6 +222,16 @@ def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device
     layer._parameters.clear()
     layer._parameters.update(parameters)  # type: ignore[arg-type]
     return parameters
+
+
+def _quantised(
+    layers: Mapping[str, nn.Module], forms: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Quantised]]:
+    for prefix, layer in layers.items():
+        method = processing_method(layer)
+        if not isinstance(method, UNQUANTISED):
+            published = any(form.dtype.itemsize == 1 for form in forms[prefix].values())
+            yield prefix, Quantised(published, type(method).__name__)
 
 
 def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:

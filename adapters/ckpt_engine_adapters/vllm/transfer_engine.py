@@ -46,6 +46,16 @@ def _draft_model(vllm_config: VllmConfig) -> str:
     return f"method {speculative.method}, model {speculative.model or 'of the same checkpoint'}"
 
 
+def _shared(vllm_config: VllmConfig) -> str:
+    """How several workers share a layer's weights; empty: none do."""
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size > 1:
+        return f"tensor parallelism of {parallel.tensor_parallel_size}"
+    # vLLM tells each core of a dense model that it is alone. Experts are split over the cores.
+    size = parallel.data_parallel_size
+    return f"data parallelism of {size} with experts" if size > 1 else ""
+
+
 def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device, workers: int) -> str:
     parallel, settings = vllm_config.parallel_config, vllm_config.model_config
     layout = (
@@ -98,9 +108,10 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
-        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config))
+        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config), _shared(vllm_config))
         self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
-        self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
+        given_up = device.type if device.type != "cpu" else "none"
+        self._attributes = Attributes(model, given_up, target.kernel_tensors())
         guard_sleep(_discard)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
