@@ -1,10 +1,16 @@
-"""torchao's quantisation by vLLM at each update, on the CPU: a server that was updated answers with the tokens of one
-that loaded the same files with the same options, and a corrupt slice closes it until the next update."""
+"""Quantised models in vLLM on the CPU.
+
+torchao's methods at servers: one that was updated answers with the tokens of one that loaded the same files with the
+same options, and a corrupt slice closes it until the next update. FP8, of which this CPU has no kernel, without a
+server: tensor by tensor what vLLM's own loader leaves, at the addresses that a captured graph reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +20,18 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, running_cluster
+from tests.engines.quantised_models import dense, experts, write
 from tests.engines.serving import model_of
-from tests.engines.vllm_server import assert_closed, complete, needs_vllm, plain_vllm, start_vllm, tokens
+from tests.engines.vllm_server import (
+    OVERLAY,
+    PYTHON,
+    assert_closed,
+    complete,
+    needs_vllm,
+    plain_vllm,
+    start_vllm,
+    tokens,
+)
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = needs_vllm
@@ -94,3 +110,50 @@ def test_updates_are_as_loaded_and_a_corrupt_slice_heals(pairs: dict[str, Pair],
         live.load_state_dict(model_of(tmp_path, LOADED).state_dict())
         assert trainer.update_weights(version=len(SEEDS) + 1).ok
         assert [tokens(complete(replica, prompt)) for prompt in PROMPTS] == expected
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+FP8_KINDS = {
+    # vLLM makes its group of experts for the first model only
+    "experts, online": (experts, {"quantization": "fp8"}, "Fp8PerTensorOnlineMoEMethod"),
+    "experts, block-wise": (experts, {}, "Fp8MoEMethod"),
+    "dense, online": (dense, {"quantization": "fp8"}, "Fp8PerTensorOnlineLinearMethod"),
+    "dense, online by channel": (dense, {"quantization": "fp8_per_channel"}, "Fp8PtpcOnlineLinearMethod"),
+    "dense, block-wise": (dense, {}, "Fp8LinearMethod"),
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/engines/quantised_install.py tells of each kind, in one process of vLLM's Python."""
+    path = tmp_path_factory.mktemp("installed")
+    for kind, (make, arguments, _) in FP8_KINDS.items():
+        for version in (1, 2, 3):
+            write(make(), version, path / kind / str(version), block_wise="block" in kind)
+        (path / kind / "arguments.json").write_text(json.dumps(arguments))
+    environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.engines.quantised_install", *(str(path / kind) for kind in FP8_KINDS)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    return {line["kind"]: line for line in lines}
+
+
+@pytest.mark.parametrize("kind", list(FP8_KINDS))
+def test_fp8_is_what_vllms_own_loader_makes(installed: dict[str, Any], kind: str) -> None:
+    found = installed[kind]
+    assert found["problem"] == ""
+    assert found["differ"] == [[], [], [], []]
+    assert found["moved"] == []
+    assert found["torn"] == [["dirty", True]] * 4
+    assert found["as_loaded"] > found["verified"] > 0
+    published = "block" in kind
+    assert [published, FP8_KINDS[kind][2]] in found["quantised"].values()
+    assert {how[0] for how in found["quantised"].values()} == {published}

@@ -39,10 +39,13 @@ class _Attached:
         rank, alone = worker_rank(runner)
         self.model: nn.Module = runner.model
         session = getattr(runner, "weight_updater", None)
-        target = SglangTarget(self.model, runner.model_config.hf_text_config, refusals(runner.server_args), session)
+        gpus = getattr(runner.server_args, "tp_size", 1) if runner.device == "cuda" else 0
+        refused = refusals(runner.server_args)
+        target = SglangTarget(self.model, runner.model_config.hf_text_config, refused, session, gpus)
         workers = int(os.environ.get(WORKERS_VARIABLE, alone))
         self.worker = EngineWorker(directory, rank, workers, target, model=_facts(runner, workers))
-        self._attributes = Attributes(self.model, runner.device if runner.device != "cpu" else "none")
+        given_up = runner.device if runner.device != "cpu" else "none"
+        self._attributes = Attributes(self.model, given_up, target.kernel_tensors())
         self._cuda = runner.device == "cuda"
 
     def install(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""What is particular about quantised layers of vLLM: which there are, and where their kernels keep tensors.
+"""What is particular about quantised models in vLLM: which layers are, where kernels keep tensors, made-up scales.
 
 It says which side quantised a layer, and which objects are looked into for tensors; the target stages the layers.
 """
@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ckpt_engine.engine.target import Quantised
@@ -40,17 +42,27 @@ def may_hold_tensors(value: object) -> bool:
     return not isinstance(value, QuantizationConfig)
 
 
+def reset_made_up_scales(model: nn.Module) -> None:
+    """Gives attention layers the scales of caches that a checkpoint without such scales has.
+
+    For a model with made-up weights (`--load-format dummy`): of a quantised checkpoint vLLM makes the scales up, too,
+    and keeps them.
+    """
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+            set_default_quant_scales(layer)
+
+
 @contextmanager
 def without_own_reload(model: nn.Module) -> Iterator[None]:
-    """vLLM's loader of a torchao model that is loaded already begins a reload of its own, which would take layers out of
-    the form in which they are recorded or staged. Not inside this."""
-    before = [
-        (module, module._do_torchao_reload) for module in model.modules() if hasattr(module, "_do_torchao_reload")
-    ]
+    """Keeps vLLM's loader of a torchao model from beginning a reload of its own, as it does once the model is loaded:
+    that would take layers out of the form in which they are recorded or staged."""
+    modules: list[dict[str, Any]] = [vars(module) for module in model.modules()]
+    reloading = [attributes for attributes in modules if attributes.get("_do_torchao_reload")]
     try:
-        for module, _ in before:
-            module._do_torchao_reload = False
+        for attributes in reloading:
+            attributes["_do_torchao_reload"] = False
         yield
     finally:
-        for module, value in before:
-            module._do_torchao_reload = value
+        for attributes in reloading:
+            attributes["_do_torchao_reload"] = True

@@ -99,8 +99,8 @@ class VllmTarget:
             name, how = next(iter(self._quantised.items()))
             found.append(
                 f"{len(self._quantised)} of its layers are quantised ({name} by {how.method}) under {shared} on GPUs, "
-                "where processing may be a collective of the workers, and no test has seen that yet: start each replica "
-                "on one GPU, or without quantisation"
+                "where processing may be a collective of the workers, and no test has seen that yet: start each "
+                "replica on one GPU, or without quantisation"
             )
         for layer, *_ in self._tied:
             method = getattr(layer, "quant_method", None)
