@@ -16,6 +16,7 @@ memory stay the same (plans.py).
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
-from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
@@ -273,6 +274,7 @@ class _InstallRun:
         self._verified = self._verify(resident, recording, expected)
         more = len(self._by_loader) - _MOST_NAMES
         report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+        report.quantised.extend(_quantised(self._target.quantised()))
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
@@ -389,6 +391,16 @@ class _InstallRun:
                 f"worker {self._slot.rank} had read {self.report.bytes} of {self._total} bytes after "
                 f"{self._order.deadline_seconds:g} s"
             )
+
+
+def _quantised(layers: Mapping[str, Quantised]) -> Iterator[manager_pb2.QuantisedLayers]:
+    """The rows of a report: layers that are quantised alike, by the pattern of their names."""
+    alike: dict[Quantised, list[str]] = {}
+    for name, how in layers.items():
+        alike.setdefault(how, []).append(re.sub(r"\d+", "#", name))
+    for how, names in alike.items():
+        patterns = [*dict.fromkeys(names)][:_MOST_NAMES]
+        yield manager_pb2.QuantisedLayers(published=how.published, method=how.method, layers=len(names), names=patterns)
 
 
 def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:

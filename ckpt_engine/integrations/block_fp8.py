@@ -53,8 +53,8 @@ class BlockFp8:
             raise invalid(f"left={left!r} is no regular expression: {error}") from error
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        """Raises INVALID_ARGUMENT, naming the tensor, for one of which this rank holds a part only, and for experts of a
-        layer in one tensor."""
+        """Raises INVALID_ARGUMENT, naming the tensor, for one of which this rank holds a part only, and for experts of
+        a layer in one tensor."""
         for name, tensor in self._pairs():
             if not self._is_quantised(name, tensor):
                 yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

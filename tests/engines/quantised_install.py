@@ -1,9 +1,9 @@
 """Run by an engine's Python: installs into vLLM's own quantised layers, as its loader makes them, without a server.
 
-`python -m tests.engines.quantised_install DIRECTORY...`: each holds one kind, in `1`, `2` and `3` three versions of its
-files, and in `arguments.json` what vLLM is started with. vLLM's methods, loaders and reloading are its own; only its FP8
-kernels, which no CPU here has, are stand-ins that keep tensors as those of a GPU do: of experts some that only the
-kernel has, one of them made of weights.
+`python -m tests.engines.quantised_install DIRECTORY...`: each holds one kind, in `1`, `2` and `3` three versions of
+its files, and in `arguments.json` what vLLM is started with. Methods, loaders and reloading are vLLM's own. Only FP8
+kernels, which no CPU here has, are stand-ins. They keep tensors as those of a GPU do: those of experts have some that
+lie nowhere else, one of them made of weights.
 
 A model that vLLM made with random weights is updated to 1, 2, 1 and 3 by our install, with a torn one between, and
 compared with models that vLLM's own loader brought the same files, and read as a captured graph would: at the addresses

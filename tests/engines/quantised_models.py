@@ -1,4 +1,4 @@
-"""Small models whose matrices FP8 kernels take: of 128 times 128 elements, or of a multiple of that; and their files."""
+"""Small models whose matrices FP8 kernels take, of multiples of 128 rows and columns, and their files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def experts() -> Any:
 
 
 def write(config: Any, seed: int, path: Path, *, block_wise: bool) -> dict[str, Tensor]:
-    """Writes the files of a random model, and returns its bfloat16 tensors by their names in the checkpoint. block_wise:
-    the files are what `BlockFp8` makes of these."""
+    """Writes the files of a random model, and returns its bfloat16 tensors by their names in the checkpoint.
+    block_wise: the files are what `BlockFp8` makes of these."""
     from safetensors.torch import save_file
 
     config.dtype = torch.bfloat16

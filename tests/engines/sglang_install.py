@@ -91,7 +91,7 @@ def lacking(weights: Mapping[str, Tensor], leaves_out: Mapping[str, str]) -> Ite
     """Checkpoints that must be refused, by what is wrong with them."""
     for what, name in leaves_out.items():
         yield what, {each: tensor for each, tensor in weights.items() if each != name}
-    name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
+    name = next(name for name, tensor in weights.items() if tensor.dim() == 2 and name.endswith("weight"))
     yield "wrong shape", {**weights, name: weights[name][:-2].clone()}
     yield "unknown", {**weights, "model.layers.0.nobody.weight": torch.zeros(4, dtype=torch.bfloat16)}
 
@@ -199,8 +199,8 @@ def touched_by_a_session(model: nn.Module, selector: str) -> list[str]:
 
 
 def as_on_cuda() -> None:
-    """Has SGLang's quantised layers process weights as they do on CUDA; on this CPU they refuse. That is torch alone but
-    for two kernels of FP8, in whose place torch computes the same."""
+    """Has SGLang's quantised layers process weights as they do on CUDA; on this CPU they refuse. That is torch alone
+    but for two kernels of FP8, in whose place torch computes the same."""
     from sglang.srt.layers.quantization import fp8, w8a8_int8
 
     def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:

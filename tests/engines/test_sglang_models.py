@@ -68,8 +68,8 @@ def deepseek_v2() -> Any:
 
 
 class Kind(NamedTuple):
-    """leaves_out: checkpoint tensors without which an update is refused, by what they are. quantised: int8 or FP8 blocks
-    in the files, or bfloat16 that SGLang quantises (`--quantization fp8`)."""
+    """leaves_out: checkpoint tensors without which an update is refused, by what they are. quantised: int8 or FP8
+    blocks in the files, or bfloat16 that SGLang quantises (`--quantization fp8`)."""
 
     make: Callable[[], Any]
     leaves_out: dict[str, str]

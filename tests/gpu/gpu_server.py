@@ -41,12 +41,13 @@ def start_gpu_vllm(
     options: Sequence[str] = (),
     visible: str = "",
     tensor_parallel: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """A vLLM server with random weights of its own; CUDA graphs are on unless `--enforce-eager`. Not waited for.
 
-    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all. environment: added to what it needs.
     """
-    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     return cluster.replica(
         name,
         "vllm",
@@ -55,7 +56,7 @@ def start_gpu_vllm(
         *vllm_arguments(tensor_parallel=tensor_parallel),
         *arguments,
         options=options,
-        environment=environment,
+        environment={**ENVIRONMENT, **devices, **(environment or {})},
     )
 
 

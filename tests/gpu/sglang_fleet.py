@@ -43,12 +43,13 @@ def start_gpu_sglang(
     options: Sequence[str] = (),
     visible: str = "",
     tensor_parallel: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """A server with random weights of its own; not waited for.
 
-    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all. environment: added to what it needs.
     """
-    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     parallel = ("--tensor-parallel-size", str(tensor_parallel))
     return cluster.replica(
         name,
@@ -56,7 +57,7 @@ def start_gpu_sglang(
         model,
         *(PYTHON, "-m", "sglang.launch_server", *OPTIONS, *parallel, *arguments),
         options=options,
-        environment=environment,
+        environment={**ENVIRONMENT, **devices, **(environment or {})},
     )
 
 
