@@ -82,19 +82,19 @@ class KernelTensors:
         """The steps to everything that is found, each after those above it."""
         yield from self._below(self._layer, "", 0, {})
 
-    def _below(self, holder: object, path: str, depth: int, seen: dict[int, bool]) -> Iterator[_Edge]:
-        """seen: whether there is something below an object, by its id; each is looked into once."""
+    def _below(self, holder: object, path: str, depth: int, visits: dict[int, bool]) -> Iterator[_Edge]:
+        """visits: whether there is something below an object, by its id; each is looked into once."""
         for key, value in _items(holder):
             edge = _Edge(f"{path}.{key}" if path else str(key), holder, key, value)
             if isinstance(value, Tensor | float):
                 yield edge
             elif depth < DEPTH and self._open(value):
                 below: list[_Edge] = []
-                if id(value) not in seen:
-                    seen[id(value)] = False
-                    below = list(self._below(value, edge.path, depth + 1, seen))
-                    seen[id(value)] = bool(below)
-                if seen[id(value)]:
+                if id(value) not in visits:
+                    visits[id(value)] = False
+                    below = list(self._below(value, edge.path, depth + 1, visits))
+                    visits[id(value)] = bool(below)
+                if visits[id(value)]:
                     yield edge
                     yield from below
 

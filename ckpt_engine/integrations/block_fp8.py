@@ -21,7 +21,7 @@ BLOCK = 128
 
 LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
 
-LEFT = r"(^|\.)(lm_head|embed\w*|wte|wpe|router)\.|norm|gate\.weight$"
+EXCLUDE = r"(^|\.)(lm_head|embed\w*|wte|wpe|router)\.|norm|gate\.weight$"
 """Matrices that are not quantised: embeddings, output heads and what chooses experts, as in those checkpoints."""
 
 Pairs = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class BlockFp8:
 
         trainer.publish(BlockFp8(model))
 
-    What is quantised are the matrices called `….weight`, but for those whose names match `left`. A float32 master is
+    What is quantised are the matrices called `….weight`, but for those whose names match `exclude`. A float32 master is
     rounded to bfloat16 first, so that the quantised values are those of the bfloat16 weights, and nothing depends on
     whether the trainer keeps masters. All other floating-point tensors are served in bfloat16.
 
@@ -40,17 +40,17 @@ class BlockFp8:
     at a time, on its device, besides the checkpoint that the source holds.
     """
 
-    def __init__(self, weights: nn.Module | Pairs | Callable[[], Pairs], *, left: str = LEFT) -> None:
+    def __init__(self, weights: nn.Module | Pairs | Callable[[], Pairs], *, exclude: str = EXCLUDE) -> None:
         """weights: a module, (name, tensor) pairs, a mapping, or a callable that returns such pairs, by the names of
-        the checkpoint; whole tensors. An iterator is read once, here. left: a regular expression.
+        the checkpoint; whole tensors. An iterator is read once, here. exclude: a regular expression.
 
         Raises INVALID_ARGUMENT for a pattern that is none.
         """
         self._weights = list(weights) if isinstance(weights, Iterator) else weights
         try:
-            self._left = re.compile(left)
+            self._exclude = re.compile(exclude)
         except re.error as error:
-            raise invalid(f"left={left!r} is no regular expression: {error}") from error
+            raise invalid(f"exclude={exclude!r} is no regular expression: {error}") from error
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         """Raises INVALID_ARGUMENT, naming the tensor, for one of which this rank holds a part only, and for experts of
@@ -65,16 +65,16 @@ class BlockFp8:
 
     def quantization_config(self) -> dict[str, Any]:
         """What `quantization_config` in the `config.json` of the engine's model directory must say."""
-        left = [name for name, tensor in self._pairs() if tensor.dim() == 2 and not self._is_quantised(name, tensor)]
+        others = [name for name, tensor in self._pairs() if tensor.dim() == 2 and not self._is_quantised(name, tensor)]
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [name.removesuffix(".weight") for name in left],
+            "modules_to_not_convert": [name.removesuffix(".weight") for name in others],
         }
 
     def _is_quantised(self, name: str, tensor: Tensor) -> bool:
-        return tensor.dim() == 2 and name.endswith(".weight") and self._left.search(name) is None
+        return tensor.dim() == 2 and name.endswith(".weight") and self._exclude.search(name) is None
 
     def _pairs(self) -> Iterator[tuple[str, Tensor]]:
         weights = self._weights

@@ -125,7 +125,7 @@ def test_what_it_cannot_quantise_is_named() -> None:
     with pytest.raises(CkptEngineError, match=r"mlp\.experts\.gate_up_proj holds all experts of a layer"):
         list(BlockFp8({"mlp.experts.gate_up_proj": torch.ones(2, 128, 128)})())
     with pytest.raises(CkptEngineError, match="no regular expression"):
-        BlockFp8({}, left="(")
+        BlockFp8({}, exclude="(")
 
 
 def test_it_is_sealed_anew_at_each_update() -> None:

@@ -236,12 +236,15 @@ class VllmTarget:
             )
 
     def reload(self, weights: Weights) -> None:
-        """Loads weights as vLLM's `reload_weights` does with an iterator."""
+        """Loads weights as vLLM's `reload_weights` does with an iterator. It makes kernels anew, as an install does."""
+        kernels = [KernelTensors(layer, may_hold_tensors) for layer in self._staged_layers.values()]
         layerwise.initialize_layerwise_reload(self._model)
         try:
             self._model.load_weights(weights)  # type: ignore[operator]
         finally:
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            for each in kernels:
+                each.take_over()
 
     def post_load(self) -> None:
         """Makes what depends on other layers' weights: a tied output head's packed copy, then attention layers (MLA
