@@ -106,6 +106,17 @@ def test_kernels_of_another_form_are_refused_and_nothing_is_copied(what: str) ->
     assert torch.equal(layer.workspace, torch.ones(2))
 
 
+def test_what_a_kernel_has_kept_since_it_computed_stays() -> None:
+    layer = processed(1.0)
+    made = KernelTensors(layer, looked_into).paths
+    layer.method.kernel.strides.append(workspace := torch.ones(7))
+    kernels = KernelTensors(layer, looked_into, made)
+    layer.method.process(layer, 4.0)
+    kernels.take_over()
+    assert layer.method.kernel.strides[2] is workspace
+    assert torch.equal(layer.method.kernel.scales.inverse, torch.full((3,), 0.25))
+
+
 def test_circles_end() -> None:
     layer = processed(1.0)
     layer.method.itself = layer.method

@@ -75,6 +75,8 @@ class VllmTarget:
         self._quantised = dict(quantised_layers(self._staged_layers))
         self._refused = self._refusals(shared)
         self._kernels: dict[nn.Module, KernelTensors] = {}
+        self._made: dict[nn.Module, Collection[str]] = {}
+        self._made |= {layer: self._kernels_of(layer).paths for layer in self._staged_layers.values()}
         self._deriving = [layer for layer in model.modules() if derives(layer)]
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -86,6 +88,9 @@ class VllmTarget:
                 loaded = layerwise.get_layerwise_info(layer).restore_metadata[0]
                 for name in layer._parameters.keys() - loaded.keys():
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
+
+    def _kernels_of(self, layer: nn.Module) -> KernelTensors:
+        return KernelTensors(layer, may_hold_tensors, self._made.get(layer))
 
     def _refusals(self, shared: str) -> list[str]:
         """Why this server can take no update."""
@@ -189,7 +194,7 @@ class VllmTarget:
 
     def kernel_tensors(self) -> list[Tensor]:
         """What the kernels of staged layers hold beside parameters and buffers."""
-        kernels = [KernelTensors(layer, may_hold_tensors) for layer in self._staged_layers.values()]
+        kernels = [self._kernels_of(layer) for layer in self._staged_layers.values()]
         return [tensor for each in kernels for tensor in each.tensors.values()]
 
     @contextmanager
@@ -198,7 +203,7 @@ class VllmTarget:
         with old or torn weights, so that the engine survives and a full update can follow."""
         try:
             for layer in self._staged_layers.values():
-                self._kernels[layer] = KernelTensors(layer, may_hold_tensors)
+                self._kernels[layer] = self._kernels_of(layer)
                 _begin(layer)
             yield self._stage()
         finally:
@@ -224,7 +229,8 @@ class VllmTarget:
             with torch.inference_mode():
                 buffer.copy_(weight.view(buffer.shape))
         before = _addresses(layerwise.get_layerwise_info(layer).kernel_tensors)
-        _finish(layer)
+        with _default_dtype(self._model_config.dtype):  # as while vLLM loads
+            _finish(layer)
         if layer in self._kernels:
             self._kernels.pop(layer).take_over()
         after = _addresses(get_layer_params_buffers(layer))
@@ -237,7 +243,7 @@ class VllmTarget:
 
     def reload(self, weights: Weights) -> None:
         """Loads weights as vLLM's `reload_weights` does with an iterator. It makes kernels anew, as an install does."""
-        kernels = [KernelTensors(layer, may_hold_tensors) for layer in self._staged_layers.values()]
+        kernels = [self._kernels_of(layer) for layer in self._staged_layers.values()]
         layerwise.initialize_layerwise_reload(self._model)
         try:
             self._model.load_weights(weights)  # type: ignore[operator]
@@ -338,6 +344,16 @@ def _finish(layer: nn.Module) -> None:
         # If a kernel exists already, vLLM 0.32 skips the packing that experts need on a CPU, and serves nonsense.
         method.moe_kernel = None
     layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _take(layer: nn.Module) -> _Tensors:
