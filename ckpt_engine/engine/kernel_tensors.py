@@ -39,16 +39,16 @@ class KernelTensors:
     """What one layer's kernels hold at the time of creation, while they are those with which the engine computes."""
 
     def __init__(
-        self, layer: nn.Module, looked_into: Callable[[object], bool], made: Collection[str] | None = None
+        self, layer: nn.Module, looked_into: Callable[[object], bool], results: Collection[str] | None = None
     ) -> None:
-        """looked_into: whether an object may have tensors of kernels, or objects that do. made: paths of what
+        """looked_into: whether an object may have tensors of kernels, or objects that do. results: paths of what
         processing makes, as they were when the model had just been loaded; None: all. What kernels have besides, since
         they have computed something, stays as it is."""
         self._layer, self._looked_into = layer, looked_into
         self._edges = list(self._walk())
         parameters = (*layer._parameters.values(), *layer._buffers.values())
         self._memory = {address(tensor) for tensor in parameters if tensor is not None} - {0}
-        self._made = self.paths if made is None else made
+        self._results = self.paths if results is None else results
 
     @property
     def paths(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class KernelTensors:
         """By path, those that show no memory of the layer's parameters and buffers."""
         found = {edge.path: edge.value for edge in self._edges if isinstance(edge.value, Tensor)}
         own = {path: tensor for path, tensor in found.items() if address(tensor) not in self._memory}
-        return {path: tensor for path, tensor in own.items() if path in self._made}
+        return {path: tensor for path, tensor in own.items() if path in self._results}
 
     def take_over(self) -> None:
         """Copies the values that the layer's kernels hold now into the tensors of before, and puts these back.
@@ -76,7 +76,7 @@ class KernelTensors:
                 raise self._differs(path, own, new)
             pairs.append((own, new))
         for edge in self._edges:
-            if isinstance(edge.value, float) and edge.path in self._made and now.get(edge.path) != edge.value:
+            if isinstance(edge.value, float) and edge.path in self._results and now.get(edge.path) != edge.value:
                 raise self._differs(edge.path, edge.value, now.get(edge.path))
         with torch.inference_mode():
             for own, new in pairs:

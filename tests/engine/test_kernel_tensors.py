@@ -108,9 +108,9 @@ def test_kernels_of_another_form_are_refused_and_nothing_is_copied(what: str) ->
 
 def test_what_a_kernel_has_kept_since_it_computed_stays() -> None:
     layer = processed(1.0)
-    made = KernelTensors(layer, looked_into).paths
+    results = KernelTensors(layer, looked_into).paths
     layer.method.kernel.strides.append(workspace := torch.ones(7))
-    kernels = KernelTensors(layer, looked_into, made)
+    kernels = KernelTensors(layer, looked_into, results)
     layer.method.process(layer, 4.0)
     kernels.take_over()
     assert layer.method.kernel.strides[2] is workspace

@@ -73,7 +73,7 @@ class SglangTarget:
                 f"{len(self._quantised)} of its layers are quantised ({name} by {how.method}) and split over {gpus} "
                 "GPUs, where no test has seen an update yet: start each replica on one GPU, or without quantisation"
             )
-        self._made = {layer: KernelTensors(layer, _may_hold_tensors).paths for layer in self._staged_layers.values()}
+        self._results = {layer: KernelTensors(layer, _may_hold_tensors).paths for layer in self._staged_layers.values()}
         self._refuse_shared()
         self._computed = PostLoadTensors(model, made_while_loading(model, {*self._staged_layers.values()}))
         self._derived = dict(_buffers_of_weights(model))
@@ -207,7 +207,7 @@ class SglangTarget:
 
     def _stage(self, open_layers: dict[str, LiveLayer]) -> Iterator[StagedLayer]:
         for prefix, layer in self._staged_layers.items():
-            live = LiveLayer(layer, KernelTensors(layer, _may_hold_tensors, self._made[layer]))
+            live = LiveLayer(layer, KernelTensors(layer, _may_hold_tensors, self._results[layer]))
             open_layers[prefix] = live
             parameters = _stand_in(layer, self._forms[prefix], live.device)
             tensors = {full_name(prefix, name): tensor for name, tensor in parameters.items()}

@@ -75,8 +75,8 @@ class VllmTarget:
         self._quantised = dict(quantised_layers(self._staged_layers))
         self._refused = self._refusals(shared)
         self._kernels: dict[nn.Module, KernelTensors] = {}
-        self._made: dict[nn.Module, Collection[str]] = {}
-        self._made |= {layer: self._kernels_of(layer).paths for layer in self._staged_layers.values()}
+        self._results: dict[nn.Module, Collection[str]] = {}
+        self._results |= {layer: self._kernels_of(layer).paths for layer in self._staged_layers.values()}
         self._deriving = [layer for layer in model.modules() if derives(layer)]
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -90,7 +90,7 @@ class VllmTarget:
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
 
     def _kernels_of(self, layer: nn.Module) -> KernelTensors:
-        return KernelTensors(layer, may_hold_tensors, self._made.get(layer))
+        return KernelTensors(layer, may_hold_tensors, self._results.get(layer))
 
     def _refusals(self, shared: str) -> list[str]:
         """Why this server can take no update."""
