@@ -134,6 +134,23 @@ def differing(have: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     )
 
 
+def refusal(model: nn.Module, config: Any, path: Path, weights: dict[str, Tensor]) -> str:
+    """What is said against an update of this model on one of two GPUs that share its layers."""
+    from ckpt_engine_adapters.vllm import target
+    from tests.engines.resident_install import Cuda
+    from tests.install.install_world import Checkpoint, OneWorker
+
+    module: Any = target
+    platform, module.current_platform = module.current_platform, Cuda()
+    try:
+        split = target.VllmTarget(model, config.model_config, shared="tensor parallelism of 2")
+    finally:
+        module.current_platform = platform
+    (path / "split").mkdir()
+    message: str = OneWorker(split, path / "split").prepare(Checkpoint(weights)).problem.message
+    return message
+
+
 def play(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
@@ -172,6 +189,7 @@ def play(path: Path) -> dict[str, Any]:
                 differing(captured, dict(read(like))) + differing(dict(read(model)), dict(read(like)))
             )
         found["verified"], found["as_loaded"] = report.verified, report.verified_as_loaded
+        found["split over GPUs"] = refusal(model, config, path, weights)
     found["moved"] = [name for name, tensor in read(model) if tensor.data_ptr() != addresses[name]]
     found["tensors"] = len(captured)
     return found

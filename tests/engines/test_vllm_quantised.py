@@ -154,6 +154,8 @@ def test_fp8_is_what_vllms_own_loader_makes(installed: dict[str, Any], kind: str
     assert found["moved"] == []
     assert found["torn"] == [["dirty", True]] * 4
     assert found["as_loaded"] > found["verified"] > 0
+    assert "quantised" in found["split over GPUs"]
+    assert "tensor parallelism of 2 on GPUs" in found["split over GPUs"]
     published = "block" in kind
     assert [published, FP8_KINDS[kind][2]] in found["quantised"].values()
     assert {how[0] for how in found["quantised"].values()} == {published}
