@@ -53,7 +53,7 @@ from ckpt_engine.timeline.drawing import draw
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.sglang_server import start_sglang
 from tests.engines.vllm_server import start_vllm
-from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm
 from tests.gpu.sglang_fleet import plain_sglang, start_gpu_sglang
 from tests.tiny_model import make_tiny_qwen3
 
@@ -188,7 +188,7 @@ def vllm_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
         started = stack.enter_context(server)
 
         def up(model: nn.Module) -> Rival:
-            wait_for_plain(started, UP_SECONDS)
+            started.wait(UP_SECONDS)
             native = NativeServer(started.url, model)
             send = native.ipc()
             return started.url, partial(native.update, send), lambda: read_log(started.log)
@@ -207,7 +207,7 @@ def sglang_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
         started = stack.enter_context(plain_sglang(config, path / "rival.log", *SGLANG_SIZES))
 
         def up(model: nn.Module) -> Rival:
-            wait_for_plain(started, UP_SECONDS)
+            started.wait(UP_SECONDS)
             native = NativeSglang(started.url, model)
             return started.url, native.update, lambda: read_log(started.log)
 

@@ -17,6 +17,7 @@ memory stay the same (plans.py).
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.core.stage_memory import NONE
-from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
@@ -324,6 +325,7 @@ class _InstallRun:
         self._verified = self._verify(resident, recording, expected)
         more = len(self._by_loader) - _MOST_NAMES
         report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+        report.quantised.extend(_quantised(self._target.quantised()))
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
@@ -451,6 +453,16 @@ def _digests_of(expected: bytes) -> Sequence[int]:
 def _check_count(expected: Sequence[int], recording: Recording) -> None:
     if len(expected) != len(recording.needs):
         raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
+
+
+def _quantised(layers: Mapping[str, Quantised]) -> Iterator[manager_pb2.QuantisedLayers]:
+    """The rows of a report: layers that are quantised alike, by the pattern of their names."""
+    alike: dict[Quantised, list[str]] = {}
+    for name, how in layers.items():
+        alike.setdefault(how, []).append(re.sub(r"\d+", "#", name))
+    for how, names in alike.items():
+        patterns = [*dict.fromkeys(names)][:_MOST_NAMES]
+        yield manager_pb2.QuantisedLayers(published=how.published, method=how.method, layers=len(names), names=patterns)
 
 
 def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:

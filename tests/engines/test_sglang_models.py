@@ -11,11 +11,13 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 
+from tests.engines.quantised_models import dense, experts
+from tests.engines.quantised_models import write as write_files
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
 from tests.engines.test_vllm_models import SMALL, build, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
 
@@ -47,22 +49,28 @@ def deepseek() -> Any:
 
 
 class Kind(NamedTuple):
-    """leaves_out: checkpoint tensors without which an update is refused, by what they are."""
+    """leaves_out: checkpoint tensors without which an update is refused, by what they are. quantised: int8 or FP8
+    blocks in the files, or bfloat16 that SGLang quantises (`--quantization fp8`)."""
 
     make: Callable[[], Any]
     leaves_out: dict[str, str]
-    quantised: bool = False
+    quantised: Literal["", "int8", "online", "block-wise"] = ""
 
 
 DENSE = {"o_proj": "model.layers.1.self_attn.o_proj.weight", "leg of QKV": "model.layers.0.self_attn.k_proj.weight"}
+EXPERT = {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}
 KINDS = {
     "llama-tied": Kind(llama, DENSE),
     "qwen2-bias": Kind(qwen2, DENSE | {"leg of the QKV bias": "model.layers.0.self_attn.v_proj.bias"}),
-    "qwen3-experts": Kind(qwen3_mixture, DENSE | {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}),
+    "qwen3-experts": Kind(qwen3_mixture, DENSE | EXPERT),
     "gpt2-transposed": Kind(gpt2, {"fc": "transformer.h.1.mlp.c_fc.weight"}),
     "phi3-fused": Kind(phi3, {"qkv": "model.layers.0.self_attn.qkv_proj.weight"}),
     "deepseek-absorbed": Kind(deepseek, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
-    "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, quantised=True),
+    "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, "int8"),
+    "qwen3-fp8": Kind(dense, DENSE, "online"),
+    "qwen3-fp8-experts": Kind(experts, DENSE | EXPERT, "online"),
+    "qwen3-fp8-blocks": Kind(dense, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale_inv"}, "block-wise"),
+    "qwen3-fp8-experts-blocks": Kind(experts, DENSE | EXPERT, "block-wise"),
 }
 
 
@@ -89,18 +97,17 @@ def write(kind: Kind, folder: Path) -> None:
     for version in (1, 2):
         path = folder / str(version)
         path.mkdir(parents=True)
-        config = kind.make()
-        config.dtype = torch.bfloat16
-        _, weights = build(config, version, path)
+        weights = write_files(kind.make(), version, path, block_wise=kind.quantised == "block-wise")
         described = json.loads((path / "config.json").read_text())
-        if kind.make is deepseek_v2:  # what DeepSeek's own configuration says, and transformers leaves out
+        if kind.make is deepseek:  # what DeepSeek's own configuration says, and transformers leaves out
             described |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
-        if kind.quantised:
+        if kind.quantised == "int8":
             described["quantization_config"] = {"quant_method": "w8a8_int8", "ignore": []}
             save_file(quantised(weights), path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(described))
     flipped = next(iter(kind.leaves_out.values()))
-    story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped}
+    arguments = ["--quantization", "fp8"] if kind.quantised == "online" else []
+    story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped, "arguments": arguments}
     story["scheduler"] = folder.name == SCHEDULER
     (folder / "story.json").write_text(json.dumps(story))
 
@@ -179,8 +186,8 @@ def test_a_torn_update_leaves_the_worker_dirty_and_able_to_take_the_next(stories
 
 def test_only_what_is_processed_is_staged_and_told_so(stories: dict[str, Any]) -> None:
     for kind, story in stories.items():
-        assert bool(story["staged"]) == KINDS[kind].quantised
-        assert bool(story["as_loaded"]) == KINDS[kind].quantised
+        assert bool(story["staged"]) == bool(story["as_loaded"]) == bool(KINDS[kind].quantised)
+        assert set(story["quantised"].values()) == ({KINDS[kind].quantised != "online"} if story["staged"] else set())
         assert story["verified"]
 
 

@@ -93,6 +93,20 @@ STEPS = (
         engine="vllm",
     ),
     Step(
+        "quantised",
+        "vLLM: FP8 online and block-wise, dense and experts, as a server that loaded the same files; corrupt, sleep",
+        tests("/test_quantised.py", 280, "-k", "vllm"),
+        *(250, 300),
+        engine="vllm",
+    ),
+    Step(
+        "quantised-sglang",
+        "SGLang: the same",
+        tests("/test_quantised.py", 280, "-k", "sglang"),
+        *(280, 300),
+        engine="sglang",
+    ),
+    Step(
         "hybrid",
         "vLLM, asleep at levels 1 and 2: sleep, and the update that wakes it",
         bench("test_hybrid.py", 220, "vllm"),
