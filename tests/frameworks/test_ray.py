@@ -49,8 +49,12 @@ def test_without_ray_it_says_what_to_install() -> None:
         ("no engine", "INVALID_ARGUMENT: replicas=1 and no engine"),
         ("nothing to take", "INVALID_ARGUMENT: a replica takes nothing of its node"),
         ("a text", "INVALID_ARGUMENT: engine is a list of words, such as ['vllm', 'serve', 'model']"),
+        ("a number", "INVALID_ARGUMENT: engine is a list of words, each a str, not ['vllm', 3]"),
+        ("options as a text", "agent_options is a list of words, such as ['--engine', 'reference'], not a text"),
+        ("an environment", "INVALID_ARGUMENT: environment must be a dict of str to str, not ['A=1']"),
+        ("resources", "INVALID_ARGUMENT: resources must be a dict of Ray's resources to amounts, not ['slot']"),
         ("an amount", "INVALID_ARGUMENT: num_gpus=1.5: Ray gives whole GPUs, or a part of one"),
-        ("open to others", "nothing says who may call the manager"),
+        ("open to others", "nothing says who may call this server: give manager_options with --certificate"),
         ("an option", "INVALID_ARGUMENT: manager exited with status 2"),
         (
             "no place",

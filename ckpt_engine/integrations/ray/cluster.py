@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -83,8 +82,8 @@ class RayCluster:
         checked_flag("relays", relays)
         checked_flag("gateway", gateway)
         checked_flag("insecure", insecure)
-        if isinstance(engine, str):
-            raise invalid(f"engine is a list of words, such as {shlex.split(engine)}, not a text")
+        if not isinstance(resources, Mapping | None):
+            raise invalid(f"resources must be a dict of Ray's resources to amounts, not {resources!r}")
         if twice := {"CPU", "GPU"} & {*(resources or {})}:
             raise invalid(f"resources with {', '.join(sorted(twice))}: say num_cpus and num_gpus instead")
         head, host = _head()
