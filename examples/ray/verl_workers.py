@@ -59,7 +59,7 @@ def main() -> None:
         pool = RayResourcePool([args.ranks], use_gpu=args.gpus, max_colocate_count=1)
         rank = RayClassWithInitArgs(ray.remote(Rank), cluster.manager_address, args.model)
         ranks = RayWorkerGroup(pool, rank, device_name="cuda" if args.gpus else "cpu")
-        cluster.client().wait_for_replicas(2)
+        cluster.wait_for_replicas()
         for number in range(4):
             tokens = [5, 6, 7, 8, number]
             report, own = ranks.step(number, tokens)[0]  # rank 0's

@@ -22,11 +22,14 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, not_found, precondition, unavailable
 from ckpt_engine.integrations.ray.plan import LEAVE_SECONDS, NAMESPACE, ClusterPlan, ProcessStatus, RayClusterStatus
 from ckpt_engine.integrations.ray.supervisor import Supervisor, first_line
+from ckpt_engine.replica_wait import ReplicaWait
 
 HEAD = "node:__internal_head__"
 """The resource that Ray gives to its head node."""
 
 POLL_SECONDS = 0.25  # between two looks of a call that waits
+MOST_STARTS = 3  # of a process in a new cluster, if it ends each time; later it is started again for ever
+MOST_SHOWN = 4  # processes in a message
 CALL_SECONDS = 30.0  # that the supervisor may take to answer
 
 logger = logging.getLogger("ckpt_engine.ray")
@@ -63,7 +66,7 @@ class RayCluster:
         timeout: float = 600.0,
     ) -> None:
         """Starts the cluster. Returns when the manager answers, the gateway listens, and every replica has its place
-        and its agent runs; engines may still load (`client().wait_for_replicas`).
+        and its agent runs; engines may still load (`wait_for_replicas`).
 
         name: one of it at a time on a Ray cluster. engine: the command of a replica's server, such as ("vllm", "serve",
         DIR), or its options alone: what stands behind `--` of `ckpt-engine agent`. replicas: how many, see `scale`.
@@ -75,8 +78,8 @@ class RayCluster:
         lifetime: "detached": goes on without this process, until `close`. timeout: seconds.
 
         Raises, with nothing left running: INVALID_ARGUMENT for arguments that cannot be, and for options that a command
-        refuses; FAILED_PRECONDITION without ray.init(), or for a name that is taken; DEADLINE_EXCEEDED, naming each
-        replica that has no place and what it asked for.
+        refuses; FAILED_PRECONDITION without ray.init(), for a name that is taken, or if a process ends each time that
+        it is started; DEADLINE_EXCEEDED, naming each replica that has no place and what it asked for.
         """
         check_seconds("a timeout", timeout)
         checked_flag("relays", relays)
@@ -174,6 +177,28 @@ class RayCluster:
         found: RayClusterStatus = self._ask("status")
         return found
 
+    def wait_for_replicas(self, *, timeout: float = 600.0) -> list[str]:
+        """Returns the names of all replicas once their engines answer.
+
+        Raises INVALID_ARGUMENT at once for a replica whose options cannot be; DEADLINE_EXCEEDED after `timeout`
+        seconds, with what replicas that ended printed last.
+        """
+        first = self.status()
+        wait = ReplicaWait(first.replicas, first.pool, timeout, logger)
+        with self.client() as client:
+            while True:
+                processes = [each for each in self.status().processes if each.kind == "replica"]
+                _check_options(processes)
+                ended = "; ".join(f"{each.name} ({each.state}) {each.reason}" for each in processes if each.reason)
+                try:
+                    found = wait.look(client.status(), ended)
+                except CkptEngineError as error:
+                    wait.take_error(error)
+                else:
+                    if found is not None:
+                        return found
+                time.sleep(wait.pause(POLL_SECONDS))
+
     def scale(self, replicas: int, *, timeout: float = 600.0) -> None:
         """Has so many replicas from now on, "replica-0" and so on. Returns when new ones have their places and their
         agents run, and when those with the highest numbers have left: their agents have said goodbye, and their
@@ -218,18 +243,22 @@ class RayCluster:
         end = time.monotonic() + timeout
         while True:
             processes = self.status().processes
+            _check_options(processes)
             for each in processes:
-                if each.state == "refused":
-                    raise invalid(f"{each.name} {each.reason}", replica=each.name if each.kind == "replica" else "")
+                if answering and each.kind != "relay" and each.starts >= MOST_STARTS and each.state == "restarting":
+                    raise precondition(f"{each.name} was started {each.starts} times, and {each.reason}")
             absent = [each for each in processes if _is_awaited(each)]
             if not absent and not (answering and (silent := self._silent())):
                 return
             if time.monotonic() >= end:
-                why = "; ".join(f"{each.name} ({each.state}) {each.reason}" for each in absent) or silent
-                free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+                shown = [f"{each.name} ({each.state}) {each.reason}" for each in absent[:MOST_SHOWN]]
+                more = [f"{len(absent) - MOST_SHOWN} more"] if len(absent) > MOST_SHOWN else []
+                why = "; ".join(shown + more) or silent
+                if any(each.state == "placing" for each in absent):
+                    free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+                    why += f". Ray has left, on all nodes: {free}. Start nodes, ask for less, or scale down"
                 raise deadline(
-                    f"cluster {self.name!r} is not complete after {timeout:g} s: {why}. Ray has left, on all nodes: "
-                    f"{free}. Start nodes, ask for less, or scale down",
+                    f"cluster {self.name!r} is not complete after {timeout:g} s: {why}",
                     replica=next((each.name for each in absent if each.kind == "replica"), ""),
                 )
             time.sleep(POLL_SECONDS)
@@ -249,6 +278,13 @@ class RayCluster:
             except httpx.TransportError as failed:
                 return f"the gateway at {self.gateway_url} does not answer: {failed}"
         return ""
+
+
+def _check_options(processes: Sequence[ProcessStatus]) -> None:
+    """Raises INVALID_ARGUMENT for a process whose command refused its options."""
+    for each in processes:
+        if each.state == "refused":
+            raise invalid(f"{each.name} {each.reason}", replica=each.name if each.kind == "replica" else "")
 
 
 def _is_awaited(process: ProcessStatus) -> bool:

@@ -46,7 +46,7 @@ class ProcessStatus:
     node: str = ""  # Ray's id of the node that it is on; empty: none yet
     pid: int = 0  # of the command; 0: it does not run
     starts: int = 0  # how often this actor has started it
-    reason: str = ""  # why it does not run: what it asks Ray for, or how it ended and what it printed last
+    reason: str = ""  # what it asks Ray for; or how it ended, and what it printed last, also when it runs again
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class RayClusterStatus:
     manager_address: str
     gateway_url: str | None
     replicas: int  # how many there are to be
+    pool: str  # of the replicas
     processes: tuple[ProcessStatus, ...]  # by name
 
 

@@ -74,7 +74,7 @@ class Supervisor:
         if url is not None and "--certificate" in self._plan.options["gateway"]:
             url = url.replace("http:", "https:")
         manager = join_address(self._plan.host, self._ports["manager"])
-        return RayClusterStatus(manager, url, self._replicas, self._processes)
+        return RayClusterStatus(manager, url, self._replicas, self._plan.pool, self._processes)
 
     def scale(self, replicas: int) -> None:
         """See RayCluster.scale; returns when the wish was looked at once."""
