@@ -189,7 +189,11 @@ class RayCluster:
             while True:
                 processes = [each for each in self.status().processes if each.kind == "replica"]
                 _check_options(processes)
-                ended = "; ".join(f"{each.name} ({each.state}) {each.reason}" for each in processes if each.reason)
+                ended = "; ".join(
+                    f"{each.name} ({'running again' if each.state == 'running' else each.state}) {each.reason}"
+                    for each in processes
+                    if each.reason
+                )
                 try:
                     found = wait.look(client.status(), ended)
                 except CkptEngineError as error:
@@ -236,7 +240,9 @@ class RayCluster:
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, CkptEngineError) else error) from None
         except ray.exceptions.RayActorError as error:
-            raise unavailable(f"cluster {self.name!r} is gone, or starts again: {first_line(error)}") from None
+            raise unavailable(
+                f"cluster {self.name!r} was closed or ended with its program, or starts again: {first_line(error)}"
+            ) from None
 
     def _wait(self, timeout: float, answering: bool = False) -> None:
         """Until all that is to be there runs and all else has left. answering: and manager and gateway answer."""
@@ -246,7 +252,8 @@ class RayCluster:
             _check_options(processes)
             for each in processes:
                 if answering and each.kind != "relay" and each.starts >= MOST_STARTS and each.state == "restarting":
-                    raise precondition(f"{each.name} was started {each.starts} times, and {each.reason}")
+                    why = f"{each.name} was started {each.starts} times, and {each.reason}"
+                    raise precondition(why, replica=_replica(each))
             absent = [each for each in processes if _is_awaited(each)]
             if not absent and not (answering and (silent := self._silent())):
                 return
@@ -259,7 +266,7 @@ class RayCluster:
                     why += f". Ray has left, on all nodes: {free}. Start nodes, ask for less, or scale down"
                 raise deadline(
                     f"cluster {self.name!r} is not complete after {timeout:g} s: {why}",
-                    replica=next((each.name for each in absent if each.kind == "replica"), ""),
+                    replica=next((each.name for each in absent if _replica(each)), ""),
                 )
             time.sleep(POLL_SECONDS)
 
@@ -284,7 +291,12 @@ def _check_options(processes: Sequence[ProcessStatus]) -> None:
     """Raises INVALID_ARGUMENT for a process whose command refused its options."""
     for each in processes:
         if each.state == "refused":
-            raise invalid(f"{each.name} {each.reason}", replica=each.name if each.kind == "replica" else "")
+            raise invalid(f"{each.name} {each.reason}", replica=_replica(each))
+
+
+def _replica(process: ProcessStatus) -> str:
+    """Its name, for an error; empty: it is no replica."""
+    return process.name if process.kind == "replica" else ""
 
 
 def _is_awaited(process: ProcessStatus) -> bool:
