@@ -258,9 +258,9 @@ class RayCluster:
             if not absent and not (answering and (silent := self._silent())):
                 return
             if time.monotonic() >= end:
-                shown = [f"{each.name} ({each.state}) {each.reason}" for each in absent[:MOST_SHOWN]]
+                words = [f"{each.name} ({each.state}) {each.reason}" for each in absent[:MOST_SHOWN]]
                 more = [f"{len(absent) - MOST_SHOWN} more"] if len(absent) > MOST_SHOWN else []
-                why = "; ".join(shown + more) or silent
+                why = "; ".join(words + more) or silent
                 if any(each.state == "placing" for each in absent):
                     free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
                     why += f". Ray has left, on all nodes: {free}. Start nodes, ask for less, or scale down"
