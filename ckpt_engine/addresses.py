@@ -6,18 +6,17 @@ import errno
 import ipaddress
 import logging
 import socket
-from typing import TYPE_CHECKING
 
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import invalid, unavailable
-
-if TYPE_CHECKING:  # it loads gRPC, which is in no engine
-    from ckpt_engine.security.server import ServerSecurity
 
 log = logging.getLogger(__name__)
 
 MANAGER = "127.0.0.1:50051"
 """Default address of a manager, for itself and for its members."""
+
+AUTHENTICATE = "--certificate, --key and --tokens or --client-authority (docs/security.md)"
+"""The options that say who may call a server."""
 
 
 def split_address(address: str, option: str = "") -> tuple[str, int]:
@@ -105,13 +104,13 @@ def listen_on(address: str, option: str = "--listen") -> socket.socket:
     return listener
 
 
-def check_reach(host: str, security: ServerSecurity) -> None:
-    """Raises INVALID_ARGUMENT if other machines would be served without authentication; with --insecure warns only."""
-    if is_loopback(host) or security.authenticates:
+def check_reach(host: str, *, authenticates: bool, insecure: bool, remedy: str = "") -> None:
+    """Raises INVALID_ARGUMENT if other machines would be served without authentication; if insecure, warns only.
+
+    remedy: how the caller's user says who may call; empty: by the options of a command."""
+    if is_loopback(host) or authenticates:
         return
-    if not security.insecure:
-        raise invalid(
-            f"other machines reach {host}, and nothing says who may call this server: give --certificate, --key and "
-            "--tokens or --client-authority (docs/security.md), or --insecure to let everybody"
-        )
+    if not insecure:
+        remedy = remedy or f"{AUTHENTICATE}, or --insecure to let everybody"
+        raise invalid(f"other machines reach {host}, and nothing says who may call this server: give {remedy}")
     log.warning("listening on %s: everybody who reaches it may call this server, nothing is encrypted", host)

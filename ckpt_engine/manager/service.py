@@ -203,7 +203,11 @@ class ManagerServer:
         self._access = Access(config.security)
         for option, address in {"--listen": config.listen, "--http": config.http}.items():
             if address or option == "--listen":
-                check_reach(split_address(address, option)[0], config.security)
+                check_reach(
+                    split_address(address, option)[0],
+                    authenticates=config.security.authenticates,
+                    insecure=config.security.insecure,
+                )
         self._public_names = checked_names(config.http_names)
         if advertised := self._advertised(split_address(config.listen)[1]):
             self._public_names.append(host_of(advertised))

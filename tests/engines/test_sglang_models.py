@@ -19,7 +19,7 @@ import torch
 from tests.engines.quantised_models import dense, experts
 from tests.engines.quantised_models import write as write_files
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
-from tests.engines.test_vllm_models import SMALL, build, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
+from tests.engines.test_vllm_models import SMALL, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
 
 pytestmark = needs_sglang
 

@@ -50,6 +50,8 @@ FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
 SMALL = ("--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2", "--idle", "4")
 SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 
+VERL = ("-m", "tests.frameworks.verl_trainer", "--out", "{out}")
+
 KEEP = ("--only", "ours", "rival", "ours_by_relay")
 
 STEPS = (
@@ -222,6 +224,14 @@ STEPS = (
     Step("gpu-tests", "tests/gpu that need no engine", tests("", 240, "-m", "not engine"), 150, 330),
     Step(
         "vllm-tests", "vLLM's tests on a GPU", tests("/test_vllm_gpu.py", 240), 156, 330, engine="vllm", guessed=False
+    ),
+    Step(
+        "verl",
+        "verl's own trainer, one rank, with a vLLM on the same GPU: versions, tokens, and verl's own comparison",
+        VERL,
+        *(150, 240),
+        engine="vllm",
+        cpu=(*VERL, "--cpu", "--seconds", "1000"),
     ),
     Step("sglang-tests", "all of SGLang's tests on GPUs", tests("/test_sglang_gpu.py", 400), 260, 430, engine="sglang"),
     Step("relay", "relays beside a GPU, against Moonshot", bench("test_relay.py", 300), 250, 400),
